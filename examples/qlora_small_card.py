@@ -44,6 +44,7 @@ def main() -> int:
 
 def train(options: argparse.Namespace) -> None:
     out = Path(options.out)
+    print(f"training {options.model or 'a tiny model with random weights'}; libraries are imported first", flush=True)
     lines = SAMPLES if options.data is None else Path(options.data).read_text(encoding="utf-8").splitlines()
     checkpoint = options.model or tiny_checkpoint(out / "tiny")
     tokenizer = Bytes() if options.model is None else tokenizer_of(checkpoint)

@@ -3,6 +3,7 @@
 python examples/small_card_chat.py                                          a tiny random model: no download, no GPU
 python examples/small_card_chat.py --model google/gemma-4-E4B-it --vram 4GiB
 python examples/small_card_chat.py --model FOLDER --vram 2GiB --adapter FOLDER --image cat.jpg --prompt "What is it?"
+python examples/small_card_chat.py --model FOLDER --assistant FOLDER        drafts by a Gemma 4 assistant
 
 The placement and the expected peak are printed before anything is loaded. Images need pillow
 (`pip install "gemma4-compat[images]"`).
@@ -90,6 +91,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         help="GPU memory that PyTorch may use, such as 4GiB (default: 4GiB; too little for all of the tiny model)",
     )
     parser.add_argument("--adapter", type=Path, help="folder of a PEFT adapter")
+    parser.add_argument("--assistant", help="folder or id of the model's assistant, which drafts tokens")
     parser.add_argument("--image", type=Path, help="an image to begin the conversation with")
     parser.add_argument("--prompt", help="answer this and exit; without it, start a conversation")
     parser.add_argument("--context", type=int, default=2048, help="tokens to plan for (default: 2048)")
@@ -182,12 +184,25 @@ def loaded(model: str, plan: Any, given: argparse.Namespace, *, on_gpu: bool, fo
         from peft import PeftModel
 
         loaded = PeftModel.from_pretrained(loaded, given.adapter)
-    if plan.fast and on_gpu:
+    if plan.fast and on_gpu and given.assistant is None:  # with an assistant, steps are not replayed
         gemma4_compat.decode_fast(loaded)
     return loaded.eval()
 
 
-def answer(model: Any, processor: Any, turns: list[dict[str, Any]], image: Any, limit: int) -> str:
+def loaded_assistant(name: str | None, model: Any) -> Any:
+    """The assistant, where the model computes; None without a name."""
+    if name is None:
+        return None
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    place = {"": gemma4_compat.input_device(model)}
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, device_map=place).eval()
+
+
+def answer(
+    model: Any, processor: Any, turns: list[dict[str, Any]], image: Any, limit: int, assistant: Any = None
+) -> str:
     """Print the answer as it comes, and return it."""
     import torch
     from transformers import TextStreamer
@@ -195,26 +210,27 @@ def answer(model: Any, processor: Any, turns: list[dict[str, Any]], image: Any, 
     batch = {name: value.to(gemma4_compat.input_device(model)) for name, value in processor(turns, image).items()}
     streamer = TextStreamer(processor, skip_prompt=True, skip_special_tokens=True)
     with torch.no_grad():
-        tokens = model.generate(**batch, max_new_tokens=limit, do_sample=False, streamer=streamer)
+        tokens = model.generate(
+            **batch, max_new_tokens=limit, do_sample=False, streamer=streamer, assistant_model=assistant
+        )
     return str(processor.decode(tokens[0, batch["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 def chat(given: argparse.Namespace, folder: Path) -> None:
+    if given.model is None:
+        print("No --model: a tiny one with random weights. Its answers are noise.", flush=True)
     import torch
 
     image = opened(given.image)
     if given.adapter is not None and not (given.adapter / "adapter_config.json").is_file():
         raise UsageError(f"--adapter {given.adapter} is no folder with an adapter_config.json")
     on_gpu = torch.cuda.is_available()
-    if given.model is None:
-        print("No --model: a tiny one with random weights. Its answers are noise.")
-        model = testing.tiny_checkpoint(folder / "tiny")
-    else:
-        model = given.model
+    model = testing.tiny_checkpoint(folder / "tiny") if given.model is None else given.model
     if not on_gpu:
         print("No GPU: the CPU stands for the card and the disk for host memory; nothing is quantized.")
     plan = planned(model, given, on_gpu=on_gpu)
     loaded_model = loaded(model, plan, given, on_gpu=on_gpu, folder=folder)
+    assistant = loaded_assistant(given.assistant, loaded_model)
     processor = Bytes(loaded_model.config) if given.model is None else Processor(model)
     if on_gpu:
         print(f"on the card now: {torch.cuda.memory_allocated() / MIB:,.1f} MiB")
@@ -230,7 +246,7 @@ def chat(given: argparse.Namespace, folder: Path) -> None:
             if not text:
                 continue
         turns.append({"role": "user", "content": text})
-        said = answer(loaded_model, processor, turns, image, given.max_new_tokens)
+        said = answer(loaded_model, processor, turns, image, given.max_new_tokens, assistant)
         turns.append({"role": "assistant", "content": said})
         if given.prompt is not None:
             return

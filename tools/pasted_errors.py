@@ -68,14 +68,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def read() -> list[dict[str, Any]]:
+def read(file: Path = FILE) -> list[dict[str, Any]]:
     """What is there: each error with its patch, its stack, its text and its frames, the outermost first.
 
     A frame is its file below site-packages, the line, the function, its qualified name, and the line's text.
     """
-    if not FILE.exists():
+    if not file.exists():
         return []
-    data = json.loads(FILE.read_text(encoding="utf-8"))
+    data = json.loads(file.read_text(encoding="utf-8"))
     return [one | {"frames": [data["frames"][index] for index in one["frames"]]} for one in data["errors"]]
 
 

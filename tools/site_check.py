@@ -10,7 +10,9 @@ contrast   text of which a letter is under 4.5 to 1 against what is behind it (3
 wide       a page that scrolls sideways
 console    an error in the browser's console
 picture    one without a text, or that did not load
+table      one that is wider than its page on a phone
 search     a query of :data:`QUERIES` that does not have its page among the first three
+box        an error of :data:`PASTED` for which "Find the error" does not show its patch first
 
 Exit code 1: there is one. Needs selenium, Chromium and its driver (`nox -s site_check`).
 """
@@ -30,13 +32,19 @@ from typing import Any
 
 #: What people type, and the page that answers it.
 QUERIES = {
-    "_is_hf_initialized": "PATCHES",
-    "Gemma4ClippableLinear is not supported": "PATCHES",
+    "_is_hf_initialized": "patches/offload",
+    "Gemma4ClippableLinear is not supported": "patches/",
     "out of memory training": "TRAINING",
     "merge adapter": "MERGING",
     "tokens per second slow": "DECODING",
     "vllm export": "READERS",
     "disable a patch": "SETTINGS",
+}
+#: What people paste, and the patch that comes first. tests/project/docs/test_errors_box.py compares many more.
+PASTED = {
+    "TypeError: Params4bit.__new__() got an unexpected keyword argument": "accelerate-hf-initialized",
+    "> ValueError: Target module Gemma4ClippableLinear(\n>   (linear): Linear()\n> ) is": "peft-clippable-linear",
+    "KeyError: 'base_model.model.model.model.audio_tower.layers.0.feed_forward1.ffw_layer_1'": "peft-keep-dispatch",
 }
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 SCHEMES = ("default", "slate")  # of MkDocs Material: light and dark
@@ -79,6 +87,11 @@ return [...found.values()];
 PICTURES = """
 return [...document.querySelectorAll('article img')].filter(one => !one.alt || !one.complete || !one.naturalWidth)
   .map(one => one.src);
+"""
+WIDE_TABLES = """
+return [...document.querySelectorAll('article table')]
+  .filter(one => one.checkVisibility() && one.scrollWidth > one.parentElement.clientWidth + 1)
+  .map(one => `${one.rows[0].cells.length} columns, ${one.scrollWidth} pixels`);
 """
 #: Pixels by which a page may be wider than the window: browsers round.
 TOLERANCE = 1
@@ -132,6 +145,9 @@ def problems_of_page(page: Any, address: str) -> Iterator[str]:
     )
     if width > window + TOLERANCE:
         yield f"wide: {width} pixels in a window of {window}"
+    if window < 600:
+        for table in page.execute_script(WIDE_TABLES):
+            yield f"table: {table}"
     for source in page.execute_script(PICTURES):
         yield f"picture: {source}"
     for entry in page.get_log("browser"):
@@ -169,6 +185,20 @@ def problems_of_search(page: Any, address: str) -> Iterator[str]:
     yield from _faint(page)
 
 
+def problems_of_box(page: Any, address: str) -> Iterator[str]:
+    """Pasted errors whose patch is not shown first."""
+    from selenium.webdriver.common.by import By
+
+    for text, wanted in PASTED.items():
+        page.get(f"{address}ERRORS.html")
+        page.find_element(By.CSS_SELECTOR, "#pasted-error").send_keys(text)
+        links = page.find_elements(By.CSS_SELECTOR, "#error-answer .error a")
+        found = [link.text for link in links]
+        if found[:1] != [wanted]:
+            yield f"box: {text!r} shows {', '.join(found) or 'nothing'}, and not {wanted}"
+    yield from _faint(page)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("site", type=Path)
@@ -186,14 +216,15 @@ def main(argv: list[str] | None = None) -> int:
                 checks = {f"{size} {page}": problems_of_page(browser, f"{address}{page}") for page in pages}
                 if size == "desktop":
                     checks["search"] = problems_of_search(browser, address)
+                checks[f"{size}, box"] = problems_of_box(browser, address)
                 for name, problems in checks.items():
                     for problem in problems:
                         found += 1
                         print(f"{name}: {problem}", flush=True)
-                    if arguments.screenshots and name != "search":
+                    if arguments.screenshots and name.endswith(".html"):
                         arguments.screenshots.mkdir(parents=True, exist_ok=True)
                         browser.save_screenshot(str(arguments.screenshots / f"{name.replace('/', '-')}.png"))
-    print(f"{len(pages)} pages, {len(QUERIES)} queries: {found} problems")
+    print(f"{len(pages)} pages, {len(QUERIES)} queries, {len(PASTED)} pasted errors: {found} problems")
     return 1 if found else 0
 
 

@@ -14,6 +14,7 @@ from benchmarks.decoding import multiprocessors_fit
 from benchmarks.reporting import compare_report
 from benchmarks.reporting.compare_report import ROOT, Run
 from benchmarks.reporting.pictures import Panel, Row, chart
+from tools.pages.markers import details
 
 PAGES = ROOT / "docs" / "benchmarks"
 _NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*")
@@ -120,7 +121,8 @@ def section(question: Question) -> str:
     titles, rows = merged(question)
     if not rows:
         return f"No result is committed yet; `python {common.script(question.benchmark)}` makes one."
-    parts = [_markdown(titles, rows), "", *_pictured(question)]
+    table, pictured = _markdown(titles, rows), _pictured(question)
+    parts = [*pictured, details("All figures", table), ""] if pictured else [table, ""]
     said = []
     for file, run, _ in runs(question):
         machine = run["machine"]
@@ -140,7 +142,7 @@ def _markdown(titles: list[str], rows: list[list[str]]) -> str:
 
 def _pictured(question: Question) -> list[str]:
     shown = " and ".join(question.bars)
-    return [f"![{question.asks} {shown}, as in the table]({question.page}.svg)", ""] if question.bars else []
+    return [f"![{question.asks} {shown}, as in the figures below]({question.page}.svg)", ""] if question.bars else []
 
 
 def _missing(question: Question, run: Run) -> list[str]:
@@ -196,7 +198,7 @@ def cards() -> Table:
 def pages() -> dict[Path, str]:
     """The generated part of each page."""
     found = {question: section(question) for question in QUESTIONS}
-    found[CARDS] = "\n".join([multiprocessors_fit.section(), "", *_pictured(CARDS)]).rstrip()
+    found[CARDS] = "\n".join([*_pictured(CARDS), multiprocessors_fit.section()])
     return {PAGES / f"{question.page}.md": text for question, text in found.items()}
 
 

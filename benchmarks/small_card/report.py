@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting.pictures import Panel, Row, chart
+from tools.pages.markers import details
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -169,10 +170,11 @@ def section() -> str:
     for shape, file in committed().items():
         run = read(file)
         picture = PLOTS / f"small_card-{shape}.svg"
-        parts += [heading(run, file.relative_to(ROOT).as_posix()), "", table(run), ""]
-        if planner(run):
-            parts += ["What `gemma4_compat.plan_device_map` expects of the same placements:", "", planner(run), ""]
+        parts += [heading(run, file.relative_to(ROOT).as_posix()), ""]
         parts += [f"![VRAM and speed of each placement, {shape}]({picture.relative_to(ROOT).as_posix()})", ""]
+        parts += [details(f"{shape}: all figures", table(run)), ""]
+        if planner(run):
+            parts += [details(f"{shape}: what the planner expects of the same placements", planner(run)), ""]
     return "\n".join(parts).rstrip()
 
 

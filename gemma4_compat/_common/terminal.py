@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
@@ -79,16 +80,20 @@ def overwrite(line: str) -> None:
 
 @contextlib.contextmanager
 def without_chatter() -> Iterator[None]:
-    """Inside, libraries do not log which of their optional parts are not installed when they are imported.
+    """Inside, libraries do not log which of their optional parts are not installed when they are imported, and do not
+    warn that one of them uses what another will remove.
 
-    A level that the user has set stays.
+    A level or a filter that the user has set stays.
     """
     loggers = [logging.getLogger(name) for name in _CHATTER]
     quiet = [logger for logger in loggers if logger.level == logging.NOTSET]
     for logger in quiet:
         logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            if not sys.warnoptions:
+                warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|accelerate)\.")
+            yield
     finally:
         for logger in quiet:
             logger.setLevel(logging.NOTSET)

@@ -25,12 +25,17 @@ class _Known(NamedTuple):
     kinds: str  # the class, as a pattern; "" is any
     text: str  # found in the message
     advice: Advice
+    file: str = ""  # in which it was raised, if the text is anybody's
 
 
-def _known(kinds: str, text: str, what: str, to_do: str) -> _Known:
-    return _Known(kinds, text, Advice(what, to_do))
+def _known(kinds: str, text: str, what: str, to_do: str, file: str = "") -> _Known:
+    return _Known(kinds, text, Advice(what, to_do), file)
 
 
+_TOO_OLD = (
+    "The installed transformers is older than Gemma 4.",
+    'Upgrade it: `pip install -U "transformers>=5.5"`. `gemma4-compat needed` says how many fixes it then needs.',
+)
 #: The first that fits is taken; ``{model}`` and ``{variant}`` stand for what the text names.
 ERRORS = (
     _known(
@@ -42,11 +47,11 @@ ERRORS = (
         "generate(prefill_chunk_size=512) is often enough.",
     ),
     _known(
-        "ValueError|KeyError",
-        r"model type `?gemma4\w*`? but Transformers does not recognize|^'?gemma4\w*'?$",
-        "The installed transformers is older than Gemma 4.",
-        'Upgrade it: `pip install -U "transformers>=5.5"`. `gemma4-compat needed` says which fixes it then needs.',
+        "ValueError|ValidationError|KeyError",
+        r"model type [`'\"]?gemma4\w*[`'\"]? but Transformers does not recognize|^'?gemma4\w*'?$",
+        *_TOO_OLD,
     ),
+    _known("AttributeError", r"^'list' object has no attribute 'keys'$", *_TOO_OLD, "/tokenization_utils_base.py"),
     _known(
         "GatedRepoError|OSError|HTTPError|HfHubHTTPError",
         r"gated repo|Access to model .* is restricted|awaiting a review|401 Client Error|403 Client Error",
@@ -123,7 +128,8 @@ def advice(said: Said) -> Advice | None:
     for message in said.messages:
         for known in ERRORS:
             kind = not message.kind or re.fullmatch(known.kinds, message.kind)
-            if kind and re.search(known.text, message.text):
+            there = not known.file or any(frame.file.endswith(known.file) for frame in said.frames)
+            if kind and there and re.search(known.text, message.text):
                 names = {"model": said.model or "MODEL", "variant": _variant(said.model)}
                 return Advice(known.advice.what, known.advice.to_do.format(**names))
     return None

@@ -4,7 +4,8 @@ Known errors come from the patches: the messages quoted in the ``Symptom:`` of t
 reproductions raised in the measured releases (``RAISED``). Numbers, shapes, devices and paths
 in a message are not compared. Other programs may also raise a text that names nothing of these libraries, so it is
 only a possible match, unless the traceback goes through code that the patch replaces. If a message was cut short, a
-class that only these libraries raise is enough.
+class that only these libraries raise is enough. If nothing else is found, a name that only one patch has is a possible
+match.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ MET_FIRST = (
 #: Names that occur in errors of any program.
 _ANYBODYS = frozenset(dir(builtins)) | {"NoneType", "Parameter", "Tensor", "FloatTensor", "Float", "BFloat16", "Half"}
 #: Error classes, beside Python's own, that other programs raise.
-_COMMON = _ANYBODYS | {"OutOfMemoryError", "HFValidationError", "SafetensorError", "JSONDecodeError"}
+COMMON = _ANYBODYS | {"OutOfMemoryError", "HFValidationError", "SafetensorError", "JSONDecodeError"}
 _SAME = frozenset({"RuntimeError", "NotImplementedError"})  # torch raises one or the other, depending on the release
 
 
@@ -99,17 +100,26 @@ class _Pattern:
     shape: re.Pattern[str] | None  # of a message that is one name with a part left out: ``KeyError: 'model...weight'``
 
 
-def search(said: Said, patches: Sequence[Patch], raised: Mapping[str, Sequence[str]] = RAISED) -> Answer:
-    """The patches that the errors of a text concern, the last error first."""
-    patterns = [pattern for patch in patches for pattern in _patterns(patch, raised.get(patch.id, ()))]
-    weights = _weights(patterns)
+def search(
+    said: Said, patches: Sequence[Patch], raised: Mapping[str, Sequence[str]] = RAISED, *, by_name: bool = True
+) -> Answer:
+    """The patches that the errors of a text concern, the last error first.
+
+    Args:
+        said: errors and frames.
+        patches: those to look among.
+        raised: known errors of each patch beside those that its symptom quotes.
+        by_name: if nothing else is found, a name that only one patch has is enough.
+    """
+    patterns = [pattern for patch in patches for pattern in patterns_of(patch, raised.get(patch.id, ()))]
+    weights = weights_of(patterns)
     near = dict.fromkeys((patch.id for patch in patches), 0.0)
     place = place_of(said.frames)
     for message in said.messages:
         found: dict[str, tuple[tuple[float, ...], Match]] = {}
         words = _words(message.text)
         for pattern in patterns:
-            own = pattern.kind == message.kind and pattern.kind not in _COMMON | {""}
+            own = pattern.kind == message.kind and pattern.kind not in COMMON | {""}
             shaped = pattern.shape is not None and pattern.shape.fullmatch(message.text) is not None
             whole = shaped or (own and _is_cut_short(pattern, words)) or _is_headline(pattern, words)
             covered = 1.0 if whole else _covered(pattern, words, weights)
@@ -128,8 +138,8 @@ def search(said: Said, patches: Sequence[Patch], raised: Mapping[str, Sequence[s
         if found:
             ordered = sorted(found.values(), key=lambda item: item[0], reverse=True)
             return Answer(tuple(match for _, match in ordered), ())
-    if through := _on_the_way(said, patterns):
-        return Answer(tuple(through), ())
+    if possible := _on_the_way(said, patterns) or (_named(said, patterns) if by_name else []):
+        return Answer(tuple(possible), ())
     closest = sorted(near, key=lambda name: -near[name])[:3]
     return Answer((), tuple(name for name in closest if near[name] >= _NEAR))
 
@@ -145,7 +155,23 @@ def _on_the_way(said: Said, patterns: Sequence[_Pattern]) -> list[Match]:
     return [match for _, match in sorted(found.values(), key=lambda item: -item[0])]
 
 
-def _patterns(patch: Patch, raised: Sequence[str]) -> list[_Pattern]:
+def _named(said: Said, patterns: Sequence[_Pattern]) -> list[Match]:
+    """The possible match of a text in the words of people or of another release: it has a name of one patch only."""
+    owners: dict[str, set[str]] = {}
+    for pattern in patterns:
+        for name in pattern.names:
+            owners.setdefault(name, set()).add(pattern.patch.id)
+    for message in said.messages:
+        present = {*_words(message.text)}
+        for pattern in patterns:
+            only = [name for name in pattern.names & present if len(owners[name]) == 1]
+            if only and _same(pattern, message):
+                return [Match(pattern.patch, message, pattern.text, False, pattern.quoted)]
+    return []
+
+
+def patterns_of(patch: Patch, raised: Sequence[str]) -> list[_Pattern]:
+    """The known messages of a patch: those that its symptom quotes, and those that its reproduction ``raised``."""
     quoted = re.findall(r"``(.+?)``", patch.symptom)
     first = patch.symptom.startswith("``")
     found = []
@@ -183,7 +209,7 @@ def _words(text: str) -> list[str]:
     return left
 
 
-def _weights(patterns: Sequence[_Pattern]) -> dict[str, float]:
+def weights_of(patterns: Sequence[_Pattern]) -> dict[str, float]:
     """The weight of each word: a word that few patterns have counts more."""
     count = Counter(word for pattern in patterns for word in set(pattern.words))
     return {word: math.log(1 + len(patterns) / number) for word, number in count.items()}
@@ -273,10 +299,19 @@ def _seen(patch: Patch, frames: Sequence[Frame]) -> int:
     """How much a traceback goes through what a patch concerns: what it replaces, and what its symptom names."""
     if not frames:
         return 0
-    targets = [(target.module.replace(".", "/") + ".py", target.name.rpartition(".")[2]) for target in patch.targets]
-    named = set(re.findall(r"``(?:[\w.]*\.)?(_?[a-z]\w{5,})(?:\(.*?\))?``", patch.symptom))
+    targets, named = files_of(patch), named_in(patch)
     found = 0
     for file, function in {*frames}:
         found += _THROUGH * any(file.endswith(f"/{module}") and function in (name, "") for module, name in targets)
         found += function in named and bool(re.search(r"/(?:transformers|accelerate|peft|bitsandbytes)/", file))
     return found
+
+
+def files_of(patch: Patch) -> list[tuple[str, str]]:
+    """The files of what a patch replaces, as a traceback ends with them, each with a function."""
+    return [(target.module.replace(".", "/") + ".py", target.name.rpartition(".")[2]) for target in patch.targets]
+
+
+def named_in(patch: Patch) -> set[str]:
+    """Functions that a symptom names."""
+    return set(re.findall(r"``(?:[\w.]*\.)?(_?[a-z]\w{5,})(?:\(.*?\))?``", patch.symptom))

@@ -58,12 +58,23 @@ def status_text(statuses: dict[str, PatchStatus], width: int | None = None, *, c
     return table_text(rows, width=width, colour=colour)
 
 
-def summary_text(statuses: dict[str, PatchStatus]) -> str:
-    """A sentence below the table: how many patches are in which state, and in what process that is."""
+def summary_text(statuses: Mapping[str, PatchStatus]) -> str:
+    """How many patches are in which state, and in what process that is, in a sentence."""
     return (
         f"What a program of this environment would get: {_counts(statuses)} "
         "Inside the program, gemma4_compat.status() says what it got."
     )
+
+
+def overview_text(statuses: Mapping[str, PatchStatus], areas: Mapping[str, str], head: str, width: int | None) -> str:
+    """A screen: ``head``, how many patches of each area are in which state, and those that need attention."""
+    verdicts = {status.id: words.of(status) for status in statuses.values()}
+    fine = {*(verdict for verdict in words.Verdict if verdict.good), words.Verdict.REVERTED}  # the user asked for it
+    bad = [status for status in statuses.values() if verdicts[status.id] not in fine or status.overridden]
+    shown = [wrapped(_wrong(status, verdicts[status.id]), width) for status in bad[:_MOST]]
+    shown += [f"... and {len(bad) - _MOST} more"] if len(bad) > _MOST else []
+    parts = [wrapped(head, width), by_area(verdicts, areas, width), *(["\n".join(shown)] if shown else [])]
+    return "\n\n".join(parts)
 
 
 def _counts(statuses: Mapping[str, PatchStatus]) -> str:
@@ -82,21 +93,10 @@ class Statuses(dict[str, PatchStatus]):
         self._areas = areas
 
     def __str__(self) -> str:
-        verdicts = {status.id: words.of(status) for status in self.values()}
-        fine = {
-            *(verdict for verdict in words.Verdict if verdict.good),
-            words.Verdict.REVERTED,
-        }  # the user asked for it
-        bad = [status for status in self.values() if verdicts[status.id] not in fine or status.overridden]
-        shown = [wrapped(_wrong(status, verdicts[status.id]), _WIDTH) for status in bad[:_MOST]]
-        shown += [f"... and {len(bad) - _MOST} more"] if len(bad) > _MOST else []
-        parts = [
-            wrapped(f"In this process: {_counts(self)}", _WIDTH),
-            by_area(verdicts, self._areas, _WIDTH),
-            *(["\n".join(shown)] if shown else []),
-            "One of them: status()[ID].reason. All, a line each: `gemma4-compat status`.",
-        ]
-        return "\n\n".join(parts)
+        return (
+            f"{overview_text(self, self._areas, f'In this process: {_counts(self)}', _WIDTH)}\n\n"
+            "One: status()[ID].reason. All, a line each: `gemma4-compat status --verbose`."
+        )
 
 
 #: Characters of a line where a program prints, and how many patches that need attention are listed, on two lines each.

@@ -25,10 +25,11 @@ def report_text(report: MergeReport) -> str:
     weighted = " + ".join(f"{weight:g} * {name}" for name, weight in weights)
     given = weighted if any(weight != 1 for _, weight in weights) or len(weights) > 1 else report.adapter
     stored = report.quantized_as or report.dtype
+    files = f"{len(report.files)} file{'s' * (len(report.files) != 1)}"
     lines = [
         f"base      {report.base} ({report.model_class}, {start})",
         f"adapter   {given} ({report.peft_type}, {report.modules} modules, {report.replaced} whole tensors)",
-        f"merged    {report.out}: {size_text(report.nbytes)} in {stored}, {len(report.files)} files",
+        f"merged    {report.out}: {size_text(report.nbytes)} in {stored}, {files}",
     ]
     if report.resumed:
         lines.append(f"          {len(report.resumed)} files were kept from a killed merge")

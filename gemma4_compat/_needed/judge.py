@@ -110,16 +110,20 @@ class Assessment:
         return f"{len(self.needs)} patches: {total}.{droppable}"
 
     def __str__(self) -> str:
+        return self.text(_WIDTH)
+
+    def text(self, width: int | None) -> str:
+        """A screen of lines up to ``width`` characters (None: any): the sum, and how many of each area are needed."""
         there = {need.verdict for need in self.needs}
         columns = [verdict.word for verdict in reversed(Verdict) if verdict in there]
         found = {need.patch.id: (need.patch.area, need.verdict.word) for need in self.needs}
-        notes = [wrapped(f"note: {printable(note)}", _WIDTH) for note in self.notes]
+        notes = [wrapped(f"note: {printable(note)}", width) for note in self.notes]
         parts = [
-            wrapped(self.head, _WIDTH),
+            wrapped(self.head, width),
             *notes,
-            wrapped(self.summary, _WIDTH),
-            counts_text("area", found, columns, _WIDTH),
-            "Each patch, and the releases that make it unnecessary: `gemma4-compat needed`.",
+            wrapped(self.summary, width),
+            counts_text("area", found, columns, width),
+            wrapped("Each patch, and what makes it unnecessary: `gemma4-compat needed --verbose`.", width),
         ]
         return "\n\n".join(parts)
 

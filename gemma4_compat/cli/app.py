@@ -130,6 +130,8 @@ _SIGPIPE = 128 + 13
 
 #: The option that every command with an answer has.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+#: The option of a command whose answer is a screen, and has a line for each patch as well.
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print a line for each patch.")]
 
 
 def command(needs: str) -> Callable[[Callable[_P, None]], Callable[_P, None]]:

@@ -14,7 +14,7 @@ from gemma4_compat._diagnostics import explanation, messages
 from gemma4_compat._engine import report as _report
 from gemma4_compat._engine import settings
 from gemma4_compat._launch import environment
-from gemma4_compat.cli.app import Json, app, command, fail, print_json, say, tell
+from gemma4_compat.cli.app import Json, Verbose, app, command, fail, print_json, say, tell
 
 #: Bytes of standard input: a log of days, not a device that never ends.
 _MOST_INPUT = 256 << 20
@@ -22,18 +22,24 @@ _MOST_INPUT = 256 << 20
 
 @app.command()
 @command("this command")
-def status(as_json: Json = False) -> None:
-    """Show what each patch would do in this environment. Imports no library."""
+def status(as_json: Json = False, verbose: Verbose = False) -> None:
+    """Show how many patches would do what in this environment. Imports no library."""
     statuses, startup, project = gemma4_compat.status(), environment.state(), settings.project_file()
     if as_json:
         patches = [_report.status_data(item) for item in statuses.values()]
         where = {"file": None if project is None else str(project)}
         print_json({"startup": startup.as_data(), "settings": where, "patches": patches})
-    else:
+        return
+    width, head = terminal.width(), _report.summary_text(statuses)
+    if verbose:
         colour = terminal.has_colour()
-        say(_report.status_text(statuses, terminal.width(), colour=colour), coloured=colour)
-        say("\n" + terminal.fitted(_report.summary_text(statuses)))
-        say(f"\nstart-up hook: {startup.text()}" + ("" if project is None else f"\nsettings: {project}"))
+        say(_report.status_text(statuses, width, colour=colour), coloured=colour)
+        say("\n" + terminal.fitted(head))
+    else:
+        areas = {patch.id: patch.area for patch in gemma4_compat.patches()}
+        say(_report.overview_text(statuses, areas, head, width))
+        say("\nEach patch, and why: `gemma4-compat status --verbose`.")
+    say(f"\nstart-up hook: {startup.text()}" + ("" if project is None else f"\nsettings: {project}"))
 
 
 @app.command(name="list")

@@ -7,6 +7,7 @@ from typing import Any
 
 import gemma4_compat
 from tools.matrix import measure, stacks
+from tools.pages.markers import details
 
 
 @functools.cache
@@ -45,8 +46,8 @@ def page_section(others: list[str]) -> list[str]:
         f"  pairs of a patch and a stack {counts}; {tests} patch tests passed",
         *others,
         "",
-        " | ".join(["| stack", *stacks.LIBRARIES]) + " |",
-        "|" + "---|" * (1 + len(stacks.LIBRARIES)),
     ]
     pins = ([name, *(result["pins"][library] for library in stacks.LIBRARIES)] for name, result in found.items())
-    return rows + [f"| {' | '.join(cells)} |" for cells in pins]
+    table = [["stack", *stacks.LIBRARIES], ["---"] * (1 + len(stacks.LIBRARIES)), *pins]
+    lines = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+    return [*rows, details(f"The releases of the {len(found)} stacks", lines)]

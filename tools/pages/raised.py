@@ -42,5 +42,5 @@ def errors() -> dict[str, tuple[str, ...]]:
 
 def _is_anothers(text: str, patch: Patch) -> bool:
     """Whether the symptoms of other patches quote an error, and that of this one does not."""
-    matches = search.search(messages.read(text), gemma4_compat.patches(), raised={}).matches
+    matches = search.search(messages.read(text), gemma4_compat.patches(), raised={}, by_name=False).matches
     return bool(matches) and patch.id not in {match.patch.id for match in matches}

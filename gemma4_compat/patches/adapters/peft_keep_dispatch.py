@@ -4,7 +4,8 @@ Symptom: silent: loading an adapter onto a model that is partly on the CPU or di
 with room the towers return to the GPU (E2B's shape: 6.03 -> 7.04 GiB). ``get_peft_model`` on such a model puts LoRA
 weights on meta, where their values are lost. Under memory pressure or with disk maps the load raises ``TypeError``,
 ``RuntimeError`` (``Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu``),
-``KeyError: 'base_model.model...'`` (from ``_update_offload``, peft <= 0.20) or ``Cannot copy out of meta tensor``.
+``KeyError: 'base_model.model...'`` (from ``_update_offload``, peft <= 0.20), ``ValueError: We need an `offload_dir` to
+dispatch this model according to this `device_map` `` or ``Cannot copy out of meta tensor``.
 
 Cause: If ``hf_device_map`` has CPU or disk entries, ``PeftModel.from_pretrained`` removes accelerate's hooks.
 ``load_adapter`` then infers a new device map from the memory that is free at that moment, with the model already in

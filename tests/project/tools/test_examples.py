@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from gemma4_compat import testing
+from gemma4_compat._reproduction import tiny_models
 from tests.helpers import ROOT, Finished
 
 pytestmark = pytest.mark.full
@@ -55,6 +57,18 @@ def test_the_chat_looks_at_an_image_and_offloads_to_stay_inside_the_budget(
         assert "  cpu: language_model.embed_tokens_per_layer" in done.stdout
         answers.append(lines[-1])
     assert answers[0] != answers[1], "the image is not looked at"
+
+
+def test_the_chat_answers_the_same_with_an_assistant(tmp_path: Path, chat: Callable[..., Finished]) -> None:
+    checkpoint = testing.tiny_checkpoint(tmp_path / "model")
+    try:
+        assistant = tiny_models.build_assistant(Path(checkpoint), tmp_path / "assistant")
+    except ImportError as error:
+        pytest.skip(str(error))
+    common = ("--prompt", "Hello", "--max-new-tokens", "8")
+    plain, drafted = chat(*common), chat(*common, "--assistant", str(assistant))
+    assert drafted.code == 0, drafted.stderr
+    assert drafted.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -39,16 +39,23 @@ def test_version(option: str) -> None:
     assert cli_says(option).stdout == f"{gemma4_compat.__version__}\n"
 
 
-def test_status_has_a_line_for_each_patch() -> None:
-    lines = cli_says("status").stdout.partition("\n\n")[0].splitlines()
+def test_status_has_a_line_for_each_patch_when_asked() -> None:
+    lines = cli_says("status", "--verbose").stdout.partition("\n\n")[0].splitlines()
     assert [re.split(r" {2,}", line)[:2] for line in lines] == [
         [patch_id, words.of(status).word] for patch_id, status in gemma4_compat.status().items()
     ]
     assert all(line.endswith(status.reason) for line, status in zip(lines, gemma4_compat.status().values()))
 
 
-def test_status_says_what_it_is_about() -> None:
-    said = cli_says("status").stdout.partition("\n\n")[2]
+def test_status_is_a_screen() -> None:
+    lines = cli_says("status").stdout.splitlines()
+    assert len(lines) <= 24
+    assert {line.split()[0] for line in lines if line} >= {patch.area for patch in gemma4_compat.patches()}
+
+
+@pytest.mark.parametrize("part, options", [(0, []), (1, ["--verbose"])])
+def test_status_says_what_it_is_about(part: int, options: list[str]) -> None:
+    said = cli_says("status", *options).stdout.split("\n\n")[part]
     states = [words.of(status).word for status in gemma4_compat.status().values()]
     counts = ", ".join(f"{states.count(word)} {word}" for word in dict.fromkeys(states))
     assert said.startswith(f"What a program of this environment would get: {counts}. ")

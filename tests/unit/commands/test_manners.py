@@ -39,7 +39,9 @@ def on_a_terminal(*arguments: str, columns: int = 80, environment: dict[str, str
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("arguments", [["status"], ["list"], ["needed"], ["explain", "KeyError: 3"]])
+@pytest.mark.parametrize(
+    "arguments", [["status", "-v"], ["status"], ["list"], ["needed", "-v"], ["needed"], ["explain", "KeyError: 3"]]
+)
 def test_a_line_fits_the_terminal(arguments: list[str], columns: int) -> None:
     lines = ANSI.sub("", on_a_terminal(*arguments, columns=columns)).split("\n")
     assert len(lines) > 5
@@ -57,7 +59,7 @@ def test_a_pipe_gets_a_line_for_each_row_and_no_colours() -> None:
 @pytest.mark.parametrize("environment, coloured", [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
 def test_words_for_states_are_coloured_on_a_terminal_that_can(environment: dict[str, str], coloured: bool) -> None:
     environment = environment | {"GEMMA4_COMPAT_DISABLE": "all"}
-    assert ("\x1b[33moff\x1b[0m" in on_a_terminal("status", environment=environment)) is coloured
+    assert ("\x1b[33moff\x1b[0m" in on_a_terminal("status", "--verbose", environment=environment)) is coloured
 
 
 def test_a_table_is_wrapped_by_column() -> None:

@@ -22,7 +22,7 @@ from tests.unit.needed.helpers import PATCHES, SAMPLES, Ask, only, patch_on, run
 def test_without_a_file_it_is_about_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     releases = {"transformers": "5.6.2", "accelerate": "1.14.0+x", "peft": "hand-made"}
     monkeypatch.setattr(versions, "installed", releases.get)
-    lines = run().splitlines()
+    lines = run("--verbose").splitlines()
     assert lines[0] == (
         "this environment: transformers 5.6.2, accelerate 1.14.0+x, peft from hand-made, bitsandbytes not installed"
     )
@@ -36,7 +36,7 @@ def test_without_a_file_it_is_about_what_is_installed(monkeypatch: pytest.Monkey
 
 def test_the_table_has_a_line_for_each_patch_the_needed_ones_first_and_ends_with_the_sum() -> None:
     path = SAMPLES / "ranges" / "pyproject.toml"
-    text, assessment = run(str(path)), judge.assess(path, tuple(PATCHES.values()))
+    text, assessment = run(str(path), "--verbose"), judge.assess(path, tuple(PATCHES.values()))
     head, table, end = text.strip().split("\n\n")
     assert head.splitlines()[0].startswith(f"{path}: transformers >=5.22.2,<6, accelerate ")
     assert head.splitlines()[1:] == [f"note: {note}" for note in assessment.notes]
@@ -59,9 +59,17 @@ def test_the_table_has_a_line_for_each_patch_the_needed_ones_first_and_ends_with
     assert "unmeasured release" in end
 
 
+def test_without_verbose_it_is_a_screen() -> None:
+    path = SAMPLES / "ranges" / "pyproject.toml"
+    lines = run(str(path)).splitlines()
+    assert len(lines) <= 24
+    assert {line.split()[0] for line in lines if line} >= {patch.area for patch in PATCHES.values()}
+    assert judge.assess(path, tuple(PATCHES.values())).summary in lines
+
+
 def test_what_a_verdict_depends_on_is_explained(ask: Ask, tmp_path: Path) -> None:
     ask("transformers==5.6.2")
-    explanation, total = run(str(tmp_path / "requirements.txt")).splitlines()[-2:]
+    explanation, total = run(str(tmp_path / "requirements.txt"), "--verbose").splitlines()[-2:]
     assert explanation.startswith("depends: what is not named may be any release, or absent; a lock file tells")
     assert "depend on what is not stated" in total
 
@@ -107,8 +115,8 @@ def test_ci_can_be_told_when_the_package_can_be_dropped(
     assert ask(text, patch).droppable is droppable
     monkeypatch.setattr(gemma4_compat, "patches", lambda: (patch,))
     file = str(tmp_path / "requirements.txt")
-    last = run(file).splitlines()[-1]
-    assert ("gemma4_compat can be dropped" in last) is droppable
+    assert ("gemma4_compat can be dropped" in run(file)) is droppable
+    assert ("gemma4_compat can be dropped" in run(file, "--verbose").splitlines()[-1]) is droppable
     assert json.loads(run(file, "--json"))["droppable"] is droppable
     run(file, "--fail-if-droppable", code=1 if droppable else 0)
 
