@@ -126,6 +126,16 @@ def layout(
     return _stored(found, cpu=cpu, disk=disk)
 
 
+def fits(blueprint: Blueprint, budgets: _Budgets, load: Load | TrainingLoad) -> bool:
+    """Whether a placement fits these budgets; :func:`layout` then raises only for the host's memory or the disk.
+
+    Raises:
+        Gemma4CompatError: a budget or the load cannot be understood.
+    """
+    _check(budgets, load)
+    return _first_that_fits(blueprint, budgets, load) is not None
+
+
 def smallest_budget(blueprint: Blueprint, load: Load | TrainingLoad | None = None) -> int:
     """The smallest budget in bytes, on one accelerator, with which :func:`layout` succeeds."""
     load = load or Load()
@@ -408,7 +418,8 @@ def _refusal(blueprint: Blueprint, budgets: Mapping[Any, int], load: Load | Trai
     experts = ""
     if blueprint.quantization != "8bit" and blueprint.experts and not any(layer.experts for layer in blueprint.layers):
         experts = " Its experts are in bf16 here; quantize_experts counts, and loads, them in 4 bits."
+    read = f", read in chunks of {load.prefill_chunk} tokens," if load.chunked else ""
     return (
-        f"{blueprint.model_class} with a context of {load.context} and a batch of {load.batch} does not fit into "
+        f"{blueprint.model_class} with a context of {load.context}{read} and a batch of {load.batch} does not fit into "
         f"{given}, even with everything offloaded that can be. What would fit: {', or '.join(remedies)}.{experts}"
     )

@@ -133,7 +133,8 @@ def _peaks(plan: Plan, width: int) -> Iterator[str]:
     yield from textwrap.wrap(f"Longest context that fits this map: {plan.longest_context} tokens.", width)
     if plan.chunked_prefill:
         chunked = f"With the prompt in chunks of {PREFILL_CHUNK} tokens (--prefill-chunk {PREFILL_CHUNK}) this map's "
-        yield from textwrap.wrap(f"{chunked}prefill peaks at {size_text(plan.chunked_prefill)}.", width)
+        longest = f", and {plan.longest_chunked} tokens fit" if plan.longest_chunked else ""
+        yield from textwrap.wrap(f"{chunked}prefill peaks at {size_text(plan.chunked_prefill)}{longest}.", width)
 
 
 def _decoding(plan: Plan, width: int) -> Iterator[str]:
