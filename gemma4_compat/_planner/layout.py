@@ -136,10 +136,18 @@ def fits(blueprint: Blueprint, budgets: _Budgets, load: Load | TrainingLoad) -> 
     return _first_that_fits(blueprint, budgets, load) is not None
 
 
-def smallest_budget(blueprint: Blueprint, load: Load | TrainingLoad | None = None) -> int:
-    """The smallest budget in bytes, on one accelerator, with which :func:`layout` succeeds."""
+def smallest_budget(
+    blueprint: Blueprint, load: Load | TrainingLoad | None = None, *, layers_leave: bool = True
+) -> int:
+    """The smallest budget in bytes, on one accelerator, with which :func:`layout` succeeds.
+
+    Args:
+        blueprint: from :func:`gemma4_compat._planner.blueprint.describe`.
+        load: default: :class:`Load`'s.
+        layers_leave: whether decoder layers, or their experts, may leave the accelerator.
+    """
     load = load or Load()
-    choices = _choices(blueprint, load)
+    choices = [one for one in _choices(blueprint, load) if layers_leave or not (one.paged or one.experts)]
     return min(int(_Placement(blueprint, choice, {0: 1 << 62}, load).use[0].peak) for choice in choices)
 
 

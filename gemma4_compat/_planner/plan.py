@@ -214,14 +214,13 @@ def _read_as_fits(
     found, asked = placed(load), load.prefill_chunk is not None or load.vision or load.audio
     for size in () if asked else _CHUNKS:
         chunked = replace(load, prefill_chunk=size)
-        first = size == _CHUNKS[0]
-        if not chunked.chunked or (found is not None and found[2] != _NO_ROOM and not (first and found[0].paged)):
+        if not chunked.chunked or (found is not None and found[2] != _NO_ROOM and not found[0].paged):
             break
         other = placed(chunked)
         if other is not None and (found is None or _is_better(found, other)):
-            found = _with_larger_chunks(cut, given, *other)
+            found = other
     if found is not None:
-        return found
+        return _with_larger_chunks(cut, given, *found) if found[1].chunked and not asked else found
     if errors:
         raise errors[0]
     least = replace(load, prefill_chunk=_CHUNKS[-1])
@@ -230,12 +229,12 @@ def _read_as_fits(
 
 
 def _is_better(found: tuple[Layout[Use], Load, str], other: tuple[Layout[Use], Load, str]) -> bool:
-    """Whether chunks make up for bringing streamed layers once each, after :data:`_ANSWER` tokens at the latest."""
+    """Whether smaller chunks make up for bringing streamed layers once each, after :data:`_ANSWER` tokens at the latest."""
     if _NO_ROOM in (found[2], other[2]) and found[2] != other[2]:
         return found[2] == _NO_ROOM
-    forwards = -(-other[1].prompt_tokens // other[1].prefill)
+    forwards = [-(-load.prompt_tokens // load.prefill) for _, load, _ in (found, other)]
     less = len(found[0].paged) - len(other[0].paged)
-    return less * _ANSWER > (forwards - 1) * len(other[0].paged)
+    return less * _ANSWER > (forwards[1] - forwards[0]) * len(other[0].paged)
 
 
 def _with_larger_chunks(
