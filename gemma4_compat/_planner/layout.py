@@ -428,6 +428,6 @@ def _refusal(blueprint: Blueprint, budgets: Mapping[Any, int], load: Load | Trai
         experts = " Its experts are in bf16 here; quantize_experts counts, and loads, them in 4 bits."
     read = f", read in chunks of {load.prefill_chunk} tokens," if load.chunked else ""
     return (
-        f"{blueprint.model_class} with a context of {load.context}{read} and a batch of {load.batch} does not fit into "
-        f"{given}, even with everything offloaded that can be. What would fit: {', or '.join(remedies)}.{experts}"
+        f"{blueprint.model_class} with a context of {load.context}{read} and a batch of {load.batch} does not fit "
+        f"into {given}, even with everything offloaded that can be. What would fit: {', or '.join(remedies)}.{experts}"
     )

@@ -229,7 +229,7 @@ def _read_as_fits(
 
 
 def _is_better(found: tuple[Layout[Use], Load, str], other: tuple[Layout[Use], Load, str]) -> bool:
-    """Whether smaller chunks make up for bringing streamed layers once each, after :data:`_ANSWER` tokens at the latest."""
+    """Whether smaller chunks make up for bringing streamed layers once each, within :data:`_ANSWER` tokens."""
     if _NO_ROOM in (found[2], other[2]) and found[2] != other[2]:
         return found[2] == _NO_ROOM
     forwards = [-(-load.prompt_tokens // load.prefill) for _, load, _ in (found, other)]

@@ -1,12 +1,11 @@
 """How many tokens of a prompt one forward may read: for a plan, and for a model that is about to read one.
 
 A chunk of c tokens brings what is streamed (B bytes) over a bus of s bytes a second once, while it computes for c t
-seconds. So it takes the longer of B / s and c t, and a larger chunk wins until c = B / (s t). With 4-bit weights
-(half a byte each, of two operations per token) and f operations a second that is f / (4 s) tokens: some 600 for 3e13
-operations and 12 GiB/s, 2,000 for 4e14 and 49. Experts that leave are all brought for a chunk, and few are computed
-for a token: 128 of which 8 are taken ask for 16 times as many tokens. These are computed, not measured. So where
-anything is streamed, the largest chunk that fits is taken. Otherwise a larger chunk has no such gain, and a chunk of up
-to ``prompts.MAX_TOKENS`` is replayed as a CUDA graph.
+seconds. So it takes the longer of B / s and c t, and a larger chunk wins until c = B / (s t). A 4-bit weight is half a
+byte and two operations per token; at f operations a second that makes f / (4 s) tokens: some 600 for 3e13 operations
+and 12 GiB/s, 2,000 for 4e14 and 49. A chunk brings all experts and computes few for a token: 8 of 128 ask for 16 times
+as many tokens. All this is computed, not measured. So where anything is streamed, the largest chunk that fits is taken.
+Otherwise larger chunks gain little, and those of up to ``prompts.MAX_TOKENS`` are replayed as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -105,12 +104,13 @@ class Room:
     def _shapes(self) -> tuple[Blueprint, Share]:
         """The model as the planner sees it, looked at once after each ``decode_fast``."""
         if self._decoding.shapes is None:
-            self._decoding.shapes = _shapes(self._model)
+            self._decoding.shapes = shapes(self._model)
         found: tuple[Blueprint, Share] = self._decoding.shapes
         return found
 
 
-def _shapes(model: Any) -> tuple[Blueprint, Share]:
+def shapes(model: Any) -> tuple[Blueprint, Share]:
+    """A loaded model as the planner sees it: its blocks, and which of them its one accelerator has."""
     placement: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {}
     cut = describe(model)
 

@@ -263,7 +263,7 @@ def test_pieces_that_run_out_of_memory(fast: Fast) -> None:
 def test_short_prompts_are_not_looked_at(fast: Fast, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their memory is not worth a look at the model."""
     model, _ = fast(1000, exact=False)
-    monkeypatch.setattr(reading, "_shapes", lambda _model: pytest.fail("looked at"))
+    monkeypatch.setattr(reading, "shapes", lambda _model: pytest.fail("looked at"))
     monkeypatch.setattr(prompts, "free", lambda device, kept=0: 1)
     generate(model, text(model, 40))
     assert in_chunks(model) == 0
