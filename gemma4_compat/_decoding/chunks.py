@@ -104,7 +104,7 @@ def _smaller(room: Room, size: int | None) -> list[int]:
 
 
 def _tell(decoding: decoder.Decoding, size: int, why: str) -> None:
-    """Say once for a model, and later for whoever debugs, that chunks are read."""
+    """Say that chunks are read: once for a model as a warning, later at level DEBUG."""
     level = logging.DEBUG if decoding.statistics.prompts_in_chunks else logging.WARNING
     decoding.statistics.prompts_in_chunks += 1
     text = "gemma4_compat: a prompt is read in chunks of %d tokens, which round otherwise (docs/DECODING.md): %s"

@@ -4,7 +4,7 @@ A chunk of c tokens brings what is streamed (B bytes) over a bus of s bytes a se
 seconds. So it takes the longer of B / s and c t, and a larger chunk wins until c = B / (s t). A 4-bit weight is half a
 byte and two operations per token; at f operations a second that makes f / (4 s) tokens: some 600 for 3e13 operations
 and 12 GiB/s, 2,000 for 4e14 and 49. A chunk brings all experts and computes few for a token: 8 of 128 ask for 16 times
-as many tokens. All this is computed, not measured. So where anything is streamed, the largest chunk that fits is taken.
+as many tokens. All this is computed, not measured. So the largest chunk that fits is taken where anything is streamed.
 Otherwise larger chunks gain little, and those of up to ``prompts.MAX_TOKENS`` are replayed as a CUDA graph.
 """
 
@@ -67,7 +67,7 @@ class Room:
         )
 
     def fits(self, chunk: int | None = None, *, times: int = 1) -> bool:
-        """Whether a forward that reads a chunk, or all that is new, fits so many times. True where nobody knows."""
+        """Whether a forward that reads a chunk, or all that is new, fits so many times. True if nobody knows."""
         if self._load.batch * min(chunk or self._new, self._new) <= _FEW:
             return True
         free = self.free()
