@@ -13,8 +13,8 @@ bit-identical; after a while small kernels are fused if that keeps the bits. Aft
 without ``exact=True``, kernels of this package compute attention and products; after either, prompts are replayed as
 well, by their lengths, with the same bits, and one that does not fit into memory is read in chunks. Weights, hooks,
 adapters and the cache are checked before each replay. Models that transformers compiles itself are left to it, unless
-``decode_fast`` asked for a replay. What cannot be captured (8-bit layers, weights on disk, user hooks, several devices)
-runs as before, and the log says why. ``disable_compile=True`` turns it off.
+``decode_fast`` asked for a replay. What cannot be captured (8-bit layers, weights on disk, user hooks, several
+devices) runs as before, and the log says why. ``disable_compile=True`` turns it off.
 
 Remove when: transformers decodes quantized and offloaded models with a static cache faster than one Python call per
 kernel.

@@ -133,7 +133,8 @@ def test_a_prompt_that_does_not_fit_at_once_is_planned_in_chunks(variant: str, v
     assert found.prefill_chunk in reading.SIZES
     assert f"model.generation_config.prefill_chunk_size = {found.prefill_chunk}" in found.code
     assert "gemma4_compat.decode_fast(model)" in found.code
-    assert found.paged == ()
+    if _blueprint(variant).one_query_packed:  # before, a token's step copies keys and values for each head
+        assert found.paged == ()
     assert found.use[0].peak <= found.use[0].budget
     assert found.longest_context >= CONTEXT
     larger = [size for size in reading.SIZES if found.prefill_chunk < size <= 2048]
