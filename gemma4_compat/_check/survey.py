@@ -42,6 +42,9 @@ def run(order: dict[str, Any], say: Say) -> None:
         "vision": "image" in kinds,
         "audio": "sound" in kinds,
         "adapter": order["adapter"],
+        "prefill_chunk": None
+        if {"image", "sound"} & set(kinds)
+        else context,  # the prompts of a check are read at once
     }
     say({"step": "plan"})
     found = placements.propose(order["folder"], planned_for, whole, count=2 if order["quick"] else 4, options=options)

@@ -59,6 +59,8 @@ def read(
     room: Room,
     at_once: Callable[[], Any],
     in_chunks: Callable[[int], Any],
+    *,
+    estimated: bool,
 ) -> Any:
     """Read a prompt that :func:`may_be_cut`.
 
@@ -68,6 +70,7 @@ def read(
         room: its memory.
         at_once: reads it in one forward, or in pieces.
         in_chunks: reads it in chunks of that many tokens.
+        estimated: whether an estimate is enough to read chunks; otherwise memory must have run out.
 
     Raises:
         torch.OutOfMemoryError: the smallest chunk does not fit either.
@@ -75,7 +78,7 @@ def read(
     import torch
 
     cache, given, size = cache_names.cache_in(model_kwargs), dict(model_kwargs), None
-    if decoding.own and not decoding.any_length and not room.fits():
+    if estimated and not room.fits():
         size = next(iter(room.sizes()), None)
         if size is not None:
             _tell(decoding, size, "at once it would take more memory than is left")

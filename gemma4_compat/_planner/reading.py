@@ -10,6 +10,7 @@ Otherwise larger chunks gain little, and those of up to ``prompts.MAX_TOKENS`` a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ SIZES = (8192, 4096, 2048, 1024, 512, 256, 128)
 #: Tokens of a forward, over all rows, whose memory nobody has to know in advance.
 _FEW = 512
 _AWAY = ("cpu", "disk")
+_log = logging.getLogger("gemma4_compat")
 
 
 def sizes(*, tokens: int, batch: int, streams: bool) -> list[int]:
@@ -75,13 +77,16 @@ class Room:
 
     def sizes(self) -> list[int]:
         """The chunks in which the prompt may be read, the largest that fits first."""
-        share = self._shapes[1]
-        found = sizes(tokens=self._new, batch=self._load.batch, streams=bool(share.paged or share.looked_up))
+        known = self._shapes
+        streams = known is not None and bool(known[1].paged or known[1].looked_up)
+        found = sizes(tokens=self._new, batch=self._load.batch, streams=streams)
         first = first_that_fits(found, self.fits)
         return [size for size in found if first is not None and size <= first]
 
     def needed(self, chunk: int | None = None) -> int:
-        """Bytes of a forward that reads a chunk, or all that is new."""
+        """Bytes of a forward that reads a chunk, or all that is new; 0 if nobody knows."""
+        if self._shapes is None:
+            return 0
         cut, share = self._shapes
         tokens = self._new if chunk is None else min(chunk, self._new)
         load = replace(self._load, prefill_chunk=None if tokens == self._load.prompt else tokens)
@@ -91,8 +96,8 @@ class Room:
         return found
 
     def free(self) -> int | None:
-        """Bytes that PyTorch can still allocate, graphs of prompts given back; None without CUDA."""
-        if prompts.free(self._model.device) is None:
+        """Bytes that PyTorch can still allocate, graphs of prompts given back; None if nobody knows."""
+        if prompts.free(self._model.device) is None or self._shapes is None:
             return None
         (cut, share), kept = self._shapes, 0
         if any(variant.graphs for variant in self._decoding.variants):
@@ -101,12 +106,15 @@ class Room:
         return prompts.free(self._model.device, kept)
 
     @property
-    def _shapes(self) -> tuple[Blueprint, Share]:
-        """The model as the planner sees it, looked at once after each ``decode_fast``."""
+    def _shapes(self) -> tuple[Blueprint, Share] | None:
+        """The model as the planner sees it, looked at once after each ``decode_fast``; None if it cannot."""
         if self._decoding.shapes is None:
-            self._decoding.shapes = shapes(self._model)
-        found: tuple[Blueprint, Share] = self._decoding.shapes
-        return found
+            try:
+                self._decoding.shapes = shapes(self._model)
+            except Exception as error:  # noqa: BLE001  # a model of the user's: it is read as it would be without this
+                _log.debug("gemma4_compat: the memory of prompts is not known: %s", error)
+                self._decoding.shapes = ()
+        return self._decoding.shapes or None
 
 
 def shapes(model: Any) -> tuple[Blueprint, Share]:

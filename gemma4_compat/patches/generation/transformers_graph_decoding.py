@@ -121,7 +121,8 @@ def prefill(
     if not tokens:
         return at_once()
     room = reading.Room(self, cache, len(input_ids), tokens)
-    return chunks.read(decoding, model_kwargs, room, at_once, in_chunks)
+    estimated = decoding.own and at_once is whole and given is not None
+    return chunks.read(decoding, model_kwargs, room, at_once, in_chunks, estimated=estimated)
 
 
 def valid_auto_compile_criteria(

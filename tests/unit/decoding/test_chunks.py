@@ -260,6 +260,22 @@ def test_pieces_that_run_out_of_memory(fast: Fast) -> None:
     assert_equal(found, generate(model, text(model, 40), prefill_chunk_size=12))
 
 
+@pytest.mark.parametrize("way", [{"disable_compile": True}, {}])
+def test_a_model_that_the_planner_does_not_know(
+    fast: Fast, free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]
+) -> None:
+    """It is read at once, and in chunks after memory ran out. Without replays, an estimate does not count either."""
+    model, forwards = fast(13, exact=False)
+    free(1)
+    if not way:
+        monkeypatch.setattr(reading, "describe", lambda _model: 1 // 0)
+    found = generate(model, text(model, 40), way)
+    assert forwards[0] == 40
+    assert_equal(
+        found, generate(model, text(model, 40), way, prefill_chunk_size=next(size for size in forwards if size <= 13))
+    )
+
+
 def test_short_prompts_are_not_looked_at(fast: Fast, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their memory is not worth a look at the model."""
     model, _ = fast(1000, exact=False)
