@@ -141,13 +141,14 @@ def _plan(
     cards: Mapping[str, speed.Card],
 ) -> Plan:
     """The plan for arguments that were checked; ``options`` are those of ``layout.layout``."""
+    asked = load
     built, name, assumed = build.on_meta(model)
     quantization = _quantization(built, quantize, quantize_experts)
     stored = _stored_experts(built, name)
 
     def planned(experts: bool) -> _Planned:
         cut = _blueprint(built, quantization, adapter, experts=experts)
-        return cut, *_read_as_fits(cut, given, load, options, fast=fast)
+        return cut, *_read_as_fits(cut, given, asked, options, fast=fast)
 
     choose = quantize_experts is None and not stored and quantization in _FOUR_BIT
     cut, placed, load, slow_because = _with_experts(planned) if choose else planned(stored or bool(quantize_experts))
@@ -173,6 +174,7 @@ def _plan(
         rate=Rate(slow_because=slow_because, bus=bus, modelled=modelled, not_modelled=why_not, measured=timed),
         longest_context=layout.longest_context(cut, given, load, limit=limit, placed=placed),
         chunked_prefill=_chunked_prefill(cut, placed, load),
+        chosen_chunk=load.prefill_chunk != asked.prefill_chunk,
         longest_chunked=_longest_chunked(cut, given, placed, load, limit),
         code=code.loading_code(source, placed, load),
     )
@@ -244,11 +246,11 @@ def _with_larger_chunks(
 
     def fits(size: int) -> bool:
         used = layout.placed_use(cut, placed, replace(load, prefill_chunk=size))
-        return size <= load.prefill or all(use.peak <= use.budget for use in used.values())
+        return all(use.peak <= use.budget for use in used.values())
 
     streams = bool(placed.paged or placed.looked_up)
     found = reading.sizes(tokens=load.prompt_tokens, batch=load.batch, streams=streams)
-    load = replace(load, prefill_chunk=max(filter(fits, found), default=load.prefill))
+    load = replace(load, prefill_chunk=max([load.prefill, *filter(fits, found)]))
     return replace(placed, use=layout.placed_use(cut, placed, load)), load, slow_because
 
 

@@ -71,6 +71,7 @@ class Plan:
         chunked_prefill: peak of the prefill with the prompt in chunks of 1,024 tokens, if that is less; else 0.
         longest_chunked: the longest context that fits this map with the prompt in such chunks, if the prompt is read
             at once and that is more; else 0.
+        chosen_chunk: nobody asked for chunks, but at once the prompt would not fit, or would stream more layers.
         code: Python that loads the model.
     """
 
@@ -81,6 +82,7 @@ class Plan:
     longest_context: int
     chunked_prefill: int = 0
     longest_chunked: int = 0
+    chosen_chunk: bool = False
     code: str = field(default="", repr=False)
 
     @property

@@ -70,6 +70,13 @@ def _heading(plan: Plan, width: int) -> Iterator[str]:
         chosen = "The experts are quantized as well, because in bf16 they would not all stay on the accelerator. "
         chosen += "--no-quantize-experts keeps them in bf16."
         yield from textwrap.wrap(chosen, width, break_on_hyphens=False)
+    if plan.chosen_chunk:
+        chosen = (
+            "The prompt is read in chunks: at once it would not fit, or leave less room for decoder layers and fast "
+        )
+        yield from textwrap.wrap(
+            f"{chosen}decoding. --prefill-chunk sets another size.", width, break_on_hyphens=False
+        )
     if plan.assumed:
         yield from textwrap.wrap(f"Assumed: {plan.assumed}.", width)
 

@@ -137,6 +137,7 @@ def test_a_prompt_that_does_not_fit_at_once_is_planned_in_chunks(variant: str, v
         assert found.paged == ()
     assert found.use[0].peak <= found.use[0].budget
     assert found.longest_context >= CONTEXT
+    assert "The prompt is read in chunks: at once it would not fit" in " ".join(plan_text(found).split())
     larger = [size for size in reading.SIZES if found.prefill_chunk < size <= 2048]
     for size in larger:
         given = gemma4_compat.plan_device_map(variant, 1 << 40, context=CONTEXT, prefill_chunk=size)
