@@ -184,6 +184,7 @@ def loaded(model: str, plan: Any, given: argparse.Namespace, *, on_gpu: bool, fo
         from peft import PeftModel
 
         loaded = PeftModel.from_pretrained(loaded, given.adapter)
+    loaded.generation_config.prefill_chunk_size = plan.prefill_chunk  # long prompts in parts, if they have to be
     if plan.fast and on_gpu and given.assistant is None:  # with an assistant, steps are not replayed
         gemma4_compat.decode_fast(loaded)
     return loaded.eval()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._diagnostics import findings
@@ -51,6 +52,24 @@ def forget_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+@contextlib.contextmanager
+def ballast(budget: float | None) -> Iterator[float]:
+    """Inside, a tensor leaves ``budget`` GiB of the card to this process's tensors; gives its size in GiB."""
+    import torch
+
+    if budget is None or main_device() == "cpu":
+        yield 0.0
+        return
+    room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    size = max(0, min(int(room - budget * GIB), torch.cuda.mem_get_info()[0] - 2**26))
+    tensor = torch.empty(size, dtype=torch.uint8, device=0)
+    try:
+        yield size / GIB
+    finally:
+        del tensor
+        forget_peak()
 
 
 def machine() -> dict[str, Any]:

@@ -41,13 +41,12 @@ differs. `--shape tiny` runs on a CPU, without memory; there a budget has no eff
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,7 +133,7 @@ def train(order: Order) -> Data:
 
     forward = vars(_loaded).get("forward")  # TRL replaces it
     device.forget_peak()
-    with _ballast(order.get("budget")) as held:
+    with device.ballast(order.get("budget")) as held:
         trainer = None
         model = _adapted(way, order["rank"]).train()
         try:
@@ -257,24 +256,6 @@ def _tokenizer() -> Any:
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     names = {f"{word[1:4]}_token": word for word in words}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
-
-
-@contextlib.contextmanager
-def _ballast(budget: float | None) -> Iterator[float]:
-    """Inside, a tensor leaves ``budget`` GiB of the card to this process's tensors; gives its size in GiB."""
-    import torch
-
-    if budget is None or device.main_device() == "cpu":
-        yield 0.0
-        return
-    room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-    size = max(0, min(int(room - budget * device.GIB), torch.cuda.mem_get_info()[0] - 2**26))
-    tensor = torch.empty(size, dtype=torch.uint8, device=0)
-    try:
-        yield size / device.GIB
-    finally:
-        del tensor
-        device.forget_peak()
 
 
 ACTIONS = {"build": build, "load": load, "train": train}

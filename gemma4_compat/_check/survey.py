@@ -36,12 +36,14 @@ def run(order: dict[str, Any], say: Say) -> None:
     context = min(order["context"], int(model.config.get_text_config().max_position_embeddings))
     planned_for, whole, note = placements.budget(order["vram"], described["gpu"])
     kinds = prompts.kinds(model.config)
+    media = bool({"image", "sound"} & set(kinds))
     options = {
         "context": context,
         "quantize": order["quantize"],
         "vision": "image" in kinds,
         "audio": "sound" in kinds,
         "adapter": order["adapter"],
+        "prefill_chunk": None if media else context,  # a check reads its prompts at once
     }
     say({"step": "plan"})
     found = placements.propose(order["folder"], planned_for, whole, count=2 if order["quick"] else 4, options=options)

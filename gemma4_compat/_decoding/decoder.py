@@ -48,6 +48,7 @@ class Decoding:
         self.waiting: weakref.ref[Any] | None = None  # the `call.Decoder` that was made last
         self.prompt_pool: Any = None  # of the graphs of prompts, and how many bytes it takes
         self.prompt_bytes = 0
+        self.shapes: Any = None  # of the model and where it is, for `_planner.reading`
         self._pool: Any = None
         self._stream: Any = None  # of the last replay
         self._lost: Recapture | None = None  # why there is no variant to compare with
@@ -144,7 +145,7 @@ class Decoding:
         with self.lock:
             if self._variants:
                 self._lost = Recapture(Cause.TURNED_OFF, "")
-            self._variants, self.memories = [], []
+            self._variants, self.memories, self.shapes = [], [], None
 
     def variant(self, model: Any, *, in_full: bool, settling: bool = False, quiet: bool = False) -> Variant:
         """The variant of the model as it is now.

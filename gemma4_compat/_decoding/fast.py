@@ -24,6 +24,9 @@ def decode_fast(model: _Model, *, enabled: bool = True, exact: bool = False, any
     step is also replayed where transformers would compile it (nothing quantized, nothing offloaded): a replay needs no
     minute of compiling. ``model.generation_config`` stays as it is, and a copy of the model decodes without replays.
 
+    A prompt that does not fit into the memory that is left is read in chunks, which round otherwise; with ``exact``
+    only after a forward ran out of memory. ``prefill_chunk_size`` wins.
+
     A model that cannot be replayed is left as it is, and a warning in the log says why: 8-bit weights, weights on
     disk, several GPUs, no GPU.
 

@@ -184,13 +184,23 @@ def make_room(decoding: Decoding, model: Any, inputs: dict[str, Any]) -> None:
 
 def _has_room(decoding: Decoding, model: Any, device: Any, tokens: int) -> bool:
     """Whether a forward of so many tokens fits twice into the memory that is free."""
+    left = free(device, decoding.prompt_bytes if any(_all(decoding)) else 0)
+    return left is None or 2 * activations(model, tokens) <= left
+
+
+def free(device: Any, kept: int = 0) -> int | None:
+    """Bytes that PyTorch can still allocate; None for a device without CUDA.
+
+    Args:
+        device: a ``torch.device``.
+        kept: unused bytes that belong to graphs.
+    """
     import torch
 
     if device.type != "cuda":
-        return True
-    kept = decoding.prompt_bytes if any(_all(decoding)) else 0
+        return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - kept
-    return bool(2 * activations(model, tokens) <= torch.cuda.mem_get_info(device)[0] + max(unused, 0))
+    return int(torch.cuda.mem_get_info(device)[0] + max(unused, 0))
 
 
 def activations(model: Any, tokens: int) -> int:

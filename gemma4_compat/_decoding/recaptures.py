@@ -81,6 +81,7 @@ class DecodingStatistics:
         last_recaptures: the last eight of them, the newest at the end, with what has changed.
         prompts_replayed: forwards of prompts, or of chunks of them, that were replayed, including the captured ones.
         prompts_captured: graphs that were captured for them.
+        prompts_in_chunks: how often memory was too short for a prompt that is read at once, or for a larger chunk.
     """
 
     replayed: int = 0
@@ -94,6 +95,7 @@ class DecodingStatistics:
     last_recaptures: tuple[Recapture, ...] = ()
     prompts_replayed: int = 0
     prompts_captured: int = 0
+    prompts_in_chunks: int = 0
 
 
 def first(*sources: Iterator[tuple[Cause, str]]) -> list[tuple[Cause, str]]:

@@ -244,6 +244,39 @@ class Snapshot:
         return all(same_bits(view, copied.to(view.device)) for view, copied in pairs)
 
 
+class Held:
+    """What a cache holds before a forward of several tokens, for the case that this runs out of memory.
+
+    Full layers write only behind what they hold; the windows of sliding layers are copied to the host.
+
+    Args:
+        cache: static; all its sliding layers hold as many tokens (:func:`held`).
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._cache, self._tokens = cache, held(cache) or 0
+        self._windows: list[tuple[Any, ...]] = []
+        if self._tokens:
+            for layer in sliding(cache):
+                parts = (layer.keys, layer.values, layer.cumulative_length)
+                self._windows.append((layer, parts, [part.cpu().clone() for part in parts]))
+
+    def restore(self) -> None:
+        """Have the cache hold that again, and nothing behind it, in the memory that it has."""
+        if not self._tokens:
+            empty(self._cache)
+            return
+        for layer, parts, copies in self._windows:
+            for part, copied in zip(parts, copies, strict=True):
+                part.copy_(copied)
+            layer.cumulative_length_int = self._tokens
+        for layer in _holding(self._cache):
+            if type(layer).__name__ == "StaticLayer":
+                for part in (layer.keys, layer.values):
+                    part[:, :, self._tokens :].zero_()
+                layer.cumulative_length.fill_(self._tokens)
+
+
 class Memory:
     """The tensors of one cache, kept for the next cache of the same shapes.
 

@@ -126,10 +126,28 @@ def layout(
     return _stored(found, cpu=cpu, disk=disk)
 
 
-def smallest_budget(blueprint: Blueprint, load: Load | TrainingLoad | None = None) -> int:
-    """The smallest budget in bytes, on one accelerator, with which :func:`layout` succeeds."""
+def fits(blueprint: Blueprint, budgets: _Budgets, load: Load | TrainingLoad) -> bool:
+    """Whether a placement fits these budgets; :func:`layout` then raises only for the host's memory or the disk.
+
+    Raises:
+        Gemma4CompatError: a budget or the load cannot be understood.
+    """
+    _check(budgets, load)
+    return _first_that_fits(blueprint, budgets, load) is not None
+
+
+def smallest_budget(
+    blueprint: Blueprint, load: Load | TrainingLoad | None = None, *, layers_leave: bool = True
+) -> int:
+    """The smallest budget in bytes, on one accelerator, with which :func:`layout` succeeds.
+
+    Args:
+        blueprint: from :func:`gemma4_compat._planner.blueprint.describe`.
+        load: default: :class:`Load`'s.
+        layers_leave: whether decoder layers, or their experts, may leave the accelerator.
+    """
     load = load or Load()
-    choices = _choices(blueprint, load)
+    choices = [one for one in _choices(blueprint, load) if layers_leave or not (one.paged or one.experts)]
     return min(int(_Placement(blueprint, choice, {0: 1 << 62}, load).use[0].peak) for choice in choices)
 
 
@@ -408,7 +426,8 @@ def _refusal(blueprint: Blueprint, budgets: Mapping[Any, int], load: Load | Trai
     experts = ""
     if blueprint.quantization != "8bit" and blueprint.experts and not any(layer.experts for layer in blueprint.layers):
         experts = " Its experts are in bf16 here; quantize_experts counts, and loads, them in 4 bits."
+    read = f", read in chunks of {load.prefill_chunk} tokens," if load.chunked else ""
     return (
-        f"{blueprint.model_class} with a context of {load.context} and a batch of {load.batch} does not fit into "
-        f"{given}, even with everything offloaded that can be. What would fit: {', or '.join(remedies)}.{experts}"
+        f"{blueprint.model_class} with a context of {load.context}{read} and a batch of {load.batch} does not fit "
+        f"into {given}, even with everything offloaded that can be. What would fit: {', or '.join(remedies)}.{experts}"
     )

@@ -224,8 +224,10 @@ def _is_masked(blueprint: Blueprint, attention: Attention, load: Load, *, prefil
         return True
     if not load.fast:
         return prefill and (load.chunked or (attention.window is not None and load.prefill > attention.window))
-    # One query of a static cache always has a mask; a prompt has one for windows that such a cache can fill.
-    return not prefill or blueprint.static_masks or (attention.window is not None and load.context >= attention.window)
+    # One query of a static cache always has a mask, and so have chunks after the first; a prompt that is read at once
+    # has one for windows that such a cache can fill.
+    fills = attention.window is not None and load.context >= attention.window
+    return fills or not prefill or load.chunked or blueprint.static_masks
 
 
 def _seen(attention: Attention, load: Load, *, prefill: bool) -> int:

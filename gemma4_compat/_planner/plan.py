@@ -14,7 +14,7 @@ from gemma4_compat._common import shadowed
 from gemma4_compat._common.text import parse_size, size_text
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import build
-from gemma4_compat._planner import blueprint, budgets, code, layout, measured, speed
+from gemma4_compat._planner import blueprint, budgets, code, layout, measured, reading, speed
 from gemma4_compat._planner.blueprint import Blueprint
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.memory import Load
@@ -23,6 +23,11 @@ from gemma4_compat._planner.use import Use
 from gemma4_compat._quantization import config, expert_storage, qat
 
 _FOUR_BIT = ("4bit", "4bit-double")
+#: Tokens of a chunk where a prompt does not fit at once, in the order in which they are tried.
+_CHUNKS = tuple(size for size in reading.SIZES if size <= layout.PREFILL_CHUNK)
+#: Tokens of an answer: chunks bring streamed layers once more each, and then each token brings fewer of them.
+_ANSWER = 100
+_NO_ROOM = "its static cache, the prefill into it and its graphs do not fit"
 #: A model, its layout, its load, and why that is without fast decoding.
 _Planned = tuple[Blueprint, Layout[Use], Load, str]
 
@@ -68,7 +73,8 @@ def plan_device_map(
         batch: sequences per batch.
         prompt: tokens in the prompt; default: the whole context, the worst case.
         prefill_chunk: tokens of the prompt that one forward reads, for text prompts: long prompts then need less
-            memory and some more time. The code sets ``prefill_chunk_size``. Default: all at once.
+            memory and some more time. The code sets ``prefill_chunk_size``. Default: all at once if that fits and
+            streams no decoder layers that chunks would keep on the accelerator; otherwise the largest chunks that fit.
         quantize: "4bit" (nf4), "4bit-double" (nested), "8bit" or None.
         quantize_experts: quantize experts to 4 bits; False: keep them in bf16, like upstream. Default: quantize them
             if the weights are in 4 bits and experts in bf16 would not fit on the accelerator.
@@ -135,13 +141,14 @@ def _plan(
     cards: Mapping[str, speed.Card],
 ) -> Plan:
     """The plan for arguments that were checked; ``options`` are those of ``layout.layout``."""
+    asked = load
     built, name, assumed = build.on_meta(model)
     quantization = _quantization(built, quantize, quantize_experts)
     stored = _stored_experts(built, name)
 
     def planned(experts: bool) -> _Planned:
         cut = _blueprint(built, quantization, adapter, experts=experts)
-        return cut, *_placed(cut, given, load, options, fast=fast)
+        return cut, *_read_as_fits(cut, given, asked, options, fast=fast)
 
     choose = quantize_experts is None and not stored and quantization in _FOUR_BIT
     cut, placed, load, slow_because = _with_experts(planned) if choose else planned(stored or bool(quantize_experts))
@@ -167,6 +174,8 @@ def _plan(
         rate=Rate(slow_because=slow_because, bus=bus, modelled=modelled, not_modelled=why_not, measured=timed),
         longest_context=layout.longest_context(cut, given, load, limit=limit, placed=placed),
         chunked_prefill=_chunked_prefill(cut, placed, load),
+        chosen_chunk=load.prefill_chunk != asked.prefill_chunk,
+        longest_chunked=_longest_chunked(cut, given, placed, load, limit),
         code=code.loading_code(source, placed, load),
     )
 
@@ -185,6 +194,66 @@ def _with_experts(planned: Callable[[bool], _Planned]) -> _Planned:
     return planned(True)
 
 
+def _read_as_fits(
+    cut: Blueprint, given: Mapping[int | str, int], load: Load, options: Mapping[str, Any], *, fast: bool
+) -> tuple[Layout[Use], Load, str]:
+    """As :func:`_placed`, with the prompt in chunks where it does not fit at once.
+
+    Chunks are also read where they leave room for fast decoding, or for decoder layers that each token would wait for.
+    Experts that leave do not count: each chunk brings all of them, and a token only a few.
+    """
+    errors: list[Gemma4CompatError] = []
+
+    def placed(wanted: Load) -> tuple[Layout[Use], Load, str] | None:
+        if not layout.fits(cut, given, wanted):
+            return None
+        try:
+            return _placed(cut, given, wanted, options, fast=fast)
+        except Gemma4CompatError as error:  # the host's memory or the disk are too small
+            errors.append(error)
+            return None
+
+    found, asked = placed(load), load.prefill_chunk is not None or load.vision or load.audio
+    for size in () if asked else _CHUNKS:
+        chunked = replace(load, prefill_chunk=size)
+        if not chunked.chunked or (found is not None and found[2] != _NO_ROOM and not found[0].paged):
+            break
+        other = placed(chunked)
+        if other is not None and (found is None or _is_better(found, other)):
+            found = other
+    if found is not None:
+        return _with_larger_chunks(cut, given, *found) if found[1].chunked and not asked else found
+    if errors:
+        raise errors[0]
+    least = replace(load, prefill_chunk=_CHUNKS[-1])
+    refused = load if asked or not least.chunked else least
+    return layout.layout(cut, given, refused, **options), refused, ""  # it raises what would fit
+
+
+def _is_better(found: tuple[Layout[Use], Load, str], other: tuple[Layout[Use], Load, str]) -> bool:
+    """Whether smaller chunks make up for bringing streamed layers once each, within :data:`_ANSWER` tokens."""
+    if _NO_ROOM in (found[2], other[2]) and found[2] != other[2]:
+        return found[2] == _NO_ROOM
+    forwards = [-(-load.prompt_tokens // load.prefill) for _, load, _ in (found, other)]
+    less = len(found[0].paged) - len(other[0].paged)
+    return less * _ANSWER > (forwards[1] - forwards[0]) * len(other[0].paged)
+
+
+def _with_larger_chunks(
+    cut: Blueprint, given: Mapping[int | str, int], placed: Layout[Use], load: Load, slow_because: str
+) -> tuple[Layout[Use], Load, str]:
+    """The same placement with the largest chunks that fit it."""
+
+    def fits(size: int) -> bool:
+        used = layout.placed_use(cut, placed, replace(load, prefill_chunk=size))
+        return all(use.peak <= use.budget for use in used.values())
+
+    streams = bool(placed.paged or placed.looked_up)
+    found = reading.sizes(tokens=load.prompt_tokens, batch=load.batch, streams=streams)
+    load = replace(load, prefill_chunk=max([load.prefill, *filter(fits, found)]))
+    return replace(placed, use=layout.placed_use(cut, placed, load)), load, slow_because
+
+
 def _placed(
     cut: Blueprint, given: Mapping[int | str, int], load: Load, options: Mapping[str, Any], *, fast: bool
 ) -> tuple[Layout[Use], Load, str]:
@@ -196,9 +265,11 @@ def _placed(
     if not slow_because:
         wanted = replace(load, fast=True)
         try:
-            placed = layout.layout(cut, given, wanted, **options)
+            placed = layout.layout(cut, given, wanted, **options) if layout.fits(cut, given, wanted) else None
         except Gemma4CompatError:  # if the rest does not fit either, the error below says so
-            slow_because = "its static cache, the prefill into it and its graphs do not fit"
+            placed = None
+        if placed is None:
+            slow_because = _NO_ROOM
         else:
             slow_because = _slow_here(cut, placed)
             if not slow_because:
@@ -251,6 +322,17 @@ def _chunked_prefill(cut: Blueprint, placed: Layout[Use], load: Load) -> int:
     peaks = (use.prefill for use in layout.placed_use(cut, placed, chunked).values())
     found, now = max(peaks), max(use.prefill for use in placed.use.values())
     return found if found < now else 0
+
+
+def _longest_chunked(
+    cut: Blueprint, given: Mapping[int | str, int], placed: Layout[Use], load: Load, limit: int
+) -> int:
+    """The longest context that fits with the prompt in chunks, if it is read at once and would be longer; else 0."""
+    if load.vision or load.audio or load.prefill_chunk is not None:
+        return 0
+    chunked = replace(load, prefill_chunk=layout.PREFILL_CHUNK)
+    found, now = (layout.longest_context(cut, given, one, limit=limit, placed=placed) for one in (chunked, load))
+    return found if found > now else 0
 
 
 def _slow_anywhere(cut: Blueprint, given: Mapping[int | str, int]) -> str:

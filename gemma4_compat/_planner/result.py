@@ -69,6 +69,9 @@ class Plan:
         rate: how fast it decodes.
         longest_context: the longest context that fits this map, in tokens, up to the model's own limit.
         chunked_prefill: peak of the prefill with the prompt in chunks of 1,024 tokens, if that is less; else 0.
+        longest_chunked: the longest context that fits this map with the prompt in such chunks, if the prompt is read
+            at once and that is more; else 0.
+        chosen_chunk: nobody asked for chunks, but at once the prompt would not fit, or would stream more layers.
         code: Python that loads the model.
     """
 
@@ -78,6 +81,8 @@ class Plan:
     rate: Rate
     longest_context: int
     chunked_prefill: int = 0
+    longest_chunked: int = 0
+    chosen_chunk: bool = False
     code: str = field(default="", repr=False)
 
     @property
@@ -216,6 +221,7 @@ _DATA = (
         "longest_context",
         "prefill_chunk",
         "chunked_prefill",
+        "longest_chunked",
         "modelled",
         "not_modelled",
         "measured",

@@ -70,6 +70,13 @@ def _heading(plan: Plan, width: int) -> Iterator[str]:
         chosen = "The experts are quantized as well, because in bf16 they would not all stay on the accelerator. "
         chosen += "--no-quantize-experts keeps them in bf16."
         yield from textwrap.wrap(chosen, width, break_on_hyphens=False)
+    if plan.chosen_chunk:
+        chosen = (
+            "The prompt is read in chunks: at once it would not fit, or leave less room for decoder layers and fast "
+        )
+        yield from textwrap.wrap(
+            f"{chosen}decoding. --prefill-chunk sets another size.", width, break_on_hyphens=False
+        )
     if plan.assumed:
         yield from textwrap.wrap(f"Assumed: {plan.assumed}.", width)
 
@@ -133,7 +140,8 @@ def _peaks(plan: Plan, width: int) -> Iterator[str]:
     yield from textwrap.wrap(f"Longest context that fits this map: {plan.longest_context} tokens.", width)
     if plan.chunked_prefill:
         chunked = f"With the prompt in chunks of {PREFILL_CHUNK} tokens (--prefill-chunk {PREFILL_CHUNK}) this map's "
-        yield from textwrap.wrap(f"{chunked}prefill peaks at {size_text(plan.chunked_prefill)}.", width)
+        longest = f", and {plan.longest_chunked} tokens fit" if plan.longest_chunked else ""
+        yield from textwrap.wrap(f"{chunked}prefill peaks at {size_text(plan.chunked_prefill)}{longest}.", width)
 
 
 def _decoding(plan: Plan, width: int) -> Iterator[str]:

@@ -92,6 +92,12 @@ class Share:
         apart = {block.name for block in self.looked_up}
         return [block.without_experts() if block.name in apart else block for block in self.resident]
 
+    @functools.cached_property
+    def computed(self) -> list[Block]:
+        """The decoder layers as they are computed there."""
+        layers = [block for block in self.stays if block.kind == "layer"]
+        return layers + [block.brought_in() for block in self.paged if block.kind == "layer"]
+
     @property
     def weights(self) -> int:
         return sum(block.stored.allocated for block in self.stays)
@@ -100,6 +106,11 @@ class Share:
     def loading(self) -> int:
         """The peak while loading: while the last weight is quantized, it exists twice."""
         return self.weights + max((block.loading for block in self.stays), default=0)
+
+    def streamed(self, *, few: bool) -> list[int]:
+        """Bytes of each streamed layer: a prompt needs all its experts at once, a token only the ``few`` it hits."""
+        apart = (block.experts_away.allocated if few else 0 for block in self.paged)
+        return [block.away.allocated - experts for block, experts in zip(self.paged, apart)]
 
     @property
     def pages(self) -> int:
@@ -118,22 +129,16 @@ def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, bud
         pages = share.pages
         step = _with_slack(share.weights + MEASURED.blas_workspace + pages + load.step)
         return TrainingUse(weights=share.weights, pages=pages, loading=share.loading, step=step, budget=budget)
-    layers = [block for block in share.stays if block.kind == "layer"]
-    layers += [block.brought_in() for block in share.paged if block.kind == "layer"]
-    whole = [block.away.allocated for block in share.paged]
-    # A prompt needs all experts of a layer at once, a token only those that it hits.
+    layers = share.computed
     few = _hits_few(blueprint, load)
-    streamed = [block.away.allocated - block.experts_away.allocated for block in share.paged] if few else whole
+    streamed = share.streamed(few=few)
     weights, pages = share.weights, share.pages
     adapter = sum(block.adapter for block in (*share.resident, *share.paged, *share.evicted))
     graph = memory.graph(blueprint, layers, streamed, load, head=share.main)
     held = weights + adapter + graph + (0 if load.weights_only else MEASURED.blas_workspace)
-    prefill = memory.activations(blueprint, layers, load, prefill=True, head=share.main)
     decode = memory.activations(blueprint, layers, load, prefill=False, head=share.main)
     if few and not load.weights_only:
         decode += max(_rows(blueprint, share, load), default=0)
-    if share.main:
-        prefill = max(prefill, _towers(blueprint, share, load))
     slack = (lambda nbytes: nbytes) if load.weights_only else _with_slack
     return Use(
         weights=weights,
@@ -141,11 +146,19 @@ def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, bud
         adapter=adapter,
         kv=sum(memory.kv_cache(block, load, blueprint.item, prefill=False) for block in layers),
         loading=share.loading,
-        prefill=slack(held + pages + prefill),
+        prefill=slack(held + reading(blueprint, share, load)),
         decode=slack(held + slots(streamed) + decode),
         budget=budget,
         graph=graph,
     )
+
+
+def reading(blueprint: Blueprint, share: Share, load: Load) -> int:
+    """Bytes of the first forward in addition to weights and graphs: cache, temporaries, towers, streaming buffers."""
+    found = memory.activations(blueprint, share.computed, load, prefill=True, head=share.main)
+    if share.main:
+        found = max(found, _towers(blueprint, share, load))
+    return share.pages + found
 
 
 def slots(sizes: Sequence[int]) -> int:

@@ -41,7 +41,7 @@ def plan(
     ] = None,
     prefill_chunk: Annotated[
         int | None,
-        typer.Option("--prefill-chunk", help="Split the prompt into chunks of this many tokens; default: no split."),
+        typer.Option("--prefill-chunk", help="Read the prompt in chunks of this many tokens; default: as needed."),
     ] = None,
     quantize: Annotated[str, typer.Option("--quantize", help="4bit, 4bit-double, 8bit or none.")] = "4bit",
     quantize_experts: Annotated[

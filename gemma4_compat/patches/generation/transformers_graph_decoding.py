@@ -11,10 +11,10 @@ Fix: For Gemma 4 on CUDA, transformers gets a compiled call that replays: the st
 CUDA graph and launched again for each later token. The kernels are those of the eager step, so tokens and logits are
 bit-identical; after a while small kernels are fused if that keeps the bits. After ``gemma4_compat.decode_fast(model)``
 without ``exact=True``, kernels of this package compute attention and products; after either, prompts are replayed as
-well, by their lengths, with the same bits. Weights, hooks, adapters and the cache
-are checked before each replay. Models that transformers compiles itself are left to it, unless ``decode_fast`` asked
-for a replay. What cannot be captured (8-bit layers, weights on disk, user
-hooks, several devices) runs as before, and the log says why. ``disable_compile=True`` turns it off.
+well, by their lengths, with the same bits, and one that does not fit into memory is read in chunks. Weights, hooks,
+adapters and the cache are checked before each replay. Models that transformers compiles itself are left to it, unless
+``decode_fast`` asked for a replay. What cannot be captured (8-bit layers, weights on disk, user hooks, several
+devices) runs as before, and the log says why. ``disable_compile=True`` turns it off.
 
 Remove when: transformers decodes quantized and offloaded models with a static cache faster than one Python call per
 kernel.
@@ -23,15 +23,17 @@ kernel.
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._common import in_place
-from gemma4_compat._decoding import call, decoder, deferral, obstacles, pieces, static_caches
+from gemma4_compat._decoding import call, chunks, decoder, deferral, obstacles, pieces, static_caches
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names
+from gemma4_compat._planner import reading
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -94,18 +96,33 @@ def prefill(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A prompt that is read at once calls the model itself; one in chunks asks for a compiled call."""
-    if decoder.is_preferred(self) and generation_config.prefill_chunk_size is None:
-        given = None
-        if not generation_config.disable_compile:
-            given = call.decoder_for(self, cache_names.cache_in(model_kwargs))
-        if given is not None and decoder.of(self).any_length:
-            outputs = pieces.read(given, input_ids, generation_config, model_kwargs)
-            if outputs is not None:
-                return outputs
-        if given is not None:
-            self = _Called(self, given)
-    return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    """After ``decode_fast``, a prompt is read at once where that fits into memory, with a call that replays."""
+    if not decoder.is_preferred(self) or generation_config.prefill_chunk_size is not None:
+        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    cache = cache_names.cache_in(model_kwargs)
+    given = None if generation_config.disable_compile else call.decoder_for(self, cache)
+
+    def whole() -> Any:
+        called = self if given is None else _Called(self, given)
+        return original(called, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    def in_chunks(size: int) -> Any:
+        config = copy.copy(generation_config)
+        config.prefill_chunk_size = size
+        return self._prefill(input_ids, config, model_kwargs, *args, **kwargs)  # by all patches of it
+
+    def in_pieces() -> Any:
+        outputs = pieces.read(given, input_ids, generation_config, model_kwargs)
+        return whole() if outputs is None else outputs
+
+    tokens = chunks.may_be_cut(self, input_ids, generation_config, model_kwargs)
+    decoding = decoder.of(self)
+    at_once = in_pieces if given is not None and decoding.any_length else whole
+    if not tokens:
+        return at_once()
+    room = reading.Room(self, cache, len(input_ids), tokens)
+    estimated = decoding.own and at_once is whole and given is not None
+    return chunks.read(decoding, model_kwargs, room, at_once, in_chunks, estimated=estimated)
 
 
 def valid_auto_compile_criteria(
