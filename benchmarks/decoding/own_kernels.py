@@ -1,7 +1,7 @@
 """Which kernels of this package have the bits of the originals on this GPU, how far the others are from float64, and
 how long they take?
 
-python benchmarks/decoding/own_kernels.py --out FILE.json [--parts trials,attention,products] [--few]
+python benchmarks/decoding/own_kernels.py --out FILE.json [--parts trials,attention,products,older] [--few]
 
 trials     means of rows, products with 4-bit weights in the shapes of the five variants, moves of a cache's rows, and
            every format of 4-bit weights: the trials that are made before such a kernel is used
@@ -10,9 +10,11 @@ attention  errors of one query's attention against float64, beside PyTorch's, an
 products   errors of up to eight rows with 4-bit weights by matrix units against float64, beside bitsandbytes' kernel,
            in eight shapes and in those of the five variants; microseconds of both and of the kernels with
            bitsandbytes' bits, and their share of the speed of the memory
+older      the code that GPUs of compute capability 7.5 and 8.0 get, run on this one: trials, errors, and where bits
+           are not those of this GPU's own code
 
 The file is written after every part. Exit code 1: attention errs more than PyTorch's or a product more than
-bitsandbytes', or bits depend on the length of the cache, on padding or on the batch.
+bitsandbytes', or bits depend on the length of the cache, on padding or on the batch; or code for 8.0 has other bits.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Data
-from benchmarks.decoding import graph_times, own_products
+from benchmarks.decoding import graph_times, own_architectures, own_products
 
-PARTS = ("trials", "attention", "products")
+PARTS = ("trials", "attention", "products", "older")
 COLUMNS = (32, 64, 96, 128, 256, 512, 1024, 1536, 2560, 2816, 3840, 5376)
 ROWS = (1, 2, 3, 4, 8, 16, 24, 32, 64)
 INPUTS = (256, 1536, 2048, 2560, 2816, 4096, 5376, 6144, 10240, 12288, 21504)
@@ -74,13 +76,13 @@ def signatures(few: bool) -> Iterator[tuple[Any, ...]]:
         yield dequantizing_source.Format(quant_type, size, nested, dtype).signature
 
 
-def trials(device: Any, few: bool) -> Data:
-    """How many operations were tried, and which differ or could not be tried."""
+def trials(device: Any, few: bool, more: Iterable[tuple[Any, ...]] = ()) -> Data:
+    """How many operations were tried, and which differ or could not be tried; ``more`` are signatures, as well."""
     from gemma4_compat._decoding.kernels import Kernels
 
     kernels = Kernels(device)
     found: Data = {}
-    for signature in signatures(few):
+    for signature in (*signatures(few), *more):
         of = found.setdefault(str(signature[0]), {"tried": 0, "differ": [], "errors": {}})
         of["tried"] += 1
         try:
@@ -174,6 +176,11 @@ def attention(device: Any, few: bool) -> Data:
     return found
 
 
+def older(device: Any, few: bool) -> Data:
+    """What older GPUs compute, on this one."""
+    return own_architectures.architectures(device, few, trials=trials, attention=Attention)
+
+
 def wrong(errors: list[Data]) -> list[Data]:
     """Those that are larger than those of the other kernel, or whose bits depend on something else than the text."""
     return [
@@ -199,10 +206,18 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     result: Data = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__}
     for part in arguments.parts.split(","):
-        measured = {"trials": trials, "attention": attention, "products": own_products.products}[part]
+        measured = {"trials": trials, "attention": attention, "products": own_products.products, "older": older}[part]
         result[part] = measured(device, arguments.few)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 1 if any(wrong(result[part]["errors"]) for part in ("attention", "products") if part in result) else 0
+    return 1 if failing(result) else 0
+
+
+def failing(result: Data) -> list[Data]:
+    """The errors of a result that are too large, and code for 8.0 with other bits."""
+    older = result.get("older", {})
+    found = [one for part in ("attention", "products") for one in wrong(result.get(part, {}).get("errors", []))]
+    found += [one for of in older.values() for one in wrong(of["errors"])]
+    return found + [{"capability": name, **of} for name, of in older.items() if name == "8.0" and of["others"]]
 
 
 if __name__ == "__main__":

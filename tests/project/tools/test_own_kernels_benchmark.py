@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 import torch
 
-from benchmarks.decoding import graph_times, own_kernels, own_products
+from benchmarks.decoding import graph_times, own_architectures, own_kernels, own_products
 from gemma4_compat._decoding import kernels
 from tests.unit.decoding.host_kernels import HostCompiler
 
@@ -87,3 +87,43 @@ def test_microseconds_of_kernels_that_go_together(monkeypatch: pytest.MonkeyPatc
     assert found["bytes"] == 48 * 256 // 2 + 48 * 4 + (1 + 1) * 4
     assert found["share_of_memory"] == {"ours": found["bytes"] / 200, "bits": found["bytes"] / 400}
     assert (graph_times.copies(1), graph_times.copies(1 << 40)) == (2, 2)
+
+
+def test_kernels_of_older_gpus_come_from_a_compiler_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the CPU's compiler in its place, bits are the same, and nothing of it stays."""
+    used: list[tuple[int, int]] = []
+
+    def compiler(capability: tuple[int, int]) -> Any:
+        used.append(capability)
+        return type("Other", (HostCompiler,), {})
+
+    monkeypatch.setattr(own_architectures, "PRODUCTS", ((32, 256),))
+    monkeypatch.setattr(own_architectures, "ATTENTION", ((32, 20),))
+    monkeypatch.setattr(own_kernels, "signatures", lambda few: iter(()))
+    assert len(set(own_architectures.signatures())) == len(list(own_architectures.signatures())) > 30
+    cast = "cast", (torch.bfloat16,), torch.float32
+    monkeypatch.setattr(own_architectures, "signatures", lambda: iter([cast]))
+    before = kernels.of(CPU)
+    options = {"trials": own_kernels.trials, "attention": own_kernels.Attention, "compiler": compiler}
+    found = own_architectures.architectures(CPU, True, **options)
+    assert used == list(own_architectures.OLDER)
+    assert kernels.of(CPU) is before
+    assert list(found) == ["7.5", "8.0"]
+    for of in found.values():
+        assert (of["others"], of["compared"], len(of["errors"])) == ([], 4, 4)
+        assert own_kernels.wrong(of["errors"]) == []
+        assert of["trials"] == {"cast": {"tried": 1, "differ": [], "errors": {}}}
+    assert own_kernels.failing({"older": found}) == []
+    found["8.0"]["others"].append("product")
+    assert [one["capability"] for one in own_kernels.failing({"older": found})] == ["8.0"]
+
+
+def test_an_older_gpus_compiler_makes_ptx_and_starts_no_kernel_early() -> None:
+    class Nvrtc:
+        def architecture(self, capability: tuple[int, int]) -> str:
+            return f"sm_{capability[0]}{capability[1]}"
+
+    made = own_architectures.compiler_for((7, 5))(CPU)
+    made._nvrtc = Nvrtc()
+    assert made._options == ("--gpu-architecture=compute_75",)
+    assert made._capability == (7, 5)
