@@ -164,11 +164,7 @@ def load(where: str, folder: Path, weights: dict[str, Any] | None = None) -> Any
             stack.enter_context(gemma4_compat.quantize_offloaded())
             stack.enter_context(gemma4_compat.quantize_experts())
         kind = getattr(transformers, tiny_models.class_name(checkpoint))
-        if weights is None:
-            model = kind.from_pretrained(checkpoint, dtype=torch.bfloat16, **options)
-        else:
-            given = {"config": config_of(folder), "state_dict": dict(weights)}
-            model = kind.from_pretrained(None, dtype=torch.bfloat16, **given, **options)
+        model = _loaded(kind, folder, weights, options)
     model = model.eval()
     if where in SPLIT and on_cpu:  # a quantized model refuses disk entries at from_pretrained
         on_disk = tempfile.mkdtemp(prefix="offload-", dir=folder)
@@ -176,7 +172,16 @@ def load(where: str, folder: Path, weights: dict[str, Any] | None = None) -> Any
     return model
 
 
-def upstream(where: str, folder: Path) -> Any:
+def _loaded(kind: Any, folder: Path, weights: dict[str, Any] | None, options: dict[str, Any]) -> Any:
+    import torch
+
+    if weights is None:
+        return kind.from_pretrained(folder / "checkpoint", dtype=torch.bfloat16, **options)
+    given = {"config": config_of(folder), "state_dict": dict(weights)}
+    return kind.from_pretrained(None, dtype=torch.bfloat16, **given, **options)
+
+
+def upstream(where: str, folder: Path, weights: dict[str, Any] | None = None) -> Any:
     """What :func:`load` loads, by upstream's calls alone: bf16, or 4-bit where ``where`` is not "bf16"."""
     import torch
     import transformers
@@ -193,7 +198,7 @@ def upstream(where: str, folder: Path) -> Any:
             llm_int8_enable_fp32_cpu_offload=where in SPLIT,
             llm_int8_skip_modules=skipped(folder),
         )
-    return kind.from_pretrained(checkpoint, dtype=torch.bfloat16, **options).eval()
+    return _loaded(kind, folder, weights, options).eval()
 
 
 def planned_gib(where: str, adapter: bool, folder: Path, placement: dict[str, Any], prompt: int, new: int) -> Any:

@@ -1,15 +1,20 @@
 """Which kernels of this package have the bits of the originals on this GPU, how far the others are from float64, and
 how long they take?
 
-python benchmarks/decoding/own_kernels.py --out FILE.json [--parts trials,attention] [--few]
+python benchmarks/decoding/own_kernels.py --out FILE.json [--parts trials,attention,products,older] [--few]
 
 trials     means of rows, products with 4-bit weights in the shapes of the five variants, moves of a cache's rows, and
            every format of 4-bit weights: the trials that are made before such a kernel is used
 attention  errors of one query's attention against float64, beside PyTorch's, and microseconds of both in a captured
            graph, the keys not in the cache of the GPU
+products   errors of up to eight rows with 4-bit weights by matrix units against float64, beside bitsandbytes' kernel,
+           in eight shapes and in those of the five variants; microseconds of both and of the kernels with
+           bitsandbytes' bits, and their share of the speed of the memory
+older      the code that GPUs of compute capability 7.5 and 8.0 get, run on this one: trials, errors, and where bits
+           are not those of this GPU's own code
 
-The file is written after every part. Exit code 1: attention errs more than PyTorch's, or its bits depend on the length
-of the cache, on padding or on the batch.
+The file is written after every part. Exit code 1: attention errs more than PyTorch's or a product more than
+bitsandbytes', or bits depend on the length of the cache, on padding or on the batch; or code for 8.0 has other bits.
 """
 
 from __future__ import annotations
@@ -17,17 +22,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Data
+from benchmarks.decoding import graph_times, own_architectures, own_products
 
-PARTS = ("trials", "attention")
+PARTS = ("trials", "attention", "products", "older")
 COLUMNS = (32, 64, 96, 128, 256, 512, 1024, 1536, 2560, 2816, 3840, 5376)
 ROWS = (1, 2, 3, 4, 8, 16, 24, 32, 64)
 INPUTS = (256, 1536, 2048, 2560, 2816, 4096, 5376, 6144, 10240, 12288, 21504)
@@ -42,9 +47,6 @@ SHAPES = {
     "12B full": (512, 1, 16, 32768, 30000),
     "31B full": (512, 4, 8, 32768, 8192),
 }
-CALLS, REPEATS = 50, 8
-#: Bytes that do not fit in the cache of a GPU.
-CACHE = 200 << 20
 
 
 def signatures(few: bool) -> Iterator[tuple[Any, ...]]:
@@ -74,13 +76,13 @@ def signatures(few: bool) -> Iterator[tuple[Any, ...]]:
         yield dequantizing_source.Format(quant_type, size, nested, dtype).signature
 
 
-def trials(device: Any, few: bool) -> Data:
-    """How many operations were tried, and which differ or could not be tried."""
+def trials(device: Any, few: bool, more: Iterable[tuple[Any, ...]] = ()) -> Data:
+    """How many operations were tried, and which differ or could not be tried; ``more`` are signatures, as well."""
     from gemma4_compat._decoding.kernels import Kernels
 
     kernels = Kernels(device)
     found: Data = {}
-    for signature in signatures(few):
+    for signature in (*signatures(few), *more):
         of = found.setdefault(str(signature[0]), {"tried": 0, "differ": [], "errors": {}})
         of["tried"] += 1
         try:
@@ -152,36 +154,14 @@ class Attention:
         import torch
 
         query, key, value, mask = self.inputs(shape, torch.bfloat16)
-        copies = max(2, CACHE // (4 * key.numel()))
-        several = [(key.clone(), value.clone()) for _ in range(min(copies, CALLS))]
+        copies = range(graph_times.copies(2 * key.nbytes))
+        several = [(key.clone(), value.clone()) for _ in copies]
         sdpa = torch.nn.functional.scaled_dot_product_attention
         calls: dict[str, Callable[[int], Any]] = {
             "ours": lambda number: self.ours(query, *several[number % len(several)], mask, 1.0),
             "torch": lambda number: sdpa(query, *several[number % len(several)], attn_mask=mask, scale=1.0),
         }
-        graphs = {name: _graph(call) for name, call in calls.items()}
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(REPEATS):
-            for name, (graph, _kept) in graphs.items():
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times[name].append(begin.elapsed_time(end) * 1000 / CALLS)
-        return {name: {"median": statistics.median(found), "all": found} for name, found in times.items()}
-
-
-def _graph(call: Callable[[int], Any]) -> tuple[Any, Any]:
-    """A captured graph of many calls, and what they returned."""
-    import torch
-
-    call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call(number) for number in range(CALLS)]
-    return graph, kept
+        return graph_times.in_turns(calls)
 
 
 def attention(device: Any, few: bool) -> Data:
@@ -196,8 +176,13 @@ def attention(device: Any, few: bool) -> Data:
     return found
 
 
+def older(device: Any, few: bool) -> Data:
+    """What older GPUs compute, on this one."""
+    return own_architectures.architectures(device, few, trials=trials, attention=Attention)
+
+
 def wrong(errors: list[Data]) -> list[Data]:
-    """Those that are larger than PyTorch's, or whose bits depend on something else than the text."""
+    """Those that are larger than those of the other kernel, or whose bits depend on something else than the text."""
     return [
         one
         for one in errors
@@ -221,9 +206,18 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     result: Data = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__}
     for part in arguments.parts.split(","):
-        result[part] = {"trials": trials, "attention": attention}[part](device, arguments.few)
+        measured = {"trials": trials, "attention": attention, "products": own_products.products, "older": older}[part]
+        result[part] = measured(device, arguments.few)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 1 if wrong(result.get("attention", {}).get("errors", [])) else 0
+    return 1 if failing(result) else 0
+
+
+def failing(result: Data) -> list[Data]:
+    """The errors of a result that are too large, and code for 8.0 with other bits."""
+    older = result.get("older", {})
+    found = [one for part in ("attention", "products") for one in wrong(result.get(part, {}).get("errors", []))]
+    found += [one for of in older.values() for one in wrong(of["errors"])]
+    return found + [{"capability": name, **of} for name, of in older.items() if name == "8.0" and of["others"]]
 
 
 if __name__ == "__main__":

@@ -212,6 +212,31 @@ def deep(order: Order) -> Data:
     return {"tok_s": _rate(times, order["settled"])}
 
 
+def read(order: Order) -> Data:
+    """Milliseconds to the first token of a text of so many random ones, in pieces of :data:`BATCH`."""
+    global _position
+    import numpy
+
+    llama = api()
+    _forget()
+    _position = 0
+    chance = random.Random(order["seed"])
+    count = order["prompt"]
+    tokens = (llama.llama_token * count)(*(chance.randrange(3, order["vocabulary"]) for _ in range(count)))
+    size, pointer = ctypes.sizeof(llama.llama_token), ctypes.POINTER(llama.llama_token)
+    pieces = [
+        llama.llama_batch_get_one(ctypes.cast(ctypes.byref(tokens, first * size), pointer), min(BATCH, count - first))
+        for first in range(0, count, BATCH)
+    ]
+    started = time.perf_counter()
+    for piece in pieces:
+        if code := llama.llama_decode(_context, piece):
+            raise RuntimeError(f"llama_decode: {code}; {_last()}")
+    words = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(_model))
+    numpy.ctypeslib.as_array(llama.llama_get_logits_ith(_context, -1), (words,)).argmax()
+    return {"ms": 1000 * (time.perf_counter() - started)}
+
+
 def profiled(order: Order) -> Data:
     """The kernels of tokens that come after ``settled`` others. torch is imported here, for its profiler alone."""
     from benchmarks.decoding import kernel_times as kernels
@@ -255,6 +280,7 @@ ACTIONS: dict[str, Callable[[Order], Data]] = {
     "turn": turn,
     "deepen": deepen,
     "deep": deep,
+    "read": read,
     "agree": agree,
     "profile": profiled,
     "adapt": adapt,

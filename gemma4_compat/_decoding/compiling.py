@@ -61,7 +61,8 @@ class Nvrtc:
 
         Args:
             text: CUDA C.
-            options: with ``--gpu-architecture=sm_…``: code for a virtual architecture is no binary.
+            options: with ``--gpu-architecture=sm_…``; with ``compute_…``, a virtual architecture, the result is PTX,
+                which the driver translates.
 
         Raises:
             RuntimeError: it cannot be compiled; the message has the log.
@@ -75,7 +76,8 @@ class Nvrtc:
             result = self._library.nvrtcCompileProgram(program, len(given), array)
             log = self._bytes("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
             self._check(result, log)
-            return self._bytes("CUBIN", program), log
+            virtual = any("=compute_" in option for option in options)
+            return self._bytes("PTX" if virtual else "CUBIN", program), log
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
 

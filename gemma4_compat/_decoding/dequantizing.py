@@ -25,7 +25,7 @@ _lock = threading.Lock()
 _here = threading.local()
 # By the kernels of a device, by format: whether the kernel has bitsandbytes' bits.
 _exact: weakref.WeakKeyDictionary[kernels.Kernels, dict[Format, bool]] = weakref.WeakKeyDictionary()
-# What a launch depends on (addresses, shape, format): how to launch again. Checks would take longer than the launch.
+# What a launch depends on (:func:`_key`): how to launch again. All checks would take longer than the launch.
 _launches: dict[tuple[Any, ...], Callable[[], Any]] = {}
 _MOST_LAUNCHES = 4096  # weights that are streamed have new addresses
 
@@ -76,7 +76,7 @@ def weight(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any,
             or not {*map(type, scales)} <= {torch.Tensor}
         ):
             return None
-        key = (layout, *shape, packed.data_ptr(), *[tensor.data_ptr() for tensor in scales])
+        key = _key(packed, shape, layout, scales)
         again = _launches.get(key)
         if again is not None:
             return again()
@@ -89,6 +89,13 @@ def weight(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any,
         if (launch := own.again(kernel)) is not None:
             _remember(key, result, launch)
     return result
+
+
+def _key(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Where all is that a launch reads, and how it is read there: other tensors may come to lie at these addresses."""
+    size = packed.nbytes if packed.is_contiguous() else None
+    found = [part for one in scales for part in (one.data_ptr(), one.dtype, one.is_contiguous())]
+    return (layout, *shape, packed.device, packed.data_ptr(), size, *found)
 
 
 def _remember(key: tuple[Any, ...], result: Any, launch: Callable[[int], None]) -> None:

@@ -69,11 +69,8 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         self.rows = expert_rows.Rows(sink, device)
         self._pending: dict[int, Value] = {}  # by storage, the oldest first; for each its last value
         self._read: dict[int, Any] = {}  # storages that pending values are computed from
-        # Deferred products with their results: with 4-bit weights, in both arithmetics, and with others; computed
-        # before values.
-        self._products: list[tuple[products.Product, Any]] = []
-        self._matrix: list[tuple[matrix_products.Product, Any]] = []
-        self._dense: list[tuple[dense.Product, Any]] = []
+        # Deferred products with their results, by the module that computes them; computed before values.
+        self._products: dict[Any, list[tuple[Any, Any]]] = {kind: [] for kind in (products, matrix_products, dense)}
         self._results: set[int] = set()  # storages of those results
         self._launching = False
 
@@ -85,11 +82,11 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             return torch.ops.aten.alias.default(args[0])  # the experts are in that order already
         product = products.understood(op, args, kwargs) if "products" in KINDS else None
         if product is not None and self._sink.accepts(product.format.signature):
-            return self._put_off_product(product, self._products, products)
+            return self._put_off_product(product, products)
         if op is own.operator("dense"):
             return self._put_off_dense(*args)
         if op is own.operator("product"):
-            return self._put_off_product(matrix_products.understood(*args, **kwargs), self._matrix, matrix_products)
+            return self._put_off_product(matrix_products.understood(*args, **kwargs), matrix_products)
         if op is own.operator("shift") and args[0].device == self._device:
             return self._shift(op, args)
         call = pointwise.understood(op, args, kwargs)
@@ -115,18 +112,17 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
     def _settle_products(self) -> None:
         """Compute the deferred products: those of one kind with one launch."""
         launched = []
-        kinds = (self._products, products), (self._matrix, matrix_products), (self._dense, dense)
-        for deferred, kind in kinds:
+        for kind, deferred in self._products.items():
             if deferred:
                 wanted, results = zip(*deferred, strict=True)
                 launched.append((kind.kernel_of(wanted, results), [wanted[0].signature]))
-        if len(launched) == 2 and self._dense and self._dense[0][0].format.small:
+        others = self._products[dense]
+        if len(launched) == 2 and others and others[0][0].format.small:
             # LoRA's A beside the weights that it adapts.
             (one, signatures), (other, _) = launched
             launched = [(kernel_source.side_by_side(one, other), signatures)]
-        self._products.clear()
-        self._matrix.clear()
-        self._dense.clear()
+        for deferred in self._products.values():
+            deferred.clear()
         self._results.clear()
         for kernel, signatures in launched:
             self._launch(kernel, signatures)
@@ -139,8 +135,9 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         finally:
             self._launching = False
 
-    def _put_off_product(self, product: Any, deferred: list[tuple[Any, Any]], kind: Any) -> Any:
-        """The result of a product that is computed later, together with others of the same input."""
+    def _put_off_product(self, product: Any, kind: Any) -> Any:
+        """The result of a product that ``kind`` computes later, together with others of the same input."""
+        deferred = self._products[kind]
         if self._is_deferred(product.input):
             self.settle()
         elif deferred and (len(deferred) == kind.MAX_WEIGHTS or not kind.go_together(deferred[0][0], product)):
@@ -155,7 +152,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         """The result of a product with a weight that is not quantized."""
         given = self._before_cast(given)
         if weight.shape[1] > dense.SHORT:
-            return self._put_off_product(dense.product(given, weight, bias), self._dense, dense)
+            return self._put_off_product(dense.product(given, weight, bias), dense)
         if _storage(given) in self._pending:
             self.settle()
         value = own.dot(given, weight, bias)

@@ -71,6 +71,8 @@ class Step:
             return "gradients are enabled"
         if torch.is_autocast_enabled(self.device.type):
             return "autocast keeps casts of weights that a replay would not renew"
+        if getattr(torch.nn.utils.parametrize, "_cache_enabled", 0):
+            return "torch.nn.utils.parametrize.cached() keeps weights that a replay would not renew"
         if any(tensor.device != self.device for tensor in self.tensors):
             return "the inputs are on several devices"
         return None

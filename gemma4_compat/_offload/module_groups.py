@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._offload import expert_lookup, host_memory, torch_internals
+from gemma4_compat._offload import expert_lookup, host_memory, parametrized, torch_internals
 from gemma4_compat._offload.group_weights import HostTensor, OffloadedWeight
 from gemma4_compat._offload.idle_hooks import HookedForward, is_accelerates_forward
 
@@ -105,6 +105,7 @@ class ModuleGroup:
                     return None
                 if not is_accelerates_forward(part):  # a ``forward`` around the hook's has to run
                     return None
+                parametrized.settle(part, hook)
                 for name, parameter in part._parameters.items():
                     if parameter is not None:
                         weight = OffloadedWeight.of(part, name, parameter, hook)

@@ -81,8 +81,10 @@ class Tape:
             if recorder.refused:
                 raise RuntimeError(recorder.refused)
         finally:
-            recorder.undo()
-            _under_way.release()
+            try:
+                recorder.undo()
+            finally:
+                _under_way.release()
         self._recorder = recorder
         return result
 

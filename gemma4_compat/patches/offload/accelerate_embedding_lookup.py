@@ -15,6 +15,11 @@ bit-exact.
 An embedding weight that is being trained is onloaded as before. The same holds for a quantized embedding, one with
 ``max_norm``, and one that is tied to a weight on the device.
 
+A weight that was parametrized while it was offloaded (``torch.nn.utils.parametrize``) has no values for its
+parametrization: a GPU raises an error about ``meta``, a CPU computes with whatever is in its memory. In the next
+forward it gets them from the stored weight, and stays on the device. Where the parametrization has a state of its own
+(``spectral_norm``), an error says so.
+
 The defect and the fix are the same for every model, so this patch is not restricted to Gemma 4.
 
 Remove when: accelerate looks up the rows of an offloaded embedding instead of moving the whole embedding weight.
@@ -26,13 +31,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._offload import row_lookup
+from gemma4_compat._offload import parametrized, row_lookup
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
 
 def pre_forward(original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.offload and "parametrizations" in module._modules:
+        _outside_graphs(parametrized.settle)(module, self)
     if not self.offload or not _is_embedding(module):
         return original(self, module, *args, **kwargs)
     return _outside_graphs(_pre_forward)(original, self, module, *args, **kwargs)

@@ -25,7 +25,7 @@ def weight(world: ReplayWorld, layer: int, part: str, by: str) -> None:
         "float32": lambda: module.float(),
         "bias": lambda: setattr(module, "bias", torch.nn.Parameter(torch.ones_like(parameter[:, 0]))),
         "no bias": lambda: setattr(module, "bias", None),
-        "parametrized": lambda: torch.nn.utils.parametrizations.weight_norm(module),
+        "parametrized": lambda: torch.nn.utils.parametrizations.weight_norm(module).eval(),
     }
     by_name[by]()
 

@@ -201,4 +201,37 @@ REGRESSIONS = [
         ),
         id="dora-that-unpacks-a-weight",
     ),
+    # Seed 4230: the originals of a parametrized weight that was offloaded had no values, and a CPU computed with them.
+    pytest.param(
+        Sequence(
+            case=Case(
+                layers=3,
+                placement=(
+                    ("", "main"),
+                    ("model.layers.1", "offloaded"),
+                ),
+            ),
+            operations=(
+                operation("generate", cache="static", mode="greedy", new=4, seed=56),
+                operation("weight", by="parametrized", layer=1, part="self_attn.o_proj"),
+                operation("generate", cache="static", mode="greedy", new=4, seed=56),
+            ),
+        ),
+        id="parametrized-and-streamed",
+    ),
+    # Seed 910148: turns and threads were not seeded, and the dropout of a new adapter is in training mode.
+    pytest.param(
+        Sequence(
+            case=Case(
+                placement=(("", "main"),),
+            ),
+            operations=(
+                operation("turns", seed=46),
+                operation("new_adapter", adapter="a", seed=62, tuner="lora-dropout"),
+                operation("add_weighted_adapter", adapters=("a",), combination="linear"),
+                operation("turns", seed=46),
+            ),
+        ),
+        id="dropout-of-a-new-adapter",
+    ),
 ]

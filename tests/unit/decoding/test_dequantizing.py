@@ -236,6 +236,64 @@ def test_a_launch_is_remembered_until_something_else_is_there(
     assert len(dequantizing._launches) == 1
 
 
+def _strided_bytes(packed: Any, state: Any) -> Any:
+    return packed.as_strided(packed.shape, (2, 1)), state
+
+
+def _bytes_of_another_dtype(packed: Any, state: Any) -> Any:
+    return packed.reshape(-1).view(torch.int16)[: len(packed) // 4], state
+
+
+def _strided_scales(packed: Any, state: Any) -> Any:
+    state.absmax = state.absmax.as_strided(state.absmax.shape, (2,))
+    return packed, state
+
+
+def _half_offset_there(packed: Any, state: Any) -> Any:
+    state.offset = state.offset.view(torch.int16)[:1].view(torch.float16).squeeze()
+    return packed, state
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_strided_bytes, _bytes_of_another_dtype, _strided_scales, _half_offset_there],
+    ids=lambda change: change.__name__.strip("_"),
+)
+def test_other_tensors_at_the_addresses_of_a_remembered_launch(
+    compiler: Any, monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]
+) -> None:
+    """What is left to bitsandbytes without it is left to it then, as well."""
+    again: list[int] = []
+    monkeypatch.setattr(kernels.Kernels, "again", lambda _self, _kernel: again.append)
+    packed, state = quantized()
+    packed = torch.cat([packed, packed])[: len(packed)]  # in memory where a strided view has room, too
+    state.absmax = torch.cat([state.absmax, state.absmax])[: len(state.absmax)]
+    state.offset = state.offset.reshape(1)
+    before = packed.data_ptr(), state.absmax.data_ptr(), state.offset.data_ptr()
+    for _ in range(2):
+        dequantizing.of_state(packed, state)
+    assert len(again) == 1
+    packed, state = change(packed, state)
+    assert before == (packed.data_ptr(), state.absmax.data_ptr(), state.offset.data_ptr())
+    assert dequantizing.of_state(packed, state) is None
+    assert len(again) == 1
+
+
+def test_weights_quantized_anew_in_place_are_those_that_are_dequantized(compiler: Any) -> None:
+    packed, state = quantized()
+    dequantizing.of_state(packed, state)
+    other = -2 * torch.randn(96, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    new, new_state = functional.quantize_4bit(other, compress_statistics=True)
+    packed.copy_(new)
+    for old, now in ((state.absmax, new_state.absmax), (state.offset, new_state.offset)):
+        old.copy_(now)
+    state.state2.absmax.copy_(new_state.state2.absmax)
+    expected = upstream(functional.dequantize_4bit)(new, new_state)
+    assert same_bits(dequantizing.of_state(packed, state), expected)
+    state.blocksize *= 2  # in another grouping of the same bytes
+    assert not same_bits(dequantizing.of_state(packed, state), expected)
+
+
 def test_new_kernels_are_tried_anew(compiler: Any, launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     packed, state = quantized()
     expected = upstream(functional.dequantize_4bit)(packed, state)

@@ -71,6 +71,14 @@ def blocks_of(module: str) -> dict[str, int]:
     return {example.text: example.block for example in EXAMPLES[module]()}
 
 
+def test_code_for_a_virtual_architecture_is_ptx(nvrtc: Nvrtc) -> None:
+    program, (name,) = kernel_source.program([next(iter(blocks_of("shifting")))])
+    found, _ = nvrtc.compiled(program, compiling.options("compute_80"))
+    assert b".target sm_80" in found
+    assert name.encode() in found
+    assert found.endswith(b"\0")  # as the driver wants it
+
+
 @pytest.mark.parametrize("module", EXAMPLES)
 @pytest.mark.parametrize(
     "capability",

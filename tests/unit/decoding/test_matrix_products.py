@@ -8,60 +8,16 @@ import pytest
 
 pytest.importorskip("bitsandbytes")
 import torch
-from bitsandbytes.functional import create_dynamic_map
 
+from benchmarks.decoding.own_products import asked, exact
 from gemma4_compat._decoding import dense, kernel_source, kernels, matrix_products, products
-from gemma4_compat._decoding.product_source import VALUES
 from gemma4_compat._decoding.products import Product
-
-
-def drawn(generator: torch.Generator, *shape: int) -> Any:
-    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-
-
-def asked(
-    dtype: Any, inputs: int, outputs: int, *, rows: int = 1, nested: bool = True, bias: bool = False,
-    quant_type: str = "nf4", blocksize: int = 64, seed: int = 0,
-) -> dict[str, Any]:  # fmt: skip
-    """The arguments of ``bitsandbytes::gemm_4bit``, with random numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    number = outputs * inputs // blocksize
-    found = {
-        "given": torch.randn(rows, inputs, generator=generator).to(dtype),
-        "packed": drawn(generator, outputs * inputs // 2, 1),
-        "shape": [outputs, inputs],
-        "absmax": torch.rand(-(-number // 256) if nested else number, generator=generator),
-        "blocksize": blocksize,
-        "quant_type": quant_type,
-    }
-    if bias:
-        found["bias"] = torch.randn(outputs, generator=generator).to(dtype)
-    if nested:
-        found |= {"absmax_8bit": drawn(generator, number), "absmax_code": create_dynamic_map()}
-        found["absmax_offset"] = torch.tensor(0.1)
-    return found
 
 
 def understood(wanted: dict[str, Any]) -> Product:
     found = matrix_products.understood(**wanted)
     assert found is not None
     return found
-
-
-def exact(wanted: dict[str, Any]) -> Any:
-    """In float64."""
-    values = torch.tensor([float(value.rstrip("f")) for value in VALUES[wanted["quant_type"]]]).double()
-    values = values.to(wanted["packed"].device)
-    outputs, inputs = wanted["shape"]
-    packed = wanted["packed"].reshape(outputs, -1).long()
-    scales = wanted["absmax"].double()
-    if "absmax_8bit" in wanted:
-        quantized = wanted["absmax_8bit"].long()
-        scales = wanted["absmax_code"].double()[quantized] * scales.repeat_interleave(256)[: len(quantized)]
-        scales = scales + wanted["absmax_offset"].double()
-    weight = values[torch.stack((packed >> 4, packed & 15), -1).reshape(-1, wanted["blocksize"])] * scales[:, None]
-    result = wanted["given"].double() @ weight.reshape(outputs, inputs).t()
-    return result + wanted["bias"].double() if "bias" in wanted else result
 
 
 def computed(on_host: kernels.Kernels, several: list[Product], kind: Any = matrix_products) -> list[Any]:

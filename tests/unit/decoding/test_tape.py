@@ -16,6 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
+from gemma4_compat._stand_ins import tape
 from gemma4_compat._stand_ins.tape import Tape
 
 
@@ -358,3 +359,21 @@ def test_freed_memory_is_not_read() -> None:
             streamed.load()  # the same values, elsewhere
         with pytest.raises(RuntimeError, match="memory that was freed"):
             tape.replay()
+
+
+def test_after_a_capture_that_cannot_be_undone_another_one_may_begin(
+    counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.ones(2, 3)
+
+    def undo(_self: Any) -> None:
+        raise ValueError("no memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(tape._Recorder, "undo", undo)
+        with pytest.raises(ValueError, match="no memory"):
+            Tape().capture(lambda: x + 1)
+    recorded = Tape()
+    result = recorded.capture(lambda: counter(x))
+    recorded.replay()
+    assert torch.equal(result, counter.linear(x).unflatten(-1, (1, 3)))

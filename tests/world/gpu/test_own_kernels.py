@@ -280,21 +280,8 @@ def test_stops_that_are_read_late(
 def test_a_product_errs_less_than_bitsandbytes(outputs: int, inputs: int, dtype: str) -> None:
     import torch
 
-    from gemma4_compat._decoding import own
-    from tests.unit.decoding import test_matrix_products as products
+    from benchmarks.decoding.own_kernels import wrong
+    from benchmarks.decoding.own_products import Products
 
-    wanted = products.asked(getattr(torch, dtype), inputs, outputs, rows=8)
-    wanted = {name: value.cuda() if hasattr(value, "cuda") else value for name, value in wanted.items()}
-    own.operators()
-    found = torch.ops.gemma4_compat.product(**wanted)
-    given, packed, *rest = wanted.values()
-    right = products.exact(wanted)
-    for row in range(8):
-        one = given[row : row + 1].clone()
-        assert_same(torch.ops.gemma4_compat.product(**(wanted | {"given": one})), found[row : row + 1])
-    names = [name for name in ("bias", "absmax_8bit", "absmax_code", "absmax_offset") if name in wanted]
-    more = {name: wanted[name] for name in names}
-    theirs = torch.ops.bitsandbytes.gemm_4bit(given[:3], packed, *rest[: len(rest) - len(names)], **more)
-    errors, other_errors = ((one.double() - right[:3]).abs() for one in (found[:3], theirs))
-    assert errors.mean() <= other_errors.mean()
-    assert errors.max() <= other_errors.max()
+    found = Products(torch.device("cuda", torch.cuda.current_device())).errors(getattr(torch, dtype), outputs, inputs)
+    assert wrong([found]) == [], found
