@@ -131,6 +131,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers-reentrant-checkpointing": ("transformers.modeling_utils",),
     "transformers-resave-quantized": ("transformers.core_model_loading",),
     "transformers-resize-offloaded": ("transformers.modeling_utils", "transformers.models.gemma4.modeling_gemma4"),
+    "transformers-reuse-prefix": ("transformers.generation.utils",),
     "transformers-rotary-cast": ("transformers.models.gemma4.modeling_gemma4", "transformers.models.gemma4_unified.modeling_gemma4_unified"),
     "transformers-rotary-order": ("transformers.models.gemma4.modeling_gemma4", "transformers.models.gemma4_unified.modeling_gemma4_unified"),
     "transformers-save-offloaded-unified": ("transformers.integrations.accelerate",),

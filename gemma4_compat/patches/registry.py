@@ -137,6 +137,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_generate_embeddings",
         "transformers_graph_decoding",
         "transformers_deferred_stop",
+        "transformers_reuse_prefix",
     ),
     "quantization": (
         "bitsandbytes_cpu_packing",
