@@ -46,7 +46,7 @@ _running = threading.local()
 def begin(model: Any, kept: Kept, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session | None:
     """The session of a ``generate`` with these arguments; None if it has to read its prompt as it would otherwise."""
     given = dict(kwargs) if not args else kwargs | {"inputs": args[0]}
-    ids = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
+    ids: Any = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
     reason = _obstacle(model, ids, given) if len(args) < 2 else "arguments of generate without their names"
     if reason is None:
         tokens = ids[0].detach().cpu().long()

@@ -77,7 +77,7 @@ def _stored(weights_map: Any, name: str) -> Any:
 def _weights_of_adapters(layer: Any) -> Iterator[Any]:
     """The weights of a PEFT layer itself, on their device: without those of the layer that it wraps."""
     for name in getattr(layer, "adapter_layer_names", ()):
-        part = getattr(layer, name, None)
+        part: Any = getattr(layer, name, None)
         if hasattr(part, "parameters"):
             yield from part.parameters()
 

@@ -131,6 +131,8 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_static_images",
         "transformers_chunked_media",
         "transformers_chunked_images",
+        "transformers_chunked_turns",
+        "transformers_held_prompts",
         "transformers_unread_chunks",
         "transformers_sliced_prompts",
         "transformers_expanded_media",

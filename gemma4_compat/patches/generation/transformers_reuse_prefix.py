@@ -124,6 +124,8 @@ PATCH = Patch(
         "transformers-assisted-cache",
         "transformers-chunked-media",
         "transformers-chunked-images",
+        "transformers-chunked-turns",
+        "transformers-held-prompts",
         "transformers-unread-chunks",
         "transformers-graph-decoding",
     ),

@@ -39,7 +39,7 @@ def ask(model: Any, ids: Any, *, new: int = NEW, **options: Any) -> Any:
     batch = {"input_ids": ids.to(model.device), "attention_mask": torch.ones_like(ids).to(model.device)}
     asked = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None}
     asked |= {"logits_processor": LogitsProcessorList([recorder])}
-    return types.SimpleNamespace(sequences=model.generate(**batch, **asked, **options), logits=recorder.logits)
+    return types.SimpleNamespace(sequences=model.generate(**{**batch, **asked, **options}), logits=recorder.logits)
 
 
 def counted(model: Any) -> tuple[int, int]:

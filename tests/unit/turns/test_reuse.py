@@ -252,7 +252,7 @@ AS_BEFORE: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 2},
     "no cache": {"use_cache": False},
     "hidden states": {"output_hidden_states": True},
-    "prompt lookup": {"prompt_lookup_num_tokens": 2},
+    "prompt lookup": {"prompt_lookup_num_tokens": 2, "eos_token_id": 1},
     "positions": {"position_ids": None},
     "all logits": {"logits_to_keep": 0},
 }
