@@ -4,7 +4,8 @@ python examples/small_card_chat.py                                          a ti
 python examples/small_card_chat.py --model google/gemma-4-E4B-it --vram 4GiB
 python examples/small_card_chat.py --model FOLDER --vram 2GiB --adapter FOLDER --image cat.jpg --prompt "What is it?"
 
-The placement and the expected peak are printed before anything is loaded. Images need pillow
+The placement and the expected peak are printed before anything is loaded. Every turn passes the whole conversation to
+`generate`, which reads only what is new of it (`reuse_prefix`). Images need pillow
 (`pip install "gemma4-compat[images]"`).
 """
 
@@ -39,7 +40,7 @@ class Bytes:
         import torch
 
         text = "\n".join(str(turn["content"]) for turn in turns)
-        ids = [3 + byte % 200 for byte in text.encode()][-64:]
+        ids = [3 + byte % 200 for byte in text.encode()][-1024:]
         batch: dict[str, Any] = {}
         if image is not None:
             size, side = self.config.vision_config.patch_size, 6
@@ -184,7 +185,7 @@ def loaded(model: str, plan: Any, given: argparse.Namespace, *, on_gpu: bool, fo
         loaded = PeftModel.from_pretrained(loaded, given.adapter)
     if plan.fast and on_gpu:
         gemma4_compat.decode_fast(loaded)
-    return loaded.eval()
+    return gemma4_compat.reuse_prefix(loaded.eval())
 
 
 def answer(model: Any, processor: Any, turns: list[dict[str, Any]], image: Any, limit: int) -> str:
@@ -219,6 +220,7 @@ def chat(given: argparse.Namespace, folder: Path) -> None:
     if on_gpu:
         print(f"on the card now: {torch.cuda.memory_allocated() / MIB:,.1f} MiB")
     turns: list[dict[str, Any]] = []
+    before = 0, 0
     while True:
         text = given.prompt
         if text is None:
@@ -234,6 +236,10 @@ def chat(given: argparse.Namespace, folder: Path) -> None:
         turns.append({"role": "assistant", "content": said})
         if given.prompt is not None:
             return
+        counted = gemma4_compat.decoding_statistics(loaded_model)
+        read, held = counted.prompt_tokens_read - before[0], counted.prompt_tokens_reused - before[1]
+        print(f"(read {read} tokens of {read + held})")
+        before = counted.prompt_tokens_read, counted.prompt_tokens_reused
 
 
 def main(argv: list[str] | None = None) -> int:

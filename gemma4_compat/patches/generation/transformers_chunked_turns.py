@@ -26,7 +26,7 @@ from gemma4_compat._models.family import is_gemma4_config
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-_MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs")
+_MEDIA = ("pixel_values", "pixel_values_videos", "input_features")
 #: Arguments with a column for each token, up to the last one.
 _BY_POSITION = ("attention_mask", "position_ids", "mm_token_type_ids", "token_type_ids")
 
@@ -50,7 +50,8 @@ def prefill(
     sizes = [size] * -(-new // size) if isinstance(size, int) else list(size)
     if len(sizes) < 2:
         return original(self, input_ids, config, model_kwargs, *args, **kwargs)
-    if any(model_kwargs.get(name) is not None for name in _MEDIA):  # refused there, with a reason
+    if any(model_kwargs.get(name) is not None for name in _MEDIA) or model_kwargs.get("mm_encoder_outputs"):
+        # refused there, with a reason
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     outputs, start = None, 0
     for length in sizes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +56,17 @@ def test_the_chat_looks_at_an_image_and_offloads_to_stay_inside_the_budget(
         assert "  cpu: language_model.embed_tokens_per_layer" in done.stdout
         answers.append(lines[-1])
     assert answers[0] != answers[1], "the image is not looked at"
+
+
+def test_a_second_turn_of_the_chat_reads_only_what_is_new(warm_child: Callable[..., Finished]) -> None:
+    talk = "import io, runpy, sys; sys.argv[0] = sys.argv.pop(1); sys.stdin = io.StringIO('Tell me what this picture shows.\\nAnd why?\\n')"
+    done = warm_child(
+        "-c", f"{talk}; runpy.run_path(sys.argv[0], run_name='__main__')", CHAT, "--max-new-tokens", "4", timeout=200
+    )
+    assert done.code == 0, done.stderr
+    first, second = re.findall(r"\(read (\d+) tokens of (\d+)\)", done.stdout)
+    assert first == ("32", "32")
+    assert int(second[0]) <= int(second[1]) - 31
 
 
 @pytest.mark.parametrize(
