@@ -22,7 +22,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,40 +98,41 @@ def profiled(model: Any, ids: Any) -> dict[str, int]:
     return {"calls": pstats.Stats(profile).total_calls}  # type: ignore[attr-defined]
 
 
-def conversation(model: Any, first: int, question: int, answer: int, seed: int) -> Iterator[tuple[int, Any]]:
-    """The prompt of each turn; each is answered before the next."""
+def conversation(model: Any, options: argparse.Namespace, seed: int) -> list[Any]:
+    """The prompt of each turn, with the answers of the model to those before."""
     import torch
 
-    ids = text(first, seed, model.device)
-    for turn in range(1, max(TURNS) + 1):
-        yield turn, ids
-        ids = torch.cat([ask(model, ids, answer), text(question, 1000 * seed + turn, model.device)], dim=-1)
+    found = [text(options.first, seed, model.device)]
+    for turn in range(1, max(TURNS)):
+        said = ask(model, found[-1], options.answer)
+        found.append(torch.cat([said, text(options.question, 1000 * seed + turn, model.device)], dim=-1))
+    return found
 
 
-def measured(model: Any, options: argparse.Namespace, *, reuse: bool) -> dict[str, dict[str, Any]]:
-    """By turn: its milliseconds, tokens that were read, and what the host did for it."""
-    found: dict[str, dict[str, Any]] = {}
-    times: dict[int, list[float]] = {turn: [] for turn in TURNS}
-    for seed in range(options.rounds + 1):
+def measured(
+    model: Any, options: argparse.Namespace, conversations: list[list[Any]], *, reuse: bool
+) -> dict[str, dict[str, Any]]:
+    """By turn: its milliseconds, the tokens that were read, and what the host did for it."""
+    found: dict[str, dict[str, Any]] = {str(turn): {"tokens": [], "ms": []} for turn in TURNS}
+    counts = gemma4_compat.decoding_statistics(model)
+    for prompts in conversations:
         gemma4_compat.reuse_prefix(model, enabled=reuse)
-        for turn, ids in conversation(model, options.first, options.question, options.answer, seed):
+        for turn, ids in enumerate(prompts, 1):
             if turn not in TURNS:
+                if reuse:
+                    ask(model, ids, options.answer)
                 continue
-            counts = gemma4_compat.decoding_statistics(model)
-            before = counts.prompt_tokens_read
-            if seed < options.rounds:
-                clock = Clock()
-                tokens = ask(model, ids, options.answer, streamer=clock)
-                times[turn].append(1000 * clock.first)
-                entry = found.setdefault(str(turn), {"prompt": ids.shape[1], "tokens": []})
-                entry["tokens"].append(tokens[0, ids.shape[1] :].tolist())
-                entry["read"] = counts.prompt_tokens_read - before if reuse else ids.shape[1]
+            entry, before, clock = found[str(turn)], counts.prompt_tokens_read, Clock()
+            tokens = ask(model, ids, options.answer, streamer=clock)
+            entry["tokens"].append(tokens[0, ids.shape[1] :].tolist())
+            entry["ms"].append(round(1000 * clock.first, 1))
+            entry |= {"prompt": ids.shape[1], "read": counts.prompt_tokens_read - before if reuse else ids.shape[1]}
     for turn in TURNS:
-        found[str(turn)]["ms"] = round(statistics.median(times[turn]), 1)
         for count in (counted, profiled):
             gemma4_compat.reuse_prefix(model, enabled=reuse)
-            prompts = conversation(model, options.first, options.question, options.answer, options.rounds)
-            found[str(turn)] |= count(model, next(ids for at, ids in prompts if at == turn))
+            for ids in conversations[0][: turn - 1] if reuse else ():
+                ask(model, ids, options.answer)
+            found[str(turn)] |= count(model, conversations[0][turn - 1])
     gemma4_compat.reuse_prefix(model, enabled=False)
     return found
 
@@ -145,12 +145,14 @@ def table(model: Any, options: argparse.Namespace) -> dict[str, Any]:
         gemma4_compat.decode_fast(model, enabled=False)
         if fast is not None:
             gemma4_compat.decode_fast(model, **fast)
-        whole, reused = (measured(model, options, reuse=reuse) for reuse in (False, True))
+        conversations = [conversation(model, options, seed) for seed in range(options.rounds)]
+        whole, reused = (measured(model, options, conversations, reuse=reuse) for reuse in (False, True))
         found[way] = {"whole": whole, "reused": reused}
         for turn in map(str, TURNS):
             one, other = whole[turn], reused[turn]
             same = sum(a == b for a, b in zip(one["tokens"], other["tokens"], strict=True))
-            cells = [f"{one[name]:,} -> {other[name]:,}" for name in ("read", "ms", "calls", "operations")]
+            one["median"], other["median"] = (round(statistics.median(each["ms"]), 1) for each in (one, other))
+            cells = [f"{one[name]:,} -> {other[name]:,}" for name in ("read", "median", "calls", "operations")]
             equal = f"equal in {same} of {len(one['tokens'])}"
             print(f"| {way} | {turn} | {one['prompt']:,} | {' | '.join(cells)} | {equal} |", flush=True)
     return found

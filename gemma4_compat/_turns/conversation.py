@@ -19,7 +19,7 @@ class Conversation:
         ids: the tokens, int64 [length], on the CPU.
         items: its images and sounds.
         seen: from ``weights.seen``, when they were read.
-        cache: holds the tokens. A static one is kept; of another one, its rows.
+        cache: holds the tokens. A static one is kept; otherwise its rows are.
         copies: of rows of sliding layers.
         window: of sliding layers, in tokens.
     """
@@ -34,7 +34,7 @@ class Conversation:
         self.copies = copies
 
     def common(self, ids: Any, items: list[Item]) -> int:
-        """How many tokens begin both this text and another one, which has at least one token more.
+        """How many tokens begin both this text and another, of which at least one token is left to read.
 
         Args:
             ids: of the other text, int64 [length], on the CPU.
@@ -86,8 +86,9 @@ class Conversation:
             if tokens != held:
                 rows.cut(self._cache, copies, tokens)
             return self._cache
-        for index in sorted(own):
-            rows.fill(fresh, index, copies[index] if index in copies else own[index].between(0, tokens), tokens)
+        for index in sorted(own):  # a layer at a time has its rows twice
+            held_rows = own.pop(index)
+            rows.fill(fresh, index, copies[index] if index in copies else held_rows.between(0, tokens), tokens)
         return fresh
 
     def _joined(self, own: rows.Layers, index: int, start: int, end: int) -> rows.Rows:

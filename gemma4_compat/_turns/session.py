@@ -100,6 +100,17 @@ def current(model: Any) -> Session | None:
     return found if found is not None and found.model is model else None
 
 
+@contextlib.contextmanager
+def running(found: Session | None) -> Iterator[None]:
+    """Inside, :func:`current` finds this session in this thread, and not one around it."""
+    before = getattr(_running, "session", None)
+    _running.session = found
+    try:
+        yield
+    finally:
+        _running.session = before
+
+
 class Session:
     """Takes what the model keeps, if the prompt begins like it, and keeps what is read.
 
@@ -137,16 +148,6 @@ class Session:
             return found
         self._kept.not_reused("another beginning" if common < LEAST else "the window has passed the edited place")
         return 0
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Inside, :func:`current` finds it in this thread."""
-        before = getattr(_running, "session", None)
-        _running.session = self
-        try:
-            yield
-        finally:
-            _running.session = before
 
     def room(self, tokens: int) -> int:
         """How long the cache of a text of so many tokens is: ``decode_fast`` keeps its graphs while a text grows."""

@@ -11,6 +11,8 @@ from gemma4_compat._decoding import obstacles
 from gemma4_compat._models import walk
 from gemma4_compat._offload import host_memory
 
+#: Arguments of PEFT's hooks that choose adapters for one call.
+_CHOSEN = {"adapter_names", "alora_offsets"}
 #: Attributes of PEFT's layers that say which adapters compute, and how strongly.
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
@@ -18,7 +20,7 @@ _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling
 def seen(model: Any) -> tuple[Any, ...]:
     """What is equal as long as the model has the same weights, adapters, hooks and settings of torch.
 
-    A tensor counts as changed if it is another one, or if an operation has written to it. What is written through
+    A tensor counts as changed if it is another tensor, or if an operation has written to it. What is written through
     ``.data`` is noticed in adapters only, by their norms.
     """
     import torch
@@ -31,9 +33,11 @@ def seen(model: Any) -> tuple[Any, ...]:
             attributes = vars(module)
             if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
                 found += map(id, obstacles.users_hooks(module))
+                if any(map(_is_of_a_call, attributes["_forward_pre_hooks"].values())):
+                    found.append(object())  # equal to nothing else
             if "forward" in attributes and obstacles.has_own_forward(module):
                 found.append(id(attributes["forward"]))
-            if "_active_adapter" in attributes or "adapter_layer_names" in vars(type(module)):
+            if hasattr(type(module), "adapter_layer_names") or "_active_adapter" in attributes:
                 found.append([str(getattr(module, name, None)) for name in _ADAPTERS])
                 adapters += _weights_of_adapters(module)
             hook = module_hooks.offload_hook(module)
@@ -42,6 +46,11 @@ def seen(model: Any) -> tuple[Any, ...]:
                     if tensor is not None:
                         found.append(_tensor(tensor) if hook is None else _stored(hook.weights_map, name))
     return (*found, *_norms(adapters))
+
+
+def _is_of_a_call(hook: Any) -> bool:
+    """Whether PEFT has put it there for one ``generate``, which chooses the adapters of its rows or tokens."""
+    return not _CHOSEN.isdisjoint(getattr(hook, "keywords", ()))
 
 
 def _tensor(tensor: Any) -> tuple[int, int]:

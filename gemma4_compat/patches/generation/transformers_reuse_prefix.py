@@ -32,10 +32,12 @@ _TOKENS = 4
 
 def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     kept = reuse.of(self)
-    found = None if kept is None else session.begin(self, kept, args, kwargs)
-    if found is None:
+    if kept is None:
         return original(self, *args, **kwargs)
-    with found.running():
+    found = session.begin(self, kept, args, kwargs)
+    with session.running(found):
+        if found is None:
+            return original(self, *args, **kwargs)
         output = original(self, **found.arguments)
     found.end(output)
     return output

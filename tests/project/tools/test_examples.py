@@ -59,10 +59,10 @@ def test_the_chat_looks_at_an_image_and_offloads_to_stay_inside_the_budget(
 
 
 def test_a_second_turn_of_the_chat_reads_only_what_is_new(warm_child: Callable[..., Finished]) -> None:
-    talk = "import io, runpy, sys; sys.argv[0] = sys.argv.pop(1); sys.stdin = io.StringIO('Tell me what this picture shows.\\nAnd why?\\n')"
-    done = warm_child(
-        "-c", f"{talk}; runpy.run_path(sys.argv[0], run_name='__main__')", CHAT, "--max-new-tokens", "4", timeout=200
-    )
+    said = "Tell me what this picture shows.\\nAnd why?\\n"
+    talk = f"import io, runpy, sys; sys.argv[0] = sys.argv.pop(1); sys.stdin = io.StringIO('{said}')"
+    run = f"{talk}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = warm_child("-c", run, CHAT, "--max-new-tokens", "4", timeout=200)
     assert done.code == 0, done.stderr
     first, second = re.findall(r"\(read (\d+) tokens of (\d+)\)", done.stdout)
     assert first == ("32", "32")

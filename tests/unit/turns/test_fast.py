@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
 
 import gemma4_compat
-from gemma4_compat._decoding import pieces, static_caches
+from gemma4_compat._decoding import deferral, pieces, static_caches
 from tests.unit.decoding.calls import Models, base, steps
 from tests.unit.turns import chats
 from tests.unit.turns.chats import NEW, ask, counted, near, reused, text
@@ -100,3 +100,22 @@ def test_quantized_adapted_and_offloaded(models: Models, quantization: str, adap
         ids = torch.cat([found.sequences.cpu(), text(3, turn + 1)], dim=-1)
     assert steps(model).replayed > 0
     assert steps(model).reasons == ()
+
+
+def test_a_text_that_ends_before_its_limit(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host learns of the end one step late, so the cache holds one token more."""
+    import torch
+
+    monkeypatch.setattr(deferral, "WAITING", float("inf"))
+    model, plain = fast(models, None).float(), models.fresh(None).float()
+    gemma4_compat.decode_fast(plain, enabled=False)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    ids = text(20, 0)
+    for turn in range(4):
+        end = plain.generate(ids, **options, eos_token_id=None)[0, ids.shape[1] + 6].item()
+        said, expected = (one.generate(ids, **options, eos_token_id=end) for one in (model, plain))
+        assert torch.equal(said, expected)
+        ids = torch.cat([said, text(5, turn)], dim=-1)
+    read, held = counted(model)
+    assert held > read
+    assert steps(model).replayed > 0

@@ -246,6 +246,9 @@ def test_adapters_have_conversations_of_their_own(workspace: Any, load: Any) -> 
         assert reused(model, ids)[1] == ids.shape[1] - 1
     with model.disable_adapter():
         assert reused(model, ids)[1] == 0
+    for names in (["second"], ["default"]):
+        assert reused(model, ids, adapter_names=names)[1] == 0
+    assert reused(model, ids)[1] == 0
 
 
 AS_BEFORE: dict[str, dict[str, Any]] = {
@@ -325,6 +328,31 @@ def test_an_interrupted_answer_is_forgotten(load: Any, plain: Any) -> None:
     found, held = reused(model, ids)
     assert held == 0
     near(found, ask(plain(), ids))
+
+
+def test_a_call_within_a_call(load: Any, plain: Any) -> None:
+    """A callback that asks the same model: with prompts that have nothing to do with the conversation."""
+    import torch
+
+    model, inner = gemma4_compat.reuse_prefix(load()), []
+
+    class Asks:
+        def put(self, _tokens: Any) -> None:
+            if not inner:
+                inner.append(None)
+                batch = batch_of(model, 12, batch=2)
+                inner[:] = [model.generate(**batch, max_new_tokens=4, do_sample=False), ask(model, text(20, 9))]
+
+        def end(self) -> None:
+            pass
+
+    ids = ask(model, text(20, 0)).sequences.cpu()
+    found = ask(model, ids, streamer=Asks())
+    near(found, ask(plain(), ids))
+    batch = batch_of(model, 12, batch=2)
+    assert torch.equal(inner[0], plain().generate(**batch, max_new_tokens=4, do_sample=False))
+    near(inner[1], ask(plain(), text(20, 9)))
+    assert reused(model, found.sequences.cpu())[1] == ids.shape[1] + NEW - 1
 
 
 def test_inference_mode_is_another_conversation(load: Any) -> None:
