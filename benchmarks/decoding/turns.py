@@ -159,34 +159,35 @@ def table(model: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def bound(model: Any, conversations: int) -> dict[str, Any]:
-    """How far the logits of turns are off, and how many answers are equal, with histories that are edited."""
+    """How far the logits of turns are off, and how many answers are equal, with histories that are edited.
+
+    Chunks of 16 tokens of the same prompts are compared as well.
+    """
     import torch
 
     found: dict[str, Any] = {}
     for dtype in (torch.float32, torch.bfloat16):
-        model = model.to(dtype)
-        off, relative, same, asked = 0.0, 0.0, 0, 0
+        model, name = model.to(dtype), str(dtype).removeprefix("torch.")
+        pairs: dict[str, list[tuple[Any, Any]]] = {"reused": [], "chunks": []}
         for seed in range(conversations):
             draw, ids = random.Random(seed), text(40, seed, model.device)
             gemma4_compat.reuse_prefix(model)
             for turn in range(6):
                 kept = {"return_dict_in_generate": True, "output_logits": True}
-                answers = [ask(model, ids, 12, **kept)]
-                answers.append(ask(model, ids, 12, **kept, **WHOLE))
+                answer, whole = ask(model, ids, 12, **kept), ask(model, ids, 12, **kept, **WHOLE)
                 if turn:
-                    one, other = (answer.logits[0] for answer in answers)
-                    off = max(off, (one - other).abs().max().item())
-                    relative = max(relative, ((one - other).abs().max() / other.abs().max()).item())
-                    same, asked = same + torch.equal(*(answer.sequences for answer in answers)), asked + 1
+                    pairs["reused"].append((answer, whole))
+                    pairs["chunks"].append((ask(model, ids, 12, **kept, **WHOLE, prefill_chunk_size=16), whole))
                 cut = draw.choice([0, 0, 12, draw.randrange(1, 20)])
-                ids = answers[0].sequences
-                ids = torch.cat([ids[:, : ids.shape[1] - cut], text(8, 100 * seed + turn, model.device)], dim=-1)
+                ids = answer.sequences[:, : answer.sequences.shape[1] - cut]
+                ids = torch.cat([ids, text(8, 100 * seed + turn, model.device)], dim=-1)
         gemma4_compat.reuse_prefix(model, enabled=False)
-        name = str(dtype).removeprefix("torch.")
-        found[name] = {"off": off, "relative": relative, "equal": same, "answers": asked}
-        print(
-            f"{name}: logits off by at most {off:.2g} ({relative:.2g} of the largest), {same} of {asked} answers equal"
-        )
+        for what, both in pairs.items():
+            off = [(one.logits[0] - other.logits[0]).abs().max().item() for one, other in both]
+            largest = max(other.logits[0].abs().max().item() for _, other in both)
+            equal = sum(torch.equal(one.sequences, other.sequences) for one, other in both)
+            found[f"{name}, {what}"] = {"off": max(off), "largest": largest, "equal": equal, "answers": len(both)}
+            print(f"{name}, {what}: first logits off by {max(off):.2g} of {largest:.2g}, {equal} of {len(both)} equal")
     return found
 
 
@@ -206,17 +207,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file for the results, in JSON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        weights: dict[str, Any] | None = None if options.bound or options.shape.startswith("tiny") else {}
+        models.build("tiny" if options.bound else options.shape, Path(folder), weights)
+        model = models.load("bf16" if options.bound else options.where, Path(folder), weights)
         if main_device() == "cpu":
             from gemma4_compat._stand_ins.tape import standing_in
 
             stack.enter_context(standing_in(recording.RECORDERS))
-        if options.bound:
-            models.build("tiny", Path(folder))
-            found = bound(models.load("bf16", Path(folder)), options.bound)
-        else:
-            weights: dict[str, Any] | None = None if options.shape.startswith("tiny") else {}
-            models.build(options.shape, Path(folder), weights)
-            found = table(models.load(options.where, Path(folder), weights), options)
+        found = bound(model, options.bound) if options.bound else table(model, options)
     if options.out:
         given = {name: value for name, value in vars(options).items() if name != "out"}
         options.out.write_text(json.dumps({"options": given, "found": found}, indent=1) + "\n", encoding="utf-8")

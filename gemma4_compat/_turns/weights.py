@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,25 +29,29 @@ def seen(model: Any) -> tuple[Any, ...]:
 
     found: list[Any] = [torch.is_inference_mode_enabled(), torch.is_autocast_enabled(model.device.type)]
     found.append(getattr(model.config.get_text_config(), "_attn_implementation", None))
+    tensors: list[Any] = []
     adapters: list[Any] = []
-    with torch._C.DisableTorchFunctionSubclass():  # bitsandbytes' parameters take a detour through Python
-        for module in walk.modules(model):
-            attributes = vars(module)
-            if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
-                found += map(id, obstacles.users_hooks(module))
-                if any(map(_is_of_a_call, attributes["_forward_pre_hooks"].values())):
-                    found.append(object())  # equal to nothing else
-            if "forward" in attributes and obstacles.has_own_forward(module):
-                found.append(id(attributes["forward"]))
-            if hasattr(type(module), "adapter_layer_names") or "_active_adapter" in attributes:
-                found.append([str(getattr(module, name, None)) for name in _ADAPTERS])
-                adapters += _weights_of_adapters(module)
-            hook = module_hooks.offload_hook(module)
-            for kind in ("_parameters", "_buffers"):
-                for name, tensor in attributes[kind].items():
-                    if tensor is not None:
-                        found.append(_tensor(tensor) if hook is None else _stored(hook.weights_map, name))
-    return (*found, *_norms(adapters))
+    kinds: dict[type, bool] = {}  # whether modules of it are PEFT's
+    for module in walk.modules(model):
+        attributes, kind = module.__dict__, type(module)
+        if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
+            found += map(id, obstacles.users_hooks(module))
+            if any(map(_is_of_a_call, attributes["_forward_pre_hooks"].values())):
+                found.append(object())  # equal to nothing else
+        if "forward" in attributes and obstacles.has_own_forward(module):
+            found.append(id(attributes["forward"]))
+        if kind not in kinds:
+            kinds[kind] = hasattr(kind, "adapter_layer_names")
+        if kinds[kind] or "_active_adapter" in attributes:
+            found.append([str(getattr(module, name, None)) for name in _ADAPTERS])
+            adapters += _weights_of_adapters(module)
+        hook = module_hooks.offload_hook(module) if "_hf_hook" in attributes else None
+        for own in (attributes["_parameters"], attributes["_buffers"]):
+            if hook is None:
+                tensors += own.values()
+            else:
+                found += [_stored(hook.weights_map, name) for name, tensor in own.items() if tensor is not None]
+    return (*found, *_tensors([tensor for tensor in tensors if tensor is not None]), *_norms(adapters))
 
 
 def _is_of_a_call(hook: Any) -> bool:
@@ -53,8 +59,13 @@ def _is_of_a_call(hook: Any) -> bool:
     return not _CHOSEN.isdisjoint(getattr(hook, "keywords", ()))
 
 
-def _tensor(tensor: Any) -> tuple[int, int]:
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+def _tensors(tensors: list[Any]) -> list[int]:
+    """Where they are, and how often operations have written to each; an inference tensor does not count that."""
+    import torch
+
+    with torch._C.DisableTorchFunctionSubclass():  # bitsandbytes' parameters take a detour through Python
+        counting = itertools.filterfalse(torch.Tensor.is_inference, tensors)
+        return [*map(torch.Tensor.data_ptr, tensors), *map(operator.attrgetter("_version"), counting)]
 
 
 def _stored(weights_map: Any, name: str) -> Any:
@@ -66,7 +77,7 @@ def _stored(weights_map: Any, name: str) -> Any:
         held, index = getattr(where, "state_dict", {}), getattr(where, "index", {})
         if key in held or key in index:
             value = held[key] if key in held else index[key]
-            return _tensor(value) if isinstance(value, torch.Tensor) else str(value)
+            return tuple(_tensors([value])) if isinstance(value, torch.Tensor) else str(value)
         if not isinstance(where, host_memory.CastWeights):
             key = f"{getattr(where, 'prefix', None) or ''}{key}"
         if not hasattr(where, "dataset"):
@@ -79,7 +90,7 @@ def _stored(weights_map: Any, name: str) -> Any:
             if found != id(part):
                 return found
         elif isinstance(part.get(key), torch.Tensor):
-            return _tensor(part[key])
+            return tuple(_tensors([part[key]]))
     return id(where)
 
 
