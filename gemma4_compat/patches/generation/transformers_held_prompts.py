@@ -74,7 +74,7 @@ PATCH = Patch(
     id="transformers-held-prompts",
     kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
-    failure_points=("F113",),
+    failure_points=("F107",),
     distribution="transformers",
     affected=">=5.5",
     acts_on=ActsOn.GEMMA4,

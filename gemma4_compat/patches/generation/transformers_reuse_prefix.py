@@ -119,7 +119,7 @@ PATCH = Patch(
     id="transformers-reuse-prefix",
     kind=Kind.SPEED,
     severity=Severity.SPEED,
-    failure_points=("F112",),
+    failure_points=("F106",),
     distribution="transformers",
     affected=">=5.5",
     acts_on=ActsOn.GEMMA4,
