@@ -5,7 +5,8 @@ python examples/small_card_chat.py --model google/gemma-4-E4B-it --vram 4GiB
 python examples/small_card_chat.py --model FOLDER --vram 2GiB --adapter FOLDER --image cat.jpg --prompt "What is it?"
 python examples/small_card_chat.py --model FOLDER --assistant FOLDER        drafts by a Gemma 4 assistant
 
-The placement and the expected peak are printed before anything is loaded. Images need pillow
+The placement and the expected peak are printed before anything is loaded. Every turn passes the whole conversation to
+`generate`, which reads only what is new of it (`reuse_prefix`). Images need pillow
 (`pip install "gemma4-compat[images]"`).
 """
 
@@ -40,7 +41,7 @@ class Bytes:
         import torch
 
         text = "\n".join(str(turn["content"]) for turn in turns)
-        ids = [3 + byte % 200 for byte in text.encode()][-64:]
+        ids = [3 + byte % 200 for byte in text.encode()][-1024:]
         batch: dict[str, Any] = {}
         if image is not None:
             size, side = self.config.vision_config.patch_size, 6
@@ -187,7 +188,7 @@ def loaded(model: str, plan: Any, given: argparse.Namespace, *, on_gpu: bool, fo
     loaded.generation_config.prefill_chunk_size = plan.prefill_chunk  # long prompts in parts, if they have to be
     if plan.fast and on_gpu and given.assistant is None:  # with an assistant, steps are not replayed
         gemma4_compat.decode_fast(loaded)
-    return loaded.eval()
+    return gemma4_compat.reuse_prefix(loaded.eval())
 
 
 def loaded_assistant(name: str | None, model: Any) -> Any:
@@ -236,6 +237,7 @@ def chat(given: argparse.Namespace, folder: Path) -> None:
     if on_gpu:
         print(f"on the card now: {torch.cuda.memory_allocated() / MIB:,.1f} MiB")
     turns: list[dict[str, Any]] = []
+    before = 0, 0
     while True:
         text = given.prompt
         if text is None:
@@ -251,6 +253,10 @@ def chat(given: argparse.Namespace, folder: Path) -> None:
         turns.append({"role": "assistant", "content": said})
         if given.prompt is not None:
             return
+        counted = gemma4_compat.decoding_statistics(loaded_model)
+        read, held = counted.prompt_tokens_read - before[0], counted.prompt_tokens_reused - before[1]
+        print(f"(read {read} tokens of {read + held})")
+        before = counted.prompt_tokens_read, counted.prompt_tokens_reused
 
 
 def main(argv: list[str] | None = None) -> int:

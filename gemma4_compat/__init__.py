@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from gemma4_compat._scan.result import Problem as Problem
     from gemma4_compat._scan.result import Scan as Scan
     from gemma4_compat._training.loss import chunked_loss as chunked_loss
+    from gemma4_compat._turns.reuse import reuse_prefix as reuse_prefix
 
 __version__ = "0.1.0"
 
@@ -124,6 +125,7 @@ __all__ = [
     "quantize_experts",
     "quantize_offloaded",
     "repair_checkpoint",
+    "reuse_prefix",
     "revert",
     "scan_adapter",
     "status",
@@ -165,6 +167,7 @@ _LAZY = {
     "plan_training": "gemma4_compat._planner.training",
     "quantization_skip_modules": "gemma4_compat._quantization.skip_modules",
     "repair_checkpoint": "gemma4_compat._repair.repair",
+    "reuse_prefix": "gemma4_compat._turns.reuse",
 }
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every name, misspelt ones too

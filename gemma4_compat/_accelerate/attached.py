@@ -231,6 +231,10 @@ _method(
     *("lazy_initialization", "transformers-graph-decoding", "_decoding.static_caches", "a layer of a static cache"),
     "The layer takes the memory of the last cache, until its first update.",
 )
+TURNS = _mark(
+    *("turns", "transformers-reuse-prefix", "a model"),
+    "The last conversation, with the keys and values of its tokens.",
+)
 WINDOWS = _mark(
     *("windows", "transformers-sliding-windows", "an attention mask"),
     "Which queries are computed with which keys, until the mask is written to.",

@@ -83,9 +83,13 @@ def of_hooks(model: Any, modules: list[Any]) -> Iterator[str]:
         for function in itertools.filterfalse(_is_known, hooks.values()):
             yield f"a hook on every module has to run for every token ({_text(function)})"
     for module in modules:
-        for function in _hooks(module):
-            if not _is_known(function):
-                yield f"a hook on {_name(model, module)} has to run for every token ({_text(function)})"
+        for function in users_hooks(module):
+            yield f"a hook on {_name(model, module)} has to run for every token ({_text(function)})"
+
+
+def users_hooks(module: Any) -> Iterator[Callable[..., Any]]:
+    """The hooks of a module that are not a library's own."""
+    return itertools.filterfalse(_is_known, _hooks(module))
 
 
 def _has_int8(module: Any) -> bool:

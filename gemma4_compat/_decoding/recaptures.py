@@ -82,6 +82,9 @@ class DecodingStatistics:
         prompts_replayed: forwards of prompts, or of chunks of them, that were replayed, including the captured ones.
         prompts_captured: graphs that were captured for them.
         prompts_in_chunks: how often memory was too short for a prompt that is read at once, or for a larger chunk.
+        prompt_tokens_read: after ``reuse_prefix``, tokens of prompts that were read.
+        prompt_tokens_reused: those that the cache of the call before held.
+        not_reused: why prompts were read from their beginning: how often each reason.
     """
 
     replayed: int = 0
@@ -96,6 +99,9 @@ class DecodingStatistics:
     prompts_replayed: int = 0
     prompts_captured: int = 0
     prompts_in_chunks: int = 0
+    prompt_tokens_read: int = 0
+    prompt_tokens_reused: int = 0
+    not_reused: dict[str, int] = field(default_factory=dict)
 
 
 def first(*sources: Iterator[tuple[Cause, str]]) -> list[tuple[Cause, str]]:

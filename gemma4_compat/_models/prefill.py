@@ -16,7 +16,7 @@ UNREAD, UNREAD_PATCH, UNREAD_LAYER = "gemma4_compat_unread", "transformers-unrea
 
 def new_tokens(input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> int:
     """How many of ``input_ids`` (batch, tokens) are read, computed as in ``_prefill``: all, or those that the cache
-    does not hold. Before transformers 5.22 all are read in chunks, whatever the cache holds.
+    does not hold.
     """
     whole, mask, cache = input_ids.shape[1], model_kwargs.get("attention_mask"), cache_names.cache_in(model_kwargs)
     told = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]

@@ -22,18 +22,11 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._models import media
 from gemma4_compat._models.family import is_gemma4_config
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
-
-#: In the order of ``get_placeholder_mask``: the name once encoded -> the inputs with a row for each item.
-_MEDIA = (
-    ("image", ("pixel_values", "image_position_ids")),
-    ("video", ("pixel_values_videos", "video_position_ids")),
-    ("audio", ("input_features", "input_features_mask")),
-)
-
 
 #: The model whose ``generate`` runs, because before 5.18.0 it calls a static method.
 _generating: ContextVar[Any] = ContextVar("gemma4_compat_generating", default=None)
@@ -62,13 +55,13 @@ def expand_inputs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 def _repeat_media(model: Any, times: int, input_ids: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments with media, repeated; a kind whose items do not match the prompts' placeholders is left out."""
     encoded = dict(given.get("mm_encoder_outputs") or {})
-    kinds = [kind for kind, names in _MEDIA if kind in encoded or given.get(names[0]) is not None]
+    kinds = [kind for kind, names in media.MEDIA if kind in encoded or given.get(names[0]) is not None]
     if not kinds:
         return {}
     embeds = None if input_ids is not None and input_ids.numel() else given.get("inputs_embeds")
     masks = model.model.get_placeholder_mask(input_ids if embeds is None else None, embeds)
     found: dict[str, Any] = {}
-    for (kind, names), mask in zip(_MEDIA, masks):
+    for (kind, names), mask in zip(media.MEDIA, masks):
         if kind not in kinds:
             continue
         if kind in encoded:
@@ -76,7 +69,7 @@ def _repeat_media(model: Any, times: int, input_ids: Any, given: dict[str, Any])
         elif given.get(names[1]) is None:
             continue
         else:
-            sizes = _sizes(model, kind, given[names[1]])
+            sizes = media.sizes(model, kind, given[names[1]])
         order = _order(sizes, mask.sum(-1).tolist(), times)
         if order is None:
             continue
@@ -86,16 +79,6 @@ def _repeat_media(model: Any, times: int, input_ids: Any, given: dict[str, Any])
         else:
             found |= {name: given[name][order] for name in names}
     return found
-
-
-def _sizes(model: Any, kind: str, last: Any) -> list[int]:
-    """The number of tokens of each image, video or sound; ``last`` is its positions, or its audio mask."""
-    unified = model.config.model_type.startswith("gemma4_unified")
-    if kind == "audio":
-        heard = last if unified else last[:, ::2][:, ::2]  # like the tower's two convolutions
-        return list(heard.sum(-1).tolist())
-    patches = (last != -1).all(-1).flatten(1).sum(-1)
-    return list((patches if unified else patches // model.config.vision_config.pooling_kernel_size**2).tolist())
 
 
 def _order(sizes: list[int], asked: list[int], times: int) -> list[int] | None:

@@ -155,7 +155,13 @@ PATCH = Patch(
     distribution="transformers",
     affected=">=5.5",
     acts_on=ActsOn.GEMMA4,
-    after=("transformers-shared-kv", "transformers-chunked-media", "transformers-chunked-images"),
+    after=(
+        "transformers-shared-kv",
+        "transformers-chunked-media",
+        "transformers-chunked-images",
+        "transformers-chunked-turns",
+        "transformers-held-prompts",
+    ),
     targets=(
         Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),
         Target(

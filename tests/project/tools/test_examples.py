@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,6 +70,17 @@ def test_the_chat_answers_the_same_with_an_assistant(tmp_path: Path, chat: Calla
     plain, drafted = chat(*common), chat(*common, "--assistant", str(assistant))
     assert drafted.code == 0, drafted.stderr
     assert drafted.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1]
+
+
+def test_a_second_turn_of_the_chat_reads_only_what_is_new(warm_child: Callable[..., Finished]) -> None:
+    said = "Tell me what this picture shows.\\nAnd why?\\n"
+    talk = f"import io, runpy, sys; sys.argv[0] = sys.argv.pop(1); sys.stdin = io.StringIO('{said}')"
+    run = f"{talk}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = warm_child("-c", run, CHAT, "--max-new-tokens", "4", timeout=200)
+    assert done.code == 0, done.stderr
+    first, second = re.findall(r"\(read (\d+) tokens of (\d+)\)", done.stdout)
+    assert first == ("32", "32")
+    assert int(second[0]) <= int(second[1]) - 31
 
 
 @pytest.mark.parametrize(

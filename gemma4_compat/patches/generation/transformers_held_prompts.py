@@ -1,0 +1,84 @@
+"""A prompt that a given cache holds already is refused.
+
+Symptom: silent: ``generate(..., past_key_values=cache)`` with a prompt that is not longer than what the cache holds,
+for instance to have the last answer written again, returns other tokens than without the cache.
+
+Cause: ``GenerationMixin._prefill`` reads the last ``length - held`` tokens as ``input_ids[:, -(length - held):]``. For
+nothing new that is ``[:, -0:]``: all of the prompt once more, after what the cache holds. For less it is a part of it.
+
+Fix: For Gemma 4 this is one clear error, before anything is read: sliding layers may have dropped what a shorter text
+needs, so the cache cannot be cut for the caller.
+
+Remove when: transformers refuses such a prompt, or reads it right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import cache_names
+from gemma4_compat._models import prefill as prefill_of
+from gemma4_compat._models.family import is_gemma4_config
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def prefill(
+    original: Callable[..., Any],
+    self: Any,
+    input_ids: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    is_first_iteration: bool = True,
+    **kwargs: Any,
+) -> Any:
+    cache = cache_names.cache_in(model_kwargs)
+    if is_first_iteration and cache is not None and is_gemma4_config(self.config):
+        length = input_ids.shape[1]
+        if model_kwargs.get("inputs_embeds") is None and length:
+            new = prefill_of.new_tokens(input_ids, generation_config, model_kwargs)
+            if new <= 0:
+                raise Gemma4CompatError(
+                    f"the cache holds {length - new} tokens, and the prompt with its attention_mask has {length}: "
+                    "there is nothing new to read. Pass the whole text, at least one token longer than the cache, or "
+                    "only its new tokens with an attention_mask for the whole text. Without the cache any prompt is "
+                    "read, and gemma4_compat.reuse_prefix(model) keeps a cache that serves shorter prompts as well."
+                )
+    return original(self, input_ids, generation_config, model_kwargs, is_first_iteration, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction import tiny
+
+    model = workspace.load().float()
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    first = model.generate(**tiny.inputs(workspace.main, text_only=True), **options)
+    ids = first.sequences[:, : int(first.past_key_values.get_seq_length())]
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(**batch, **options)
+    try:
+        found = model.generate(**batch, **options, past_key_values=first.past_key_values)
+    except Gemma4CompatError as error:
+        return Outcome(False, str(error))
+    off = (expected.logits[0] - found.logits[0]).abs().max().item()
+    return Outcome(off > 1e-3, f"a prompt that the cache holds: its logits are off by {off:.2g}")
+
+
+PATCH = Patch(
+    id="transformers-held-prompts",
+    kind=Kind.REPAIR,
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F107",),
+    distribution="transformers",
+    affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
+    after=("transformers-chunked-media", "transformers-chunked-images", "transformers-chunked-turns"),
+    targets=(Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),),
+    reproduce=reproduce,
+)

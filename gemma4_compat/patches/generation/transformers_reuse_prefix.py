@@ -1,0 +1,147 @@
+"""After ``reuse_prefix``, a prompt that begins like the last conversation reads only what is new.
+
+Symptom: silent: every turn of a chat reads the whole conversation again, through ``generate`` and through pipelines,
+although the cache of the last turn held nearly all of it. Passed back as ``past_key_values``, that cache helps only if
+nothing before its end has changed, and a processor's images have to be left out: ``ValueError: Image features and
+image tokens do not match``.
+
+Cause: ``generate`` makes a new cache for each call. Whether a given cache holds the beginning of the prompt it cannot
+know, since a cache does not have the tokens; and sliding layers cannot be cut to where a history was edited.
+
+Fix: After ``gemma4_compat.reuse_prefix(model)`` the model keeps the last cache of ``generate`` together with its
+tokens, images and sounds, and copies of the rows that sliding layers drop. The next call gets that cache, cut to the
+longest common prefix. Without ``reuse_prefix`` nothing changes.
+
+Remove when: ``generate`` reuses the longest common prefix of the last call by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._models import cache_names
+from gemma4_compat._turns import reuse, session
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_TOKENS = 4
+
+
+def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    kept = reuse.of(self)
+    if kept is None:
+        return original(self, *args, **kwargs)
+    found = session.begin(self, kept, args, kwargs)
+    with session.running(found):
+        if found is None:
+            return original(self, *args, **kwargs)
+        output = original(self, **found.arguments)
+    found.end(output)
+    return output
+
+
+def prepare_cache(
+    original: Callable[..., Any],
+    self: Any,
+    generation_config: Any,
+    model_kwargs: Any,
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> Any:
+    found = session.current(self)
+    room = max_cache_length if found is None else found.room(max_cache_length)
+    result = original(self, generation_config, model_kwargs, generation_mode, batch_size, room)
+    if found is not None:
+        found.prepare(model_kwargs, generation_mode.value, max_cache_length)
+    return result
+
+
+def prefill(
+    original: Callable[..., Any],
+    self: Any,
+    input_ids: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    found = session.current(self)
+    if found is None:
+        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    with found.reading(cache_names.cache_in(model_kwargs), in_chunks=generation_config.prefill_chunk_size is not None):
+        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    """How many tokens the second turn of a conversation reads."""
+    import torch
+
+    from gemma4_compat._reproduction import tiny
+
+    model = workspace.load().float()
+    options = {"max_new_tokens": _TOKENS, "min_new_tokens": _TOKENS, "do_sample": False}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    first = tiny.inputs(workspace.main, text_only=True)
+    first = {name: first[name][:1] for name in ("input_ids", "attention_mask")}
+    lengths: list[int] = []
+    handle = (
+        model.get_decoder()
+        .layers[0]
+        .register_forward_pre_hook(lambda _module, inputs: lengths.append(inputs[0].shape[1]))
+    )
+
+    def second_turn() -> tuple[int, Any]:
+        ids = model.generate(**first, **options).sequences
+        ids = torch.cat([ids, first["input_ids"][:, :5]], dim=-1)
+        lengths.clear()
+        return ids.shape[1], model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+
+    try:
+        whole, expected = second_turn()
+        reuse.reuse_prefix(model)
+        whole, found = second_turn()
+    finally:
+        handle.remove()
+        reuse.reuse_prefix(model, enabled=False)
+    read = lengths[0]
+    off = max((one - other).abs().max().item() for one, other in zip(expected.logits, found.logits))
+    rounding = 1e-4 * expected.logits[0].abs().max().item()  # float32, other kernels for other lengths
+    if off > rounding or not torch.equal(expected.sequences, found.sequences):
+        return Outcome(True, f"the second turn reads {read} of {whole} tokens, and its logits are off by {off:.2g}")
+    return Outcome(read == whole, f"the second turn reads {read} of {whole} tokens")
+
+
+PATCH = Patch(
+    id="transformers-reuse-prefix",
+    kind=Kind.SPEED,
+    severity=Severity.SPEED,
+    failure_points=("F106",),
+    distribution="transformers",
+    affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
+    needs=("transformers-chunked-turns", "transformers-vision-masks"),
+    after=(
+        "transformers-expanded-media",
+        "transformers-assisted-cache",
+        "transformers-chunked-media",
+        "transformers-chunked-images",
+        "transformers-chunked-turns",
+        "transformers-held-prompts",
+        "transformers-unread-chunks",
+        "transformers-graph-decoding",
+    ),
+    targets=(
+        Target(module="transformers.generation.utils", name="GenerationMixin.generate", replacement=generate),
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin._prepare_cache_for_generation",
+            replacement=prepare_cache,
+        ),
+        Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),
+    ),
+    reproduce=reproduce,
+)
