@@ -75,12 +75,16 @@ class DecodingStatistics:
         eager: steps that ran without a graph: the first of each kind, and those that could not be captured.
         fused: graphs that were captured again with fused kernels.
         capture_seconds: time that captures took, including fused ones and waiting for their kernels.
-        reasons: why steps ran without a graph, other than the first of each kind.
+        reasons: why steps ran without a graph, other than the first of each kind, or a text without drafts.
         not_fused: why graphs stayed as they were captured, or PyTorch's kernels replace those of ``decode_fast``.
         recaptures: why graphs that were there did not serve a step, so that it needed another: how often each cause.
         last_recaptures: the last eight of them, the newest at the end, with what has changed.
         prompts_replayed: forwards of prompts, or of chunks of them, that were replayed, including the captured ones.
         prompts_captured: graphs that were captured for them.
+        rounds: forwards that read the newest token and drafts (``decode_fast(assistants=True)``); the first ones of a
+            text have none.
+        drafted: tokens that an assistant model, or prompt lookup, drafted for them.
+        accepted: those among them that were right.
     """
 
     replayed: int = 0
@@ -94,6 +98,9 @@ class DecodingStatistics:
     last_recaptures: tuple[Recapture, ...] = ()
     prompts_replayed: int = 0
     prompts_captured: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 def first(*sources: Iterator[tuple[Cause, str]]) -> list[tuple[Cause, str]]:
