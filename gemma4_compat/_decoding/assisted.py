@@ -163,12 +163,12 @@ class Text:
         self._pace.note(drafts.shape[1], right, seconds if captured == self._captured() else None)
 
     def _captured(self) -> tuple[float, ...]:
-        """Another one after a capture."""
+        """What changes with a capture."""
         models = [self._model] if self._lookup is not None else [self._model, self._assistant]
         return tuple(decoder.of(model).statistics.capture_seconds for model in models)
 
     def _key(self, count: int) -> tuple[Any, ...]:
-        """Of rounds with so many drafts, which are tried once."""
+        """What the first try of so many drafts is known by."""
         return count, self._windows.addresses
 
     def _try(self, count: int) -> None:

@@ -1,7 +1,7 @@
 """Sliding layers for rounds with drafts: a window and some room, so that rejected drafts are overwritten.
 
 A full sliding layer of a static cache drops its first row for each new one, and nothing brings that row back. Here the
-rows of such layers lie in memory of their own, in the order of the text, from the position ``base`` on. A round writes
+rows of such layers have memory of their own, in the order of the text, from the position ``base`` on. A round writes
 the rows of its tokens after those that are held; the next round overwrites those of rejected drafts, so that taking
 them back is only a matter of what the host counts. Where there is no more room, the last window moves to the front.
 
@@ -50,7 +50,7 @@ class Windows:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Of all tensors."""
+        """Where all tensors are."""
         held = [tensor for pair in self._held for tensor in pair]
         return static_caches.addresses((*held, self._base))
 

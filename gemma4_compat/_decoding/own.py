@@ -266,7 +266,7 @@ def _shifted_by_kernel(*args: Any) -> bool:
 
 
 def _means(given: Any, tokens: int) -> Any:
-    if pointwise.mean(given, tokens) is not None:
+    if given.device.type in kernels.COMPILERS and pointwise.mean(given, tokens) is not None:
         memory = given.new_empty((*given.shape[:-1], 1))
         operand, shape = Load(given, given.stride()), tuple(memory.shape)
         value = Value(reductions.MEAN, (operand,), shape, given.dtype, columns=given.shape[-1], parts=tokens)

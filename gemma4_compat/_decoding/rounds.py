@@ -180,7 +180,7 @@ class Draft(_Round):
         cache: the model's.
         windows: its sliding layers.
         model: whose embeddings the assistant reads.
-        version: hashable; another one where those embeddings may lie elsewhere.
+        version: hashable; it changes where those embeddings may have moved.
     """
 
     def __init__(self, inputs: dict[str, Any], cache: Any, windows: Windows, model: Any, version: Any) -> None:

@@ -41,7 +41,7 @@ class Step:
         added: how many of them the cache holds afterwards.
         kind: hashable: steps of one kind run the same kernels on tensors of the same shapes.
         decodes: whether kernels of this package may compute it; PyTorch reads prompts.
-        is_expected: whether there are a few kinds of such steps, so that another one is no reason to report.
+        is_expected: whether there are a few kinds of such steps, so that a new kind is nothing to report.
     """
 
     decodes, is_expected = True, False

@@ -11,10 +11,11 @@ Fix: For Gemma 4 on CUDA, transformers gets a compiled call that replays: the st
 CUDA graph and launched again for each later token. The kernels are those of the eager step, so tokens and logits are
 bit-identical; after a while small kernels are fused if that keeps the bits. After ``gemma4_compat.decode_fast(model)``
 without ``exact=True``, kernels of this package compute attention and products; after either, prompts are replayed as
-well, by their lengths, with the same bits. Weights, hooks, adapters and the cache
-are checked before each replay. Models that transformers compiles itself are left to it, unless ``decode_fast`` asked
-for a replay. What cannot be captured (8-bit layers, weights on disk, user
-hooks, several devices) runs as before, and the log says why. ``disable_compile=True`` turns it off.
+well, by their lengths, with the same bits. After ``decode_fast(assistants=True)``, calls with an assistant model or
+prompt lookup are decoded in rounds that are replayed, with the tokens of calls without. Weights, hooks, adapters and
+the cache are checked before each replay. Models that transformers compiles itself are left to it, unless
+``decode_fast`` asked for a replay. What cannot be captured (8-bit layers, weights on disk, user hooks, several
+devices) runs as before, and the log says why. ``disable_compile=True`` turns it off.
 
 Remove when: transformers decodes quantized and offloaded models with a static cache faster than one Python call per
 kernel.

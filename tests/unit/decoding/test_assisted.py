@@ -12,7 +12,7 @@ pytest.importorskip("bitsandbytes")
 import torch
 
 import gemma4_compat
-from gemma4_compat._decoding import assisted, decoder, own, pace
+from gemma4_compat._decoding import assisted, decoder, fused_steps, own, pace
 from tests.unit.decoding import calls
 from tests.unit.decoding.by_rows import ByRows
 from tests.unit.decoding.calls import Models
@@ -283,3 +283,21 @@ def test_exact_arithmetic_has_no_rounds(models: Models) -> None:
     with pytest.raises(gemma4_compat.Gemma4CompatError, match="exact=True and assistants=True"):
         gemma4_compat.decode_fast(model, exact=True, assistants=True)
     assert not decoder.of(model).preferred
+
+
+def test_kernels_give_tokens_of_a_round_the_bits_of_single_ones(
+    kernels_on_host: None, models: Models, assistant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels themselves, in an emulator, captured and fused."""
+    monkeypatch.setattr(fused_steps, "AFTER", 2)
+    monkeypatch.setattr(pace, "COUNTS", (3,))
+    monkeypatch.setattr(pace, "Pace", AnyPace)
+    model = fast(models, "4bit-double", "language")
+    given = calls.text(model, 6)
+    expected = ask(model, given, new=24)
+    drafting(monkeypatch, expected[0], 0.7)
+    same(expected, ask(model, given, new=24, assistant_model=assistant))
+    found = counted(model)
+    assert (found.reasons, found.not_fused) == ((), ())
+    assert found.accepted > 2
+    assert found.fused == 3  # steps, and rounds of one token and of four
