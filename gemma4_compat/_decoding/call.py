@@ -73,13 +73,13 @@ class Decoder:
         """Read a prompt, or whatever has several tokens."""
         prompt = prompts.Prompt.of(inputs)
         if prompt is not None and prompt.obstacle is None:
-            outputs = self._alone(lambda: prompts.run(self._decoding, self.model, prompt, first=self._first))
+            outputs = self.alone(lambda: prompts.run(self._decoding, self.model, prompt, first=self._first))
             if outputs is not None:
                 self._first = False
                 return outputs
         outputs = self._read_without_a_graph(inputs)
         if prompt is not None and prompt.obstacle is None:
-            self._alone(lambda: prompts.has_run(self._decoding, self.model, prompt))
+            self.alone(lambda: prompts.has_run(self._decoding, self.model, prompt))
         return outputs
 
     def _read_without_a_graph(self, inputs: dict[str, Any]) -> Any:
@@ -104,7 +104,7 @@ class Decoder:
         decoding, model = self._decoding, self.model
         if piece.obstacle is not None or (decoding.variants and decoding.variants[0].prompts_refused and first):
             return False
-        if self._alone(lambda: prompts.run(decoding, model, piece, first=self._first)) is not None:
+        if self.alone(lambda: prompts.run(decoding, model, piece, first=self._first)) is not None:
             self._first = False
             return True
         if first and next(obstacles.in_a_prompt(model), None) is not None:
@@ -112,10 +112,11 @@ class Decoder:
         with decoding.lock:
             prompts.make_room(decoding, model, piece.inputs)
         piece.forward(model, piece.inputs)
-        self._alone(lambda: prompts.has_run(decoding, model, piece))
+        self.alone(lambda: prompts.has_run(decoding, model, piece))
         return True
 
-    def _alone(self, function: Callable[[], Any]) -> Any:
+    def alone(self, function: Callable[[], Any]) -> Any:
+        """Call ``function`` while other threads run no step of this model."""
         with self._held(sys._getframe()):
             return function()
 

@@ -20,14 +20,16 @@ def quickened(given: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     processors: Any = given.get(_PROCESSORS)
     criteria: Any = given.get(_CRITERIA)
-    if _is(processors, "LogitsProcessorList") and all(map(_takes_two, processors)):
+    if is_class(processors, "LogitsProcessorList") and all(map(_takes_two, processors)):
         found[_PROCESSORS] = _Processors(processors)
-    if _is(criteria, "StoppingCriteriaList") and all(any(_is(one, name) for name in _QUICK) for one in criteria):
+    if is_class(criteria, "StoppingCriteriaList") and all(
+        any(is_class(one, name) for name in _QUICK) for one in criteria
+    ):
         found[_CRITERIA] = _Criteria(criteria)
     return found
 
 
-def _is(one: Any, name: str) -> bool:
+def is_class(one: Any, name: str) -> bool:
     """Whether it has that class of transformers, called as transformers wrote it."""
     kind = type(one)
     return (
@@ -69,7 +71,9 @@ class _NoEnd:
 
     @staticmethod
     def serves(processor: Any) -> bool:
-        return _is(processor, "MinLengthLogitsProcessor") or _is(processor, "MinNewTokensLengthLogitsProcessor")
+        return is_class(processor, "MinLengthLogitsProcessor") or is_class(
+            processor, "MinNewTokensLengthLogitsProcessor"
+        )
 
     def __call__(self, ids: Any, scores: Any) -> Any:
         import torch

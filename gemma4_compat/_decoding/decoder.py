@@ -40,6 +40,8 @@ class Decoding:
         self.statistics = DecodingStatistics()
         self.preferred = False  # to compiling, where transformers would compile
         self.any_length = False  # whether prompts are read in pieces of a few sizes
+        self.assistants = False  # whether texts with an assistant model are decoded in rounds
+        self.known_assistants: weakref.WeakSet[Any] = weakref.WeakSet()  # models that keep graphs for this one
         self.own = False  # whether kernels may have an arithmetic of their own
         self.fuses = True
         self.lock = threading.RLock()
@@ -63,10 +65,13 @@ class Decoding:
         """The memory that a cache has or was lent."""
         return next((memory for memory in self.memories if memory.is_of(cache)), None)
 
-    def keep_memory(self, step: steps.Step) -> None:
-        """Keep the memory of a step's cache, which a graph uses."""
-        if step.addresses not in {memory.addresses for memory in self.memories}:
-            self.memories.append(static_caches.Memory(step.cache))
+    def keep_memory(self, cache: Any) -> static_caches.Memory:
+        """Keep the memory of a cache that has its tensors, which a graph uses."""
+        made = static_caches.Memory(cache)
+        found = next((memory for memory in self.memories if memory.addresses == made.addresses), made)
+        if found is made:
+            self.memories.append(made)
+        return found
 
     def __deepcopy__(self, _memo: Any) -> None:
         return None
@@ -91,16 +96,16 @@ class Decoding:
             counted.last_recaptures = (*counted.last_recaptures, found)[-LAST:]
             _log.debug("gemma4_compat: another CUDA graph: %s (%s)", found.cause, found.detail)
 
-    def reason(self, text: str, what: str = "decoding") -> None:
-        """Record why steps, or prompts, run without a graph, and log it once."""
+    def reason(self, text: str, what: str = "decoding without a CUDA graph") -> None:
+        """Record why steps, prompts or drafts are not replayed, and log it once."""
         if text not in self.statistics.reasons:
             self.statistics.reasons += (text,)
-            _log.warning("gemma4_compat: %s without a CUDA graph: %s", what, text)
+            _log.warning("gemma4_compat: %s: %s", what, text)
 
     def reason_of(self, error: BaseException, *, prompt: bool = False) -> None:
         """Record why a capture failed, of a prompt or of a step."""
         if prompt:
-            self.reason(f"a capture of a prompt failed with {_shown(error)}", "reading prompts")
+            self.reason(f"a capture of a prompt failed with {_shown(error)}", "reading prompts without a CUDA graph")
         else:
             self.reason(f"a capture failed with {_shown(error)}")
 
@@ -110,15 +115,18 @@ class Decoding:
             self.statistics.not_fused += (text,)
             _log.warning("gemma4_compat: decoding %s: %s", how, text)
 
-    def arithmetic(self, device: Any) -> contextlib.AbstractContextManager[Any]:
-        """To be entered around each forward of a step: kernels of our own compute what they can, or PyTorch's do."""
+    def arithmetic(self, device: Any, tokens: int = 1) -> contextlib.AbstractContextManager[Any]:
+        """To be entered around each forward of a step: kernels of our own compute what they can, or PyTorch's do.
+
+        ``tokens``: of each sequence; each has the bits that it would have in a step of its own.
+        """
         if not self.own:
             return contextlib.nullcontext()
         from gemma4_compat._decoding import own
 
         obstacle = own.obstacle(device)
         if obstacle is None:
-            return own.Own(device)
+            return own.Own(device, tokens)
         self.reason_not_fused(obstacle, "with PyTorch's bits")
         return contextlib.nullcontext()
 
@@ -146,6 +154,9 @@ class Decoding:
             if self._variants:
                 self._lost = Recapture(Cause.TURNED_OFF, "")
             self._variants, self.memories, self.shapes = [], [], None
+            for assistant in self.known_assistants:
+                of(assistant).clear()
+            self.known_assistants.clear()
 
     def variant(self, model: Any, *, in_full: bool, settling: bool = False, quiet: bool = False) -> Variant:
         """The variant of the model as it is now.
@@ -243,7 +254,7 @@ class Decoding:
         if step.kind in variant.captured:
             held = any(memory.in_use for memory in self.memories if memory.addresses != step.addresses)
             return Recapture(Cause.CACHE, "the one before is held" if held else "the one before is gone")
-        if step.kind in variant.seen or not variant.captured:
+        if step.kind in variant.seen or not variant.captured or step.is_expected:
             return None
         kind = next(reversed(variant.graphs))[1] if variant.graphs else next(reversed(variant.captured))
         return Recapture.of(step.differences(kind, variant.captured[kind]))
@@ -258,8 +269,8 @@ class Decoding:
             self.reason(obstacle)
             variant.refused.add(step.kind)
             return None
-        with self.arithmetic(step.device), static_caches.shifted(step.cache):
-            outputs = model(**step.inputs)
+        with self.arithmetic(step.device, step.tokens), static_caches.shifted(step.cache):
+            outputs = step.forward(model, step.inputs)
         self.statistics.eager += 1
         self.variant(model, in_full=False, settling=True).seen.add(step.kind)
         return outputs
@@ -280,7 +291,8 @@ class Decoding:
             return None
         self.statistics.captured += 1
         self.statistics.capture_seconds += time.perf_counter() - begun
-        self.keep_memory(step)
+        if step.added:  # or somebody else keeps it
+            self.keep_memory(step.cache)
         graph = Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs)
         variant.graphs[step.addresses, step.kind] = graph
         variant.captured[step.kind] = static_caches.length(step.cache)
@@ -300,8 +312,8 @@ class Decoding:
 
         def forward() -> Any:
             with contextlib.ExitStack() as stack:
-                if step.tokens == 1:  # PyTorch reads prompts
-                    stack.enter_context(self.arithmetic(step.device))
+                if step.decodes:
+                    stack.enter_context(self.arithmetic(step.device, step.tokens))
                 for streamer in streamers:
                     stack.enter_context(streamer.forked())
                 settle = stack.enter_context(within())
@@ -352,7 +364,7 @@ class Decoding:
         begun = time.perf_counter()
         try:
             found = fused_steps.fused(
-                *(graph.recording, graph.outputs, step.cache, step.device, graph.progress),
+                *(graph.recording, graph.outputs, step.changes, step.device, graph.progress),
                 lambda within: self.recorded(
                     model, step, steps.given_back(graph.static, step.cache), self._pool, within
                 ),

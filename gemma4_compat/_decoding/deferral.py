@@ -44,7 +44,7 @@ class Sampling:
     """
 
     def __init__(self, functions: list[Any], *, samples: bool, alone: bool = True, streamer: Any = None) -> None:
-        self.quiet = all(map(_is_pure, functions)) and (streamer is None or _is_transformers(streamer))
+        self.quiet = all(map(is_pure, functions)) and (streamer is None or _is_transformers(streamer))
         self.replays = self.ours = self.deferred = False
         self._functions, self._samples, self._alone = functions, samples, alone
         self._launched: collections.deque[float] = collections.deque(maxlen=_TIMED + 1)
@@ -57,7 +57,7 @@ class Sampling:
         Processors and criteria are called once more than needed. Those of transformers remember nothing; the few that
         call a user's function hold it as an attribute, and rule deferral out.
         """
-        return self.replays and self._alone and all(_is_pure(function) for function in self._functions)
+        return self.replays and self._alone and all(is_pure(function) for function in self._functions)
 
     def launched(self) -> None:
         """Note that a step was replayed."""
@@ -74,7 +74,7 @@ class Sampling:
     def note_random_state(self, device: Any) -> None:
         """Remember the state of the random number generator after a token was sampled."""
         if self._samples:
-            generator = _generator(device)
+            generator = generator_of(device)
             self._random_states.append((generator, generator.get_state()))
 
     def undo_last_draw(self) -> None:
@@ -118,11 +118,13 @@ def _is_transformers(one: Any) -> bool:
     return type(one).__module__.partition(".")[0] == "transformers"
 
 
-def _is_pure(function: Any) -> bool:
+def is_pure(function: Any) -> bool:
+    """Whether a processor or criterion is transformers' own, and calls nothing of a user's."""
     return _is_transformers(function) and not any(map(callable, vars(function).values()))
 
 
-def _generator(device: Any) -> Any:
+def generator_of(device: Any) -> Any:
+    """The random number generator that tokens on this device are drawn by."""
     import torch
 
     if device.type != "cuda":

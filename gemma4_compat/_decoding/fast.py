@@ -12,7 +12,9 @@ from gemma4_compat._models import family
 _Model = TypeVar("_Model")
 
 
-def decode_fast(model: _Model, *, enabled: bool = True, exact: bool = False, any_length: bool = False) -> _Model:
+def decode_fast(
+    model: _Model, *, enabled: bool = True, exact: bool = False, any_length: bool = False, assistants: bool = False
+) -> _Model:
     """Have ``generate`` of a Gemma 4 model replay its decoding step, and prompts of known lengths, as CUDA graphs.
 
     >>> model = gemma4_compat.decode_fast(model)
@@ -44,12 +46,16 @@ def decode_fast(model: _Model, *, enabled: bool = True, exact: bool = False, any
         any_length: True to read prompts of text in pieces of a few sizes, which are replayed whatever the length of
             the prompt. By default a prompt is replayed if one of its length was read before, and its bits are those of
             a prompt without a replay. Pieces round otherwise, as chunks do (``prefill_chunk_size``, which wins).
+        assistants: True to replay also what ``generate`` does with ``assistant_model=`` (an assistant of Gemma 4) or
+            ``prompt_lookup_num_tokens=``. Tokens, greedy and sampled, are those of the same call without them. How
+            many tokens are drafted at once is decided by measuring, in place of ``num_assistant_tokens``.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        Gemma4CompatError: it is not a Gemma 4 model that generates, or ``any_length`` is asked for with ``exact``.
+        Gemma4CompatError: it is not a Gemma 4 model that generates, or ``any_length`` or ``assistants`` is asked for
+            with ``exact``.
     """
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not family.is_gemma4(inner) or getattr(inner, "generation_config", None) is None:
@@ -62,6 +68,11 @@ def decode_fast(model: _Model, *, enabled: bool = True, exact: bool = False, any
             "decode_fast got exact=True and any_length=True, but prompts in pieces do not have the bits of prompts "
             "that are read at once. Leave out one of the two."
         )
+    if exact and assistants:
+        raise Gemma4CompatError(
+            "decode_fast got exact=True and assistants=True, but PyTorch gives a token other bits if it reads several "
+            "at once. Leave out one of the two."
+        )
     decoding = decoder.of(inner)
     obstacle = _obstacle(inner) if enabled else None
     if obstacle is not None:
@@ -70,7 +81,7 @@ def decode_fast(model: _Model, *, enabled: bool = True, exact: bool = False, any
     own = decoding.preferred and not exact
     if not enabled or own != decoding.own:
         decoding.clear()
-    decoding.own, decoding.any_length = own, own and any_length
+    decoding.own, decoding.any_length, decoding.assistants = own, own and any_length, own and assistants
     return model
 
 

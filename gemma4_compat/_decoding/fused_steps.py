@@ -35,6 +35,8 @@ _log = logging.getLogger("gemma4_compat")
 Within = Callable[[], contextlib.AbstractContextManager[Callable[[], None] | None]]
 #: Captures the step within that, and returns the recording and the outputs.
 Capture = Callable[[Within], tuple[Recording, Any]]
+#: The tensors that a step may change, beside its output, as views.
+Changes = Callable[[], list[Any]]
 
 
 class NotFused(Exception):  # noqa: N818 (not an error: the plain step stays)
@@ -98,14 +100,14 @@ def obstacle(device: Any) -> str | None:
 
 
 def fused(
-    plain: Recording, outputs: Any, cache: Any, device: Any, progress: Progress, capture: Capture
+    plain: Recording, outputs: Any, changes: Changes, device: Any, progress: Progress, capture: Capture
 ) -> tuple[Recording, Any] | None:
     """Replay the step once, and return how to replay it from now on; None, without a replay, if that has to wait.
 
     Args:
         plain: the step as it was first captured.
         outputs: its output.
-        cache: the static cache that both write.
+        changes: the tensors that both write.
         device: ``torch.device`` with an index.
         progress: of this graph.
         capture: captures the step again.
@@ -133,7 +135,7 @@ def fused(
             _log.info("gemma4_compat: not fused, since bits would differ: %s", ", ".join(kernels.inexact()))
     else:
         raise NotFused("each capture of the step needs other kernels")
-    before = static_caches.Snapshot(cache)
+    before = static_caches.Snapshot(changes())
     try:
         plain.replay()
         expected, after = _copies(outputs), before.again()

@@ -89,7 +89,8 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             return self._put_off_product(matrix_products.understood(*args, **kwargs), matrix_products)
         if op is own.operator("shift") and args[0].device == self._device:
             return self._shift(op, args)
-        call = pointwise.understood(op, args, kwargs)
+        alone = op is own.operator("means")  # of each token
+        call = pointwise.mean(*args) if alone else pointwise.understood(op, args, kwargs)
         if call is not None and (call.name != reductions.MEAN or "rows" in KINDS):
             found = self._put_off(call, op, args, kwargs)
             if found is not None:
@@ -244,7 +245,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             return Value(call.name, tuple(self._operand(operand, shape) for operand in call.operands), shape, dtype)
         operands = tuple(self._operand(operand, tuple(operand.shape)) for operand in call.operands)
         if call.name == reductions.MEAN:
-            return Value(call.name, operands, shape, dtype, columns=call.operands[0].shape[-1])
+            return Value(call.name, operands, shape, dtype, columns=call.operands[0].shape[-1], parts=call.parts)
         sizes = tuple(operand.shape[call.dim] for operand in call.operands)
         return Value(call.name, operands, shape, dtype, sizes, call.dim)
 

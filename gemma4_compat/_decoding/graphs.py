@@ -38,3 +38,4 @@ class Variant:
     prompts: collections.OrderedDict[Any, Graph] = field(default_factory=collections.OrderedDict)
     read: collections.OrderedDict[Any, Any] = field(default_factory=collections.OrderedDict)  # kinds of prompts
     prompts_refused: bool = False  # they cannot be captured
+    tried: dict[Any, bool] = field(default_factory=dict)  # rounds, and whether they have the bits of single tokens

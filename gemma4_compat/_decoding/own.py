@@ -17,7 +17,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from gemma4_compat._decoding import attention, dense, kernel_source, kernels, matrix_products, shifting
+from gemma4_compat._decoding import (
+    attention,
+    dense,
+    kernel_source,
+    kernels,
+    matrix_products,
+    pointwise,
+    reductions,
+    row_source,
+    shifting,
+)
 from gemma4_compat._decoding.pointwise import DOT, Load, Value
 
 #: Properties of a tensor that its shape, dtype and device decide.
@@ -31,6 +41,7 @@ _SCHEMAS = {
     # As bitsandbytes::gemm_4bit.
     "product": "(Tensor given, Tensor packed, int[] shape, Tensor absmax, int blocksize, str quant_type,"
     " Tensor? bias=None, Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None) -> Tensor",
+    "means": "(Tensor given, int tokens) -> Tensor",
     "shift": "(Tensor(a!) keys, Tensor(b!) values, Tensor new_keys, Tensor new_values, bool by_kernel) -> ()",
 }
 _defining = threading.Lock()
@@ -42,11 +53,12 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
 
     Args:
         device: whose tensors they may read.
+        tokens: of each sequence. Each has the bits that it would have in a forward of its own.
     """
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Any, tokens: int = 1) -> None:
         super().__init__()
-        self._device = device
+        self._device, self._tokens = device, tokens
         operators()
         self._gemm_4bit = _gemm_4bit()
         self._valid: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # by mask: it, and where its keys begin and end
@@ -63,6 +75,8 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
             found = self._product(*args, **kwargs)
         elif func is torch.nn.functional.scaled_dot_product_attention:
             found = self._attention(*args, **kwargs)
+        elif func is torch.Tensor.mean and self._tokens > 1:
+            found = self._means(*args, **kwargs)
         elif func is torch.Tensor.reshape and args[0].ndim == 5 and not args[0].stride(2) and args[0].shape[2] > 1:
             found = self._stands_for_repeated(*args, **kwargs)
         elif func is torch.Tensor.contiguous and id(args[0]) in self._repeated:
@@ -98,6 +112,14 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
         if given.device != self._device or torch.is_grad_enabled() or not dense.suits(given, weight, bias):
             return None
         return self._computed(torch.ops.gemma4_compat.dense, given, weight, bias)
+
+    def _means(self, given: Any, *args: Any, **kwargs: Any) -> Any:
+        """PyTorch's order of additions depends on the number of rows: the means of norms, as for one token."""
+        if given.device != self._device or given.ndim < 3 or given.shape[1] != self._tokens:
+            return None
+        if (args, kwargs) != ((-1,), {"keepdim": True}):
+            return None
+        return self._computed(torch.ops.gemma4_compat.means, given, self._tokens)
 
     def _product(self, given: Any, *args: Any, **kwargs: Any) -> Any:
         if given.device != self._device or torch.is_grad_enabled():
@@ -243,11 +265,25 @@ def _shifted_by_kernel(*args: Any) -> bool:
     return True
 
 
+def _means(given: Any, tokens: int) -> Any:
+    if given.device.type in kernels.COMPILERS and pointwise.mean(given, tokens) is not None:
+        memory = given.new_empty((*given.shape[:-1], 1))
+        operand, shape = Load(given, given.stride()), tuple(memory.shape)
+        value = Value(reductions.MEAN, (operand,), shape, given.dtype, columns=given.shape[-1], parts=tokens)
+        value.memory = memory
+        known, (kernel,) = kernels.of(given.device), row_source.kernels_of([value])
+        if known.prepare([kernel.text], [value.signature]):
+            known.launch(kernel)
+            return memory
+    return torch.cat([one.mean(-1, keepdim=True) for one in given.split(given.shape[1] // tokens, dim=1)], dim=1)
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "valid_keys": _valid_keys,
     "attend": _attend,
     "dense": _dense,
     "product": _product,
+    "means": _means,
     "shift": _shift,
 }
 

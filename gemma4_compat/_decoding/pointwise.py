@@ -122,6 +122,7 @@ class Value:
         dtype: of the result, a ``torch.dtype``.
         sizes: for "concatenate", the length of each operand along ``dim``.
         columns: for "mean" and "dot", how many numbers each element is the mean, or a sum, of.
+        parts: for "mean", in how many calls PyTorch would compute these means: its order of additions depends on it.
         memory: a tensor on the memory that receives the result.
     """
 
@@ -132,6 +133,7 @@ class Value:
     sizes: tuple[int, ...] = ()
     dim: int = 0
     columns: int = 0
+    parts: int = 1
     memory: Any = None
     elements: int = field(init=False)
 
@@ -147,7 +149,7 @@ class Value:
     def signature(self) -> tuple[Any, ...]:
         """What decides its bits, apart from the operands' values: the name, and the dtypes, numbers or sizes."""
         if self.is_mean:
-            return self.name, (self.elements, self.columns), self.dtype
+            return self.name, (self.elements // self.parts, self.columns), self.dtype
         kinds = tuple(operand.value if isinstance(operand, Number) else operand.dtype for operand in self.operands)
         return self.name, kinds, self.dtype
 
@@ -160,6 +162,7 @@ class Call:
     operands: tuple[Any, ...]
     dim: int = 0
     in_place: bool = False
+    parts: int = 1
 
 
 def understood(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
@@ -263,10 +266,15 @@ def _mean(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
     keeps = more == [True] or (not more and kwargs.get("keepdim") is True)
     if not keeps or kwargs.get("dtype") is not None or dims not in ([-1], [tensor.ndim - 1]):
         return None
+    return mean(tensor)
+
+
+def mean(tensor: Any, parts: int = 1) -> Call | None:
+    """The means of the rows of a tensor, as PyTorch computes them in so many calls."""
     columns = tensor.shape[-1]
-    if not tensor.is_contiguous() or reductions.order(tensor.numel() // columns, columns) is None:
+    if not tensor.is_contiguous() or reductions.order(tensor.numel() // columns // parts, columns) is None:
         return None
-    return Call(reductions.MEAN, (tensor,))
+    return Call(reductions.MEAN, (tensor,), parts=parts)
 
 
 def _constant(args: Sequence[Any], _kwargs: dict[str, Any]) -> Call | None:

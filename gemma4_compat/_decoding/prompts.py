@@ -43,6 +43,8 @@ class Prompt(steps.Step):
         hides_nothing: what ``prefill.hides_nothing`` finds in its forward, which a capture cannot read.
     """
 
+    decodes = False
+
     def __init__(self, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...] | None) -> None:
         full, sliding = map(inputs["attention_mask"].get, MASKS)
         tokens = inputs["input_ids"].shape[1]
@@ -153,7 +155,7 @@ def _captured(decoding: Decoding, model: Any, prompt: Prompt, variant: Variant) 
     decoding.prompt_bytes += max(_reserved(prompt.device) - before, 0)
     decoding.statistics.prompts_captured += 1
     decoding.statistics.capture_seconds += time.perf_counter() - begun
-    decoding.keep_memory(prompt)
+    decoding.keep_memory(prompt.cache)
     graph = Graph(recording, {}, steps.tensors(static), outputs)  # not fused
     variant.prompts[prompt.addresses, prompt.kind] = graph
     return graph

@@ -75,7 +75,7 @@ class DecodingStatistics:
         eager: steps that ran without a graph: the first of each kind, and those that could not be captured.
         fused: graphs that were captured again with fused kernels.
         capture_seconds: time that captures took, including fused ones and waiting for their kernels.
-        reasons: why steps ran without a graph, other than the first of each kind.
+        reasons: why steps ran without a graph, other than the first of each kind, or a text without drafts.
         not_fused: why graphs stayed as they were captured, or PyTorch's kernels replace those of ``decode_fast``.
         recaptures: why graphs that were there did not serve a step, so that it needed another: how often each cause.
         last_recaptures: the last eight of them, the newest at the end, with what has changed.
@@ -85,6 +85,10 @@ class DecodingStatistics:
         prompt_tokens_read: after ``reuse_prefix``, tokens of prompts that were read.
         prompt_tokens_reused: those that the cache of the call before held.
         not_reused: why prompts were read from their beginning: how often each reason.
+        rounds: forwards that read the newest token and drafts (``decode_fast(assistants=True)``); the first ones of a
+            text have none.
+        drafted: tokens that an assistant model, or prompt lookup, drafted for them.
+        accepted: those among them that were right.
     """
 
     replayed: int = 0
@@ -102,6 +106,9 @@ class DecodingStatistics:
     prompt_tokens_read: int = 0
     prompt_tokens_reused: int = 0
     not_reused: dict[str, int] = field(default_factory=dict)
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 def first(*sources: Iterator[tuple[Cause, str]]) -> list[tuple[Cause, str]]:

@@ -239,7 +239,7 @@ class _RowWriter(Writer):
     @staticmethod
     def _order(group: Sequence[Value]) -> reductions.Order:
         mean = next(value for value in everything(group) if value.columns)
-        found = reductions.order(mean.elements, mean.columns)
+        found = reductions.order(mean.elements // mean.parts, mean.columns)
         assert found is not None  # or it is not deferred
         return found
 

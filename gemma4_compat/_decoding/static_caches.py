@@ -24,14 +24,14 @@ def is_static(cache: Any) -> bool:
     layers = getattr(cache, "layers", None)
     if not layers or getattr(cache, "offloading", False):
         return False
-    return all(type(layer).__name__ in _LAYERS for layer in layers) and bool(list(_holding(cache)))
+    return all(type(layer).__name__ in _LAYERS for layer in layers) and bool(list(holding(cache)))
 
 
 #: The last one stands for a layer that shares another layer's keys (5.23).
 _LAYERS = ("StaticLayer", "StaticSlidingWindowLayer", "DummyLayer")
 
 
-def _holding(cache: Any) -> Iterator[Any]:
+def holding(cache: Any) -> Iterator[Any]:
     """The layers that have keys of their own."""
     return (layer for layer in cache.layers if type(layer).__name__ != "DummyLayer")
 
@@ -39,7 +39,7 @@ def _holding(cache: Any) -> Iterator[Any]:
 def tensors(cache: Any) -> tuple[Any, ...] | None:
     """All tensors of a cache, in order; None before its first forward."""
     found: list[Any] = []
-    for layer in _holding(cache):
+    for layer in holding(cache):
         if not layer.is_initialized:
             return None
         found += (layer.keys, layer.values, layer.cumulative_length)
@@ -48,12 +48,12 @@ def tensors(cache: Any) -> tuple[Any, ...] | None:
 
 def length(cache: Any) -> int:
     """The positions of its longest layer."""
-    return max(int(layer.max_cache_len) for layer in _holding(cache))
+    return max(int(layer.max_cache_len) for layer in holding(cache))
 
 
 def sliding(cache: Any) -> list[Any]:
     """The sliding layers, whose updates depend on a counter in Python."""
-    return [layer for layer in _holding(cache) if type(layer).__name__ == "StaticSlidingWindowLayer"]
+    return [layer for layer in holding(cache) if type(layer).__name__ == "StaticSlidingWindowLayer"]
 
 
 def is_full(layer: Any) -> bool:
@@ -89,13 +89,13 @@ def capturable(cache: Any, tokens: int = 1) -> Iterator[None]:
 @contextlib.contextmanager
 def shifted(cache: Any) -> Iterator[None]:
     """Inside, an update of one token moves the rows of full sliding layers by :mod:`shifting`, with the same bits."""
-    with _overridden(list(filter(is_full, sliding(cache))), "update", _update_full):
+    with overridden(list(filter(is_full, sliding(cache))), "update", _update_full):
         yield
 
 
 @contextlib.contextmanager
-def _overridden(layers: list[Any], method: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, ``function`` replaces that method of each of these layers."""
+def overridden(layers: list[Any], method: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``function``, which also gets the layer, replaces that method of each of these layers."""
     with contextlib.ExitStack() as stack:
         for layer in layers:
             stack.enter_context(in_place.replaced(layer, method, functools.partial(function, layer)))
@@ -125,10 +125,10 @@ def updated_by(cache: Any, window: Any, real: Any, added: int) -> Iterator[None]
         added: the same number.
     """
     slides = sliding(cache)
-    others = [layer for layer in _holding(cache) if not any(layer is other for other in slides)]
+    others = [layer for layer in holding(cache) if not any(layer is other for other in slides)]
     with (
-        _overridden(slides, "update", functools.partial(_slide, window, real, added)),
-        _overridden(others, "update", functools.partial(_append, real)),
+        overridden(slides, "update", functools.partial(_slide, window, real, added)),
+        overridden(others, "update", functools.partial(_append, real)),
     ):
         yield
 
@@ -176,7 +176,7 @@ def held(cache: Any) -> int | None:
 
 def empty(cache: Any) -> None:
     """Have a cache hold nothing, in the memory that it has."""
-    for layer in _holding(cache):
+    for layer in holding(cache):
         if layer.is_initialized:
             layer.reset()
 
@@ -195,7 +195,7 @@ def advance(layers: list[Any], tokens: int = 1) -> None:
 @contextlib.contextmanager
 def reordered_in_place(cache: Any) -> Iterator[None]:
     """Inside, ``cache.reorder_cache`` (beams) writes into the existing tensors instead of replacing them."""
-    with _overridden(list(_holding(cache)), "reorder_cache", _reorder):
+    with overridden(list(holding(cache)), "reorder_cache", _reorder):
         yield
 
 
@@ -205,30 +205,37 @@ def _reorder(layer: Any, _below: Any, beams: Any) -> None:
             held.copy_(held.index_select(0, beams.to(held.device)))
 
 
-class Snapshot:
-    """What a step of one token may change in a cache, copied to the host.
+def changed_by_a_step(cache: Any) -> list[Any]:
+    """What a step of one token may change in a cache whose layers have their tensors, as views.
 
     For a sliding layer that is everything; for a full layer, its length and the keys and values at that position.
+    """
+    found: list[Any] = []
+    for layer in holding(cache):
+        keys, values = layer.keys, layer.values
+        if type(layer).__name__ == "StaticLayer":
+            at = min(int(layer.cumulative_length), keys.shape[2] - 1)
+            keys, values = keys[:, :, at : at + 1], values[:, :, at : at + 1]
+        found += (keys, values, layer.cumulative_length)
+    return found
+
+
+class Snapshot:
+    """Tensors that a step may change, copied to the host.
 
     Args:
-        cache: its layers have their tensors.
+        views: of these tensors.
     """
 
-    def __init__(self, cache: Any) -> None:
-        self._views: list[Any] = []
-        for layer in _holding(cache):
-            keys, values = layer.keys, layer.values
-            if type(layer).__name__ == "StaticLayer":
-                at = min(int(layer.cumulative_length), keys.shape[2] - 1)
-                keys, values = keys[:, :, at : at + 1], values[:, :, at : at + 1]
-            self._views += (keys, values, layer.cumulative_length)
+    def __init__(self, views: list[Any]) -> None:
+        self._views = views
         self._copies = self._copied()
 
     def _copied(self) -> list[Any]:
         return [view.cpu().clone() for view in self._views]
 
     def again(self) -> Snapshot:
-        """The same parts of the cache as they are now."""
+        """The same tensors as they are now."""
         other = copy.copy(self)
         other._copies = self._copied()
         return other
@@ -239,7 +246,7 @@ class Snapshot:
             view.copy_(copied)
 
     def holds(self) -> bool:
-        """Whether those parts of the cache still have the bits that were copied."""
+        """Whether these tensors still have the bits that were copied."""
         pairs = zip(self._views, self._copies, strict=True)
         return all(same_bits(view, copied.to(view.device)) for view, copied in pairs)
 
@@ -270,7 +277,7 @@ class Held:
             for part, copied in zip(parts, copies, strict=True):
                 part.copy_(copied)
             layer.cumulative_length_int = self._tokens
-        for layer in _holding(self._cache):
+        for layer in holding(self._cache):
             if type(layer).__name__ == "StaticLayer":
                 for part in (layer.keys, layer.values):
                     part[:, :, self._tokens :].zero_()
@@ -292,6 +299,7 @@ class Memory:
         assert found is not None
         self.tensors = found
         self.addresses = addresses(found)
+        self.windows: Any = None  # a `draft_windows.Windows`, once texts were decoded in rounds
         self._cache = weakref.ref(cache)
 
     @property
@@ -313,7 +321,7 @@ class Memory:
         Returns:
             the tensors that the cache has now; None if that is not this memory.
         """
-        for layer, keys, values in zip(_holding(cache), self.tensors[::3], self.tensors[1::3]):
+        for layer, keys, values in zip(holding(cache), self.tensors[::3], self.tensors[1::3]):
             layer.lazy_initialization(keys[:, :, :0], values[:, :, :0])
         found = tensors(cache)
         return found if found is not None and addresses(found) == self.addresses else None
@@ -325,7 +333,7 @@ class Memory:
             cache: no forward has filled it.
             on_refused: called with this memory if a layer gets keys that these tensors cannot hold.
         """
-        layers = list(_holding(cache))
+        layers = list(holding(cache))
         keys = self.tensors[::3]
         if len(layers) != len(keys) or any(layer.max_cache_len != held.shape[2] for layer, held in zip(layers, keys)):
             on_refused(self)

@@ -40,7 +40,11 @@ class Step:
         tokens: how many each row has.
         added: how many of them the cache holds afterwards.
         kind: hashable: steps of one kind run the same kernels on tensors of the same shapes.
+        decodes: whether kernels of this package may compute it; PyTorch reads prompts.
+        is_expected: whether there are a few kinds of such steps, so that a new kind is nothing to report.
     """
+
+    decodes, is_expected = True, False
 
     def __init__(self, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...]) -> None:
         self.inputs, self.cache = _with_own_positions(inputs), cache
@@ -88,6 +92,10 @@ class Step:
     def forward(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Run the model with these inputs, which may be those of a graph."""
         return model(**inputs)
+
+    def changes(self) -> list[Any]:
+        """The tensors of the cache that it may change, as views."""
+        return static_caches.changed_by_a_step(self.cache)
 
     def _ways(self) -> tuple[Any, ...]:
         """What the update of each sliding layer depends on, which is not in a tensor."""

@@ -11,8 +11,10 @@ Fix: For Gemma 4 on CUDA, transformers gets a compiled call that replays: the st
 CUDA graph and launched again for each later token. The kernels are those of the eager step, so tokens and logits are
 bit-identical; after a while small kernels are fused if that keeps the bits. After ``gemma4_compat.decode_fast(model)``
 without ``exact=True``, kernels of this package compute attention and products; after either, prompts are replayed as
-well, by their lengths, with the same bits, and one that does not fit into memory is read in chunks. Weights, hooks,
-adapters and the cache are checked before each replay. Models that transformers compiles itself are left to it, unless
+well, by their lengths, with the same bits, and one that does not fit into memory is read in chunks. After
+``decode_fast(assistants=True)``, calls with an assistant model or prompt lookup are decoded in rounds that are
+replayed, with the tokens of calls without. Weights, hooks, adapters and the cache are checked before each replay.
+Models that transformers compiles itself are left to it, unless
 ``decode_fast`` asked for a replay. What cannot be captured (8-bit layers, weights on disk, user hooks, several
 devices) runs as before, and the log says why. ``disable_compile=True`` turns it off.
 
@@ -29,7 +31,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._common import in_place
-from gemma4_compat._decoding import call, chunks, decoder, deferral, obstacles, pieces, static_caches
+from gemma4_compat._decoding import assisted, call, chunks, decoder, deferral, obstacles, pieces, static_caches
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names
@@ -42,6 +44,11 @@ if TYPE_CHECKING:
 _next = threading.local()
 #: The modes of ``transformers.generation.GenerationMode`` that read one token at a time.
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
+#: Arguments of ``_assisted_decoding`` that the model does not get.
+_OF_THE_LOOP = (
+    *("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer", "inputs_tensor"),
+    *("assistant_model", "assistant_tokenizer", "tokenizer"),
+)
 _TOKENS = 8
 
 
@@ -155,6 +162,28 @@ def beam_search(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
         return original(_Called(self, given), *args, **kwargs)
 
 
+def assisted_decoding(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    """After ``decode_fast(assistants=True)``, in rounds that are replayed; or as before, and the log says why."""
+    config = kwargs.get("generation_config")
+    decoding = decoder.of(self) if decoder.is_preferred(self) else None
+    if args or config is None or config.disable_compile or decoding is None or not decoding.assistants:
+        return original(self, input_ids, *args, **kwargs)
+    obstacle = assisted.obstacle(self, input_ids, config, kwargs)
+    if obstacle is not None:
+        decoding.reason(obstacle, "decoding with an assistant as transformers does")
+        return original(self, input_ids, **kwargs)
+    given = {name: kwargs.pop(name, None) for name in _OF_THE_LOOP}
+    prepared = {name: value for name, value in kwargs.items() if name not in cache_names.NAMES}
+    config.cache_implementation = None  # of this call: it is a copy
+    self._prepare_cache_for_generation(
+        config, prepared, type(config.get_generation_mode())("sample"), 1, config.max_length - 1
+    )
+    functions = [*given["logits_processor"], *given["stopping_criteria"]]
+    samples = bool(config.do_sample)
+    with deferral.sampling(functions, samples=samples, alone=True, streamer=given["streamer"]):
+        return assisted.Text(self, input_ids, config, given).decode(prepared)
+
+
 class _Called:
     """A view of a model that calls a decoder. Everything else is the model's."""
 
@@ -211,7 +240,7 @@ PATCH = Patch(
     distribution="transformers",
     affected=">=5.5",
     acts_on=ActsOn.GEMMA4,
-    after=("transformers-model-device", "transformers-assisted-cache"),
+    after=("transformers-model-device", "transformers-assisted-cache", "transformers-assistant-memory"),
     targets=(
         Target(
             module="transformers.generation.utils",
@@ -233,6 +262,11 @@ PATCH = Patch(
             module="transformers.generation.utils",
             name="GenerationMixin._beam_search",
             replacement=beam_search,
+        ),
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin._assisted_decoding",
+            replacement=assisted_decoding,
         ),
     ),
     reproduce=reproduce,

@@ -51,6 +51,21 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield OneAtATime
 
 
+@pytest.fixture
+def kernels_on_host(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels of this package compute steps, in an emulator."""
+    import torch
+
+    from tests.unit.decoding.host_kernels import HostCompiler
+
+    reason = HostCompiler.obstacle()
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
+    yield
+    kernels._kernels.pop(torch.device("cpu"), None)
+
+
 @pytest.fixture(scope="session")
 def models(workspace: Any) -> Models:
     return Models(workspace)

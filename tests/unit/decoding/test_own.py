@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,22 +11,12 @@ pytest.importorskip("torch")
 import torch
 
 import gemma4_compat
-from gemma4_compat._decoding import decoder, fused_steps, kernels, own
+from gemma4_compat._decoding import decoder, fused_steps, own
 from tests.unit.decoding import calls
 from tests.unit.decoding.calls import Models
 from tests.unit.decoding.host_kernels import HostCompiler
 
 NEAR = 0.25  # of the logits' standard deviation: tiny models in bf16
-
-
-@pytest.fixture
-def kernels_on_host(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    reason = HostCompiler.obstacle()
-    if reason is not None:
-        pytest.skip(reason)
-    monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
-    yield
-    kernels._kernels.pop(torch.device("cpu"), None)
 
 
 def own_model(models: Models, quantization: str | None, adapter: str | None, where: str) -> Any:

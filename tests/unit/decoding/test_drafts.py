@@ -1,0 +1,171 @@
+"""Parts of rounds: how many drafts, what a prompt offers, how tokens are chosen, norms of several tokens."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from gemma4_compat._decoding import kernels, pace, reductions, rounds, row_source
+from gemma4_compat._decoding.lookup import Lookup
+from gemma4_compat._decoding.pointwise import Load, Value
+from tests.patches.generation.test_transformers_assistant_sampling import chi_square, model_logits, processors
+
+VOCABULARY, PROMPT, DRAFTS, ROUNDS = 12, 4, 3, 2000
+
+
+def decoded(share: float, added: float, tokens: int = 4000) -> tuple[float, dict[int, int]]:
+    """The speed against rounds without drafts, and how many rounds had how many drafts.
+
+    Args:
+        share: of drafts that are right.
+        added: what a draft adds to a round, of one without drafts.
+        tokens: of the text.
+    """
+    dice, made = random.Random(0), pace.Pace(7)
+    written, seconds, counts = 0, 0.0, dict.fromkeys((0, *pace.COUNTS), 0)
+    while written < tokens:
+        drafts = made.next()
+        right = next((place for place in range(drafts) if dice.random() >= share), drafts)
+        took = 1 + added * drafts
+        made.note(drafts, right, took * dice.uniform(0.95, 1.05))
+        written, seconds = written + right + 1, seconds + took
+        counts[drafts] += 1
+    return written / seconds, counts
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("added", [0.02, 0.08, 0.2, 0.6])
+def test_pace_is_near_the_best_number_and_never_slow(share: float, added: float) -> None:
+    found, _ = decoded(share, added)
+    best = max(sum(share**place for place in range(count + 1)) / (1 + added * count) for count in (0, *pace.COUNTS))
+    assert found > 0.99
+    assert found > 0.88 * best
+
+
+def test_pace_tries_again_when_a_text_becomes_easy() -> None:
+    made = pace.Pace(7)
+
+    def rounds_with_drafts(share: float, of: int) -> int:
+        found = 0
+        for _ in range(of):
+            drafts = made.next()
+            found += drafts > 0
+            made.note(drafts, int(share * drafts), 1 + 0.1 * drafts)
+        return found
+
+    assert rounds_with_drafts(0.0, 600) < 40
+    assert rounds_with_drafts(1.0, 1500) > 500
+
+
+def test_pace_without_drafts_and_with_few() -> None:
+    assert pace.Pace(0).next() == 0
+    made = pace.Pace(3)
+    for _ in range(pace.FIRST):
+        assert made.next() == 0
+        made.note(0, 0, 1.0)
+    assert made.next() in (2, 3)
+
+
+def test_a_round_that_captures_is_not_timed() -> None:
+    made = pace.Pace(7)
+    made.note(0, 0, None)
+    assert made.seconds == {}
+
+
+def test_lookup_offers_what_followed_the_longest_run() -> None:
+    found = Lookup(2)
+    found.extend([1, 2, 3, 9, 2, 4, 1, 2])
+    assert found.drafts(2) == [3, 9]
+    found.extend([5, 7])
+    assert found.drafts(2) == []
+    found.extend([2])
+    assert found.drafts(3) == [5, 7, 2]
+    assert Lookup(2).drafts(3) == []
+
+
+@pytest.mark.parametrize("case", ["plain", "cold", "Gemma", "top-k", "repetition penalty"])
+@pytest.mark.parametrize("drafter", ["perfect", "noisy", "opposed"])
+def test_two_tokens_have_the_distribution_of_plain_sampling(case: str, drafter: str) -> None:
+    """As the test of transformers' own rounds; the bound is five standard deviations of chi-square."""
+    torch.manual_seed(1)
+    table = torch.randn(VOCABULARY, VOCABULARY) * 1.5
+    drafts_of = {"perfect": table, "noisy": table + torch.randn_like(table), "opposed": -table}[drafter]
+    active = processors(case)
+    whole = rounds.Choice(True, (), tuple(active))
+    drafting = rounds.Choice.of(active, samples=True)
+    prompt = torch.arange(5, 5 + PROMPT).unsqueeze(0)
+    expected = {}
+    first = model_logits(table, active, prompt)[0, 0].softmax(-1)
+    for one in range(VOCABULARY):
+        text = torch.cat([prompt, torch.tensor([[one]])], dim=1)
+        for two, probability in enumerate(model_logits(table, active, text)[0, 1].softmax(-1).tolist()):
+            expected[one, two] = float(first[one]) * probability
+    expected = {key: probability for key, probability in expected.items() if probability}
+    seen: dict[Any, int] = {}
+    for _ in range(ROUNDS):
+        text, noise = prompt, torch.empty(PROMPT + DRAFTS, VOCABULARY).exponential_()
+        while text.shape[1] < PROMPT + 2:
+            place = text.shape[1] - PROMPT
+            token, drafts = text[:, -1], []
+            for draft in range(DRAFTS):
+                token = drafting.token(text, drafts_of[token].clone(), noise[place + draft : place + draft + 1])
+                drafts.append(token)
+            drafted = torch.stack(drafts, dim=1)
+            scores = table[torch.cat([text[:, -1:], drafted], dim=1)[0]][None].clone()
+            read = {"scores": scores, "states": torch.zeros(1, DRAFTS + 1, 1)}
+            own = noise[place : place + DRAFTS + 1]
+            found = rounds.accepted(whole, text, read, drafted, own)
+            assert drafter != "perfect" or case == "repetition penalty" or int(found["told"][0, -1]) == DRAFTS
+            text = torch.cat([text, found["told"][:, : int(found["grown"])]], dim=1)
+        key = tuple(text[0, PROMPT : PROMPT + 2].tolist())
+        seen[key] = seen.get(key, 0) + 1
+    statistic, freedom = chi_square(seen, expected, ROUNDS)
+    assert (statistic - freedom) / math.sqrt(2 * freedom) < 5
+
+
+@pytest.mark.parametrize("columns", [256, 1536, 2560, 3840])
+def test_means_of_several_tokens_are_those_of_each(on_host: kernels.Kernels, columns: int) -> None:
+    """PyTorch on a GPU adds the numbers of a row in an order that depends on how many rows there are."""
+    tokens = 5
+    given = torch.randn((1, tokens, columns), generator=torch.Generator().manual_seed(0))
+    assert reductions.order(tokens, columns) != reductions.order(1, columns) or columns == 256
+
+    def means(tensor: Any, parts: int) -> Any:
+        memory = tensor.new_empty((*tensor.shape[:-1], 1))
+        operand = Load(tensor, tensor.stride())
+        value = Value(reductions.MEAN, (operand,), tuple(memory.shape), tensor.dtype, columns=columns, parts=parts)
+        value.memory = memory
+        (kernel,) = row_source.kernels_of([value])
+        on_host.prepare([kernel.text], [])
+        on_host.launch(kernel)
+        return memory
+
+    alone = torch.cat([means(one.clone(), 1) for one in given.split(1, dim=1)], dim=1)
+    assert torch.equal(means(given, tokens), alone)
+
+
+def test_likely_tokens_are_those_of_transformers() -> None:
+    """An assistant with ordered embeddings computes logits of the likeliest groups; the same without the host."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "Gemma4AssistantConfig"):
+        pytest.skip("this release has no assistants")
+    from transformers.models.gemma4_assistant import modeling_gemma4_assistant as upstream
+
+    text = transformers.Gemma4TextConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)
+    config = transformers.Gemma4AssistantConfig.__new__(transformers.Gemma4AssistantConfig)
+    config.num_centroids, config.centroid_intermediate_top_k = 8, 3
+    config.get_text_config = lambda *_, **__: text
+    embedder = upstream.Gemma4AssistantMaskedEmbedder(config).bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    embedder.token_ordering = torch.randperm(64, generator=generator)
+    hidden = torch.randn((1, 1, 16), generator=generator).bfloat16()
+    weight = torch.randn((64, 16), generator=generator).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(embedder(hidden, weight), rounds._likely(embedder, hidden, weight))
