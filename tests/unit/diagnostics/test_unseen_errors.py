@@ -1,8 +1,8 @@
 """``explain`` on errors that its patterns were not made from.
 
 ``other_stacks.json``: what reproductions raised in nine stacks of which pasted_errors.json has nothing.
-``public_errors.json``: what people pasted into a forum and into trackers on GitHub, cut short as they did; those with
-``advice`` are common errors, those with ``none`` no error of a patch.
+``public_errors.json``: what people pasted into a forum and into trackers on GitHub, cut short as they did,
+and messages of libraries; those with ``advice`` are common errors, those with ``none`` no error of a patch.
 """
 
 from __future__ import annotations
