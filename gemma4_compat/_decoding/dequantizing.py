@@ -92,7 +92,7 @@ def weight(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any,
 
 
 def _key(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Where all is that a launch reads, and how it is read there: other tensors may come to be at these addresses."""
+    """Where all is that a launch reads, and how it is read: other tensors may have these addresses later."""
     size = packed.nbytes if packed.is_contiguous() else None
     found = [part for one in scales for part in (one.data_ptr(), one.dtype, one.is_contiguous())]
     return (layout, *shape, packed.device, packed.data_ptr(), size, *found)

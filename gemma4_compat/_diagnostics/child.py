@@ -19,6 +19,9 @@ from gemma4_compat import _shim
 from gemma4_compat._engine.patch import Outcome, Patch
 from gemma4_compat._reproduction.workspace import MissingPartError, Workspace, never_wait_for_the_disk
 
+#: Modules that a PyTorch for CPUs cannot import: they read functions of ``torch._C`` that it lacks.
+FOR_GPUS = ("bitsandbytes.backends.cuda.ops",)
+
 
 def run(patch_id: str, folder: Path) -> dict[str, Any]:
     """Run one reproduction and describe the result as JSON-able data; nothing but Ctrl-C escapes.
@@ -49,9 +52,19 @@ def run(patch_id: str, folder: Path) -> dict[str, Any]:
 def import_targets(patches: Iterable[Patch]) -> None:
     """Import the modules that these patches change, if they exist here."""
     for name in dict.fromkeys(target.module for patch in patches for target in patch.targets):
-        # Not in this release, or only for a PyTorch with CUDA (bitsandbytes.backends.cuda.ops): nothing to replace.
-        with contextlib.suppress(ModuleNotFoundError, AttributeError):
-            importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # not in this release: nothing to replace
+            try:
+                importlib.import_module(name)
+            except AttributeError:
+                if name not in FOR_GPUS or _has_cuda():
+                    raise
+
+
+def _has_cuda() -> bool:
+    """Whether this PyTorch was built for GPUs of NVIDIA or AMD."""
+    import torch
+
+    return torch.version.cuda is not None or torch.version.hip is not None
 
 
 def answer(command: str, folder: Path) -> dict[str, Any]:

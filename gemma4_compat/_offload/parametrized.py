@@ -27,7 +27,11 @@ def settle(module: Any, hook: Any) -> None:
         OffloadedWeightsError: a parametrization has a state of its own that it computed from the weight without
             values, as that of ``spectral_norm``.
     """
-    for name, chain in (module._modules.get("parametrizations") or {}).items():
+    import torch
+
+    if not torch.nn.utils.parametrize.is_parametrized(module):
+        return
+    for name, chain in module.parametrizations.items():
         originals = dict(chain.named_parameters(recurse=False))
         if any(original.device.type == "meta" for original in originals.values()):
             _renew(name, chain, originals, module, hook)

@@ -28,6 +28,7 @@ from packaging.version import Version
 from tests.contract import experiments
 from tests.contract.experiments import UNKNOWN, raising_at
 from tests.contract.observation import (
+    FOR_GPUS,
     LIBRARIES,
     Snapshot,
     detection_module,
@@ -43,8 +44,12 @@ from tests.contract.observation import (
 
 def import_libraries(modules: list[str]) -> None:
     for name in [*LIBRARIES, *modules]:
-        with contextlib.suppress(ModuleNotFoundError, AttributeError):  # as child.import_targets
-            importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):
+            try:
+                importlib.import_module(name)
+            except AttributeError:
+                if name not in FOR_GPUS:
+                    raise
 
 
 @contextlib.contextmanager

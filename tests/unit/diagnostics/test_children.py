@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._diagnostics import children
+from gemma4_compat._diagnostics import child, children
 from gemma4_compat._diagnostics.children import Forks
 from tests.unit.commands.helpers import ROOT
 
@@ -191,3 +192,22 @@ def test_a_fork_finds_imported_and_loaded_what_it_needs(workspace: Any, disabled
         number: {"loads": 2 * own, "runs": int(own), "threads": 1, "late": []}
         for number, own in zip("0123", (False, False, True, False))
     }
+
+
+def test_only_what_needs_a_gpu_may_fail_to_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attribute that is missing elsewhere is a defect, and ends the child with its traceback."""
+    torch = pytest.importorskip("torch")
+    (tmp_path / "reads_what_is_not_there.py").write_text("import sys\nsys.no_such_name\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    patch: Any = types.SimpleNamespace(targets=[types.SimpleNamespace(module="reads_what_is_not_there")])
+    with pytest.raises(AttributeError, match="no_such_name"):
+        child.import_targets([patch])
+    monkeypatch.setattr(child, "FOR_GPUS", ("reads_what_is_not_there",))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    child.import_targets([patch])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(AttributeError, match="no_such_name"):
+        child.import_targets([patch])
+    absent: Any = types.SimpleNamespace(targets=[types.SimpleNamespace(module="no_such_module.at_all")])
+    child.import_targets([absent])

@@ -124,3 +124,13 @@ def test_what_computed_a_state_from_no_values_is_refused(tmp_path: Path, streame
     torch.nn.utils.parametrizations.spectral_norm(model.layers[1][0])
     with pytest.raises(Gemma4CompatError, match="'weight' of a ParametrizedLinear was parametrized \\(_SpectralNorm"):
         model(torch.tensor([[1, 2, 3]]))
+
+
+def test_a_submodule_that_only_has_the_name_is_left_alone(tmp_path: Path) -> None:
+    import torch
+
+    model, expected = dispatched("cpu", tmp_path, streamed=True), toy()
+    for changed in (model, expected):
+        changed.layers[1][0].parametrizations = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(model(tokens), expected(tokens))
