@@ -24,7 +24,7 @@ from gemma4_compat._planner.use import Share, reading
 
 #: Tokens of a chunk, for each sequence.
 SIZES = (8192, 4096, 2048, 1024, 512, 256, 128)
-#: Tokens of a forward, over all rows, whose memory nobody has to know in advance.
+#: Tokens of a prompt, over all rows, whose memory nobody has to know in advance.
 _FEW = 512
 _AWAY = ("cpu", "disk")
 _log = logging.getLogger("gemma4_compat")
@@ -70,7 +70,7 @@ class Room:
 
     def fits(self, chunk: int | None = None, *, times: int = 1) -> bool:
         """Whether a forward that reads a chunk, or all that is new, fits so many times. True if nobody knows."""
-        if self._load.batch * min(chunk or self._new, self._new) <= _FEW:
+        if self._load.batch * self._new <= _FEW:
             return True
         free = self.free()
         return free is None or times * self.needed(chunk) <= free
