@@ -36,6 +36,7 @@ def obstacle(model: Any, ids: Any, config: Any, given: dict[str, Any]) -> str | 
     """
     assistant, cache = given.get("assistant_model"), cache_names.cache_in(given)
     looks_up = getattr(config, "prompt_lookup_num_tokens", None) is not None
+    text = model.config.get_text_config()
     reasons = {
         "the assistant is no Gemma 4 assistant": not (looks_up or type(assistant).__name__.startswith(_ASSISTANTS)),
         "the cache is the caller's": cache is None or bool(getattr(cache, "_is_user_defined", False)),
@@ -44,7 +45,9 @@ def obstacle(model: Any, ids: Any, config: Any, given: dict[str, Any]) -> str | 
         "a logits processor is not transformers' own": not all(map(deferral.is_pure, given["logits_processor"])),
         "assistant_ensemble_weight is set": getattr(config, "assistant_ensemble_weight", None) is not None,
         "several processes generate together": bool(given.get("synced_gpus")),
-        "attention is not sdpa": model.config.get_text_config()._attn_implementation != "sdpa",
+        "attention is not sdpa": text._attn_implementation != "sdpa",
+        # A try would not find that out: it depends on which experts the tokens of a round share.
+        "experts give a token other bits beside others": bool(getattr(text, "enable_moe_block", False)),
         "the prompt is padded, or not of tokens": not _is_plain(ids, given),
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
