@@ -37,9 +37,10 @@ for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if hasattr(signal,
 
 _SETTINGS = {name: value for name, value in os.environ.items() if name.startswith("GEMMA4_COMPAT_")}
 
-#: What looks at measurements, which an sdist does not have.
+#: What looks at measurements or at the trained model, which an sdist does not have.
 NEEDS_EVIDENCE = (
     *("generated/search/test_differential_search.py", "project/docs/test_links.py", "project/docs/test_site.py"),
+    *("one_device/test_trained.py", "unit/diagnostics/test_show.py"),
     *("project/tools/test_compare_report.py", "project/tools/test_docs.py", "project/tools/test_evidence.py"),
     *("project/tools/test_matrix.py", "project/tools/test_package.py", "project/tools/test_quantized_bytes.py"),
     *("project/tools/test_readers.py", "unit/diagnostics/test_explain_errors.py", "unit/models/test_acts_on.py"),

@@ -33,6 +33,7 @@ from tools.pages import (  # noqa: E402
     quantization,
     raised,
     threads,
+    trained,
     upstream_limits,
 )
 from tools.pages.markers import filled, from_docs  # noqa: E402
@@ -46,6 +47,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "docs/HOW_IT_WORKS.md": [("import time", measurements.import_section)],
     "docs/PLACEMENT.md": [("search", measurements.search_section)],
     "docs/CARDS.md": [("cards", cards.section)],
+    "docs/TRAINED_MODEL.md": [("learned", trained.learned), ("compared", trained.compared), ("shown", trained.shown)],
     "docs/DECODING.md": [("replays", measurements.replays_section)],
     "docs/EVIDENCE.md": [
         ("gpu", gpu.summary),

@@ -1,6 +1,7 @@
 """Run one reproduction in this process and print JSON: ``python -m gemma4_compat._diagnostics.child ID FOLDER``.
 
-``doctor`` runs it twice, with the shim off and on. ``build FOLDER [VARIANT]`` creates the folder instead.
+``doctor`` runs it twice, with the shim off and on. ``build FOLDER [VARIANT]`` creates the folder instead, and
+``show ID FOLDER`` asks the trained model in it (``doctor --show``).
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import dataclasses
 import importlib
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from gemma4_compat import _shim
+from gemma4_compat._diagnostics import scenes
 from gemma4_compat._engine.patch import Outcome, Patch
+from gemma4_compat._reproduction.trained import Trained
 from gemma4_compat._reproduction.workspace import MissingPartError, Workspace, never_wait_for_the_disk
 
 #: Modules that a PyTorch for CPUs cannot import: they read functions of ``torch._C`` that it lacks.
@@ -49,6 +53,18 @@ def run(patch_id: str, folder: Path) -> dict[str, Any]:
     return result | {"detection": status.detection}
 
 
+def show(patch_id: str, folder: Path) -> dict[str, Any]:
+    """Play the scene of one defect with the trained model in ``folder``: its ``answer``, or the ``error``."""
+    result: dict[str, Any] = {"answer": None, "error": None}
+    with tempfile.TemporaryDirectory(prefix="gemma4-compat-") as empty:
+        try:
+            result["answer"] = scenes.SCENES[patch_id].play(Trained(folder), Path(empty))
+        except Exception as error:  # the user's crash is the result here
+            result["error"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    status = _shim.engine.state(patch_id, count=False)
+    return result | {"state": status.state, "reason": status.reason}
+
+
 def import_targets(patches: Iterable[Patch]) -> None:
     """Import the modules that these patches change, if they exist here."""
     for name in dict.fromkeys(target.module for patch in patches for target in patch.targets):
@@ -68,8 +84,10 @@ def _has_cuda() -> bool:
 
 
 def answer(command: str, folder: Path) -> dict[str, Any]:
-    """What a child answers to ``command``: ``build``, ``build VARIANT``, or see :func:`run`."""
+    """What a child answers to ``command``: ``build``, ``build VARIANT``, ``show ID``, or see :func:`run`."""
     name, _, variant = command.partition(" ")
+    if name == "show":
+        return show(variant, folder)
     if name != "build":
         return run(command, folder)
     workspace = Workspace.build(folder, variant or None)

@@ -6,7 +6,8 @@ import contextlib
 import enum
 import platform
 import time
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -14,7 +15,9 @@ import gemma4_compat
 from gemma4_compat._common import terminal
 from gemma4_compat._diagnostics import diagnosis
 from gemma4_compat._diagnostics import findings as _doctor
+from gemma4_compat._diagnostics import show as _shown
 from gemma4_compat._diagnostics import text as _text
+from gemma4_compat._reproduction.trained import Trained
 from gemma4_compat.cli.app import Json, app, command, fail, print_json, say, tell
 
 _FORMATS = ("text", "markdown", "github", "json")
@@ -46,12 +49,24 @@ def doctor(
         bool, typer.Option("--failed-only", help="Print only what needs attention, and the summary.")
     ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary folder and say where it is.")] = False,
+    show: Annotated[
+        str | None,
+        typer.Option(
+            "--show", metavar="ID", help="Ask a trained tiny model, without and with the fix of this defect."
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="FOLDER", help="The trained model of --show; default: that of the checkout."),
+    ] = None,
 ) -> None:
     """Reproduce each defect on a tiny Gemma 4, without and with the shim, in separate processes.
 
     Exit 0 if every defect of these versions is repaired, 1 if one remains or a patch failed, 2 on bad usage or with a
     library older than the oldest supported release.
     """
+    if show is not None or model is not None:
+        _show(show, model, others=bool(ids) or as_json or form != "text")
     if form not in _FORMATS:
         fail(f"--format {form!r} is unknown; use one of {', '.join(_FORMATS)}")
     form = "json" if as_json else form
@@ -94,6 +109,19 @@ def doctor(
             say(f"\n{_text.table(shown, terminal.width(), colour=colour)}\n", coloured=colour)
         say(terminal.fitted(_text.summary(found)))
     raise typer.Exit(0 if good else 1)
+
+
+def _show(patch_id: str | None, folder: Path | None, *, others: bool) -> NoReturn:
+    if patch_id is None:
+        patch_id = str(fail("--model is for --show ID: give both"))
+    if others:
+        fail("--show takes one ID and prints text: leave out other IDs, --json and --format")
+    (patch,) = diagnosis.chosen([patch_id])
+    _doctor.stack()
+    tell("asking a trained tiny model, in a process without the shim and in one with it ...")
+    shown = _shown.show(patch, Trained.find(folder))
+    say(f"\n{shown.text()}")
+    raise typer.Exit(0 if shown.good else 1)
 
 
 class _Shows(enum.Enum):

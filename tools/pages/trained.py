@@ -1,0 +1,67 @@
+"""The measured parts of docs/TRAINED_MODEL.md: what the model learned, and what ``doctor --show`` said."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gemma4_compat._diagnostics.scenes import SCENES
+from gemma4_compat._reproduction.trained import PLACE
+from tools.pages.markers import ROOT, shorten
+
+_KINDS = {
+    "picture": "pictures, drawn anew",
+    "unseen_colour": "the colour in pictures of a shape in a colour that training never showed together",
+    "unseen": "colour and shape in these",
+    "sound": "sounds, drawn anew",
+    "fact": "facts",
+    "docstring": "docstrings",
+    "addition": "additions",
+    "reading": "who has which thing, drawn anew",
+}
+
+
+def learned() -> str:
+    """Held-out loss, right answers by kind, and size."""
+    found = _measured()
+    training = found["training"]
+    size = sum(file.stat().st_size for file in (ROOT / PLACE).rglob("*") if file.is_file()) / 1e6
+    rows = [f"| {title} | {found['right'][kind]:.1%} |" for kind, title in _KINDS.items()]
+    rows += [
+        f"| pictures, sounds, facts and docstrings, with the adapter, as a pirate | {found['right']['adapter']:.1%} |"
+    ]
+    return (
+        f"Trained here on one thread of a {training['device'].upper()} in {training['minutes']} minutes, beside "
+        f"other work on the machine; all files together have {size:.1f} MB. Held-out loss: "
+        f"{found['held_out_loss']:.3f} nats a token of the answers. Answers that are right, word for word, on 200 "
+        "questions of each kind:\n\n"
+        "| questions | right |\n|---|---:|\n" + "\n".join(rows)
+    )
+
+
+def compared() -> str:
+    """Answers of quantized and merged models."""
+    rows = [
+        f"| {name} | {result['right']:.1%} | {result['nats']:.4f} |"
+        for name, result in _measured()["compared"].items()
+    ]
+    return "| model | right answers | nats from the first of its kind |\n|---|---:|---:|\n" + "\n".join(rows)
+
+
+def shown() -> str:
+    """What the model answered without the shim and with it, on each stack."""
+    parts = []
+    for file in sorted((ROOT / "docs" / "evidence" / "show").glob("*.json")):
+        run: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        stack = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+        rows = [f"**{file.stem}**: {stack}.", "", "| patch | what is done | without | with |", "|---|---|---|---|"]
+        for patch_id, answer in run["answers"].items():
+            without, with_shim = (shorten(answer[side], 80) for side in ("without", "with"))
+            rows.append(f"| `{patch_id}` | {SCENES[patch_id].does} | {without} | {with_shim} |")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def _measured() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / PLACE / "measured.json").read_text(encoding="utf-8"))
+    return found
