@@ -178,7 +178,7 @@ class Products:
 
         if self._device.type != "cuda" or not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
             return self.computed(wanted, bits=True)
-        return torch.ops.bitsandbytes.gemm_4bit(**wanted)
+        return _by_bitsandbytes(wanted)
 
     def errors(self, dtype: Any, outputs: int, inputs: int) -> Data:
         """Mean and largest errors of ours and of bitsandbytes' kernel, and whether a row's bits depend on others."""
@@ -213,9 +213,7 @@ class Products:
 
         calls: dict[str, Callable[[int], Any]] = {"ours": launch(False), "bits": launch(True)}
         if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
-            calls["bitsandbytes"] = lambda number: [
-                torch.ops.bitsandbytes.gemm_4bit(**one) for one in several[number % len(several)]
-            ]
+            calls["bitsandbytes"] = lambda number: [_by_bitsandbytes(one) for one in several[number % len(several)]]
         found = graph_times.in_turns(calls)
         shares = {name: nbytes / one["median"] / memory for name, one in found.items()}
         return {"bytes": nbytes, "us": found, "share_of_memory": shares}
@@ -229,6 +227,15 @@ class Products:
     def _nbytes(wanted: dict[str, Any]) -> int:
         """Of the weight and its scales."""
         return sum(wanted[name].nbytes for name in ("packed", "absmax", "absmax_8bit") if name in wanted)
+
+
+def _by_bitsandbytes(wanted: dict[str, Any]) -> Any:
+    """What its operator computes on any device. Its first parameters have other names than ours."""
+    import torch
+
+    given, packed, shape, absmax, blocksize, quant_type = list(wanted.values())[:6]
+    more = {name: wanted[name] for name in ("bias", "absmax_8bit", "absmax_code", "absmax_offset") if name in wanted}
+    return torch.ops.bitsandbytes.gemm_4bit(given, packed, shape, absmax, blocksize, quant_type, **more)
 
 
 def _of_one_input(wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:

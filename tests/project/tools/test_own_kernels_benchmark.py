@@ -55,6 +55,14 @@ def test_products_err_less_than_bitsandbytes_kernel() -> None:
     assert all(0 < share < 1 for one in found for share in one["share_of_theirs"].values())
 
 
+@pytest.mark.skipif(not hasattr(torch.ops.bitsandbytes, "gemm_4bit"), reason="bitsandbytes before 0.50")
+@pytest.mark.parametrize("more", [{}, {"nested": False, "bias": True}], ids=str)
+def test_bitsandbytes_operator_takes_what_is_asked(more: dict[str, Any]) -> None:
+    wanted = own_products.asked(torch.bfloat16, 256, 32, rows=3, **more)
+    found, right = own_products._by_bitsandbytes(wanted), own_products.exact(wanted)
+    assert (found.double() - right).abs().max() < 0.03 * right.abs().max()
+
+
 def test_errors_are_those_of_each() -> None:
     right = torch.tensor([1.0, 2.0]).double()
     found = own_products.compared(right, torch.tensor([1.0, 2.5]), torch.tensor([2.0, 2.0]))
@@ -77,8 +85,8 @@ def test_microseconds_of_kernels_that_go_together(monkeypatch: pytest.MonkeyPatc
 
     def in_turns(calls: Any) -> Any:
         for number in (0, graph_times.CALLS - 1):
-            for name in ("ours", "bits"):
-                calls[name](number)
+            for call in calls.values():
+                call(number)
         return {"ours": {"median": 2.0}, "bits": {"median": 4.0}}
 
     monkeypatch.setattr(graph_times, "CACHE", 0)
