@@ -132,8 +132,9 @@ def test_a_prompt_that_does_not_fit_at_once_is_planned_in_chunks(variant: str, v
     found = gemma4_compat.plan_device_map(variant, vram, context=CONTEXT)
     assert found.prefill_chunk in reading.SIZES
     assert f"model.generation_config.prefill_chunk_size = {found.prefill_chunk}" in found.code
-    assert "gemma4_compat.decode_fast(model)" in found.code
+    assert ("gemma4_compat.decode_fast(model)" in found.code) is found.fast
     if _blueprint(variant).one_query_packed:  # before, a token's step copies keys and values for each head
+        assert found.fast
         assert found.paged == ()
     assert found.use[0].peak <= found.use[0].budget
     assert found.longest_context >= CONTEXT
@@ -154,7 +155,7 @@ def test_layers_stay_where_chunks_keep_them() -> None:
     whole = gemma4_compat.plan_device_map("E4B", "4GiB", prefill_chunk=8192)
     found = gemma4_compat.plan_device_map("E4B", "4GiB")
     assert len(whole.paged) > len(found.paged) == 0
-    assert found.prefill_chunk == 1024
+    assert found.prefill_chunk in (512, 1024)
 
 
 @pytest.mark.parametrize(
