@@ -153,7 +153,8 @@ class Text:
 
     def _round(self) -> None:
         """A round with as many drafts as :mod:`pace` says, or the first try of so many."""
-        wanted = self._pace.next() if "hidden" in self._state else 0
+        replayable = bool(self._decoding.variants)  # not, for one, under autocast
+        wanted = self._pace.next() if replayable and "hidden" in self._state else 0
         if wanted > min(static_caches.length(self._cache), self._stop.length - 1) - self._held - 1:
             wanted = 0
         begun, captured = time.perf_counter(), self._captured()

@@ -242,6 +242,16 @@ def test_rows_with_other_bits_are_found_out(
     assert "decoding without drafts: " in caplog.text
 
 
+@pytest.mark.usefixtures("by_rows", "any_pace")
+def test_what_cannot_be_captured_has_no_drafts(models: Models, assistant: Any) -> None:
+    model = fast(models, None)
+    given = calls.text(model, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        same(ask(model, given, new=12), ask(model, given, new=12, assistant_model=assistant))
+    assert (counted(model).rounds, counted(model).drafted) == (11, 0)
+    assert [reason for reason in counted(model).reasons if reason.startswith("autocast")]
+
+
 @pytest.mark.usefixtures("by_rows")
 def test_without_the_option_nothing_changes(models: Models, assistant: Any) -> None:
     model = gemma4_compat.decode_fast(models.fresh(None))
