@@ -167,9 +167,11 @@ class Text:
         self._pace.note(drafts.shape[1], right, seconds if captured == self._captured() else None)
 
     def _captured(self) -> tuple[float, ...]:
-        """What changes with a capture."""
+        """What changes with a capture, and with the first step of a kind, which is slow as well."""
         models = [self._model] if self._lookup is not None else [self._model, self._assistant]
-        return tuple(decoder.of(model).statistics.capture_seconds for model in models)
+        known = [decoder.of(model) for model in models]
+        kinds = sum(len(variant.seen) for one in known for variant in one.variants)
+        return (kinds, *(one.statistics.capture_seconds for one in known))
 
     def _key(self, count: int) -> tuple[Any, ...]:
         """What the first try of so many drafts is known by."""
