@@ -153,7 +153,8 @@ class Text:
 
     def _round(self) -> None:
         """A round with as many drafts as :mod:`pace` says, or the first try of so many."""
-        wanted = self._pace.next() if "hidden" in self._state else 0
+        replayable = bool(self._decoding.variants)  # not, for one, under autocast
+        wanted = self._pace.next() if replayable and "hidden" in self._state else 0
         if wanted > min(static_caches.length(self._cache), self._stop.length - 1) - self._held - 1:
             wanted = 0
         begun, captured = time.perf_counter(), self._captured()
@@ -166,9 +167,11 @@ class Text:
         self._pace.note(drafts.shape[1], right, seconds if captured == self._captured() else None)
 
     def _captured(self) -> tuple[float, ...]:
-        """What changes with a capture."""
+        """What changes with a capture, and with the first step of a kind, which is slow as well."""
         models = [self._model] if self._lookup is not None else [self._model, self._assistant]
-        return tuple(decoder.of(model).statistics.capture_seconds for model in models)
+        known = [decoder.of(model) for model in models]
+        kinds = sum(len(variant.seen) for one in known for variant in one.variants)
+        return (kinds, *(one.statistics.capture_seconds for one in known))
 
     def _key(self, count: int) -> tuple[Any, ...]:
         """What the first try of so many drafts is known by."""

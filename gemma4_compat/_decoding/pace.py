@@ -73,7 +73,9 @@ class Pace:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     def _best(self) -> int:
-        """The number of drafts that gives the most tokens a second; 0 if drafts do not pay."""
+        """The number of drafts that gives the most tokens a second; 0 if drafts do not pay, or nobody knows."""
+        if 0 not in self.seconds:
+            return 0
         best = max(self._counts, key=self._speed)
         return best if self._speed(best) > _GAIN * self._speed(0) else 0
 

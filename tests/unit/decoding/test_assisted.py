@@ -243,6 +243,34 @@ def test_rows_with_other_bits_are_found_out(
 
 
 @pytest.mark.usefixtures("by_rows")
+def test_only_replays_are_timed(models: Models, assistant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step of a kind and a capture take as long as hundreds of replays."""
+    model = fast(models, None)
+    timed: list[bool] = []
+
+    class Noted(AnyPace):
+        def note(self, drafts: int, right: int, seconds: float | None) -> None:
+            timed.append(seconds is not None)
+
+    monkeypatch.setattr(pace, "Pace", Noted)
+    monkeypatch.setattr(pace, "COUNTS", (3,))
+    ask(model, calls.text(model, 12), new=60, assistant_model=assistant)
+    assert not timed[0]
+    assert 2 <= timed.count(False) <= 5  # at most twice for each of three kinds, and the first try is never noted
+    assert all(timed[-10:])
+
+
+@pytest.mark.usefixtures("by_rows", "any_pace")
+def test_what_cannot_be_captured_has_no_drafts(models: Models, assistant: Any) -> None:
+    model = fast(models, None)
+    given = calls.text(model, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        same(ask(model, given, new=12), ask(model, given, new=12, assistant_model=assistant))
+    assert (counted(model).rounds, counted(model).drafted) == (11, 0)
+    assert [reason for reason in counted(model).reasons if reason.startswith("autocast")]
+
+
+@pytest.mark.usefixtures("by_rows")
 def test_without_the_option_nothing_changes(models: Models, assistant: Any) -> None:
     model = gemma4_compat.decode_fast(models.fresh(None))
     ask(model, calls.text(model, 12), new=8, assistant_model=assistant)
