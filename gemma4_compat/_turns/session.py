@@ -174,9 +174,17 @@ class Session:
         self._needed = needed
         if self._last is not None:
             name = next(name for name in cache_names.NAMES if model_kwargs.get(name) is not None)
-            fresh = model_kwargs[name] = self._last.cut(self._reused, fresh, needed)
+            cache = self._last.cut(self._reused, fresh, needed)
+            if cache is not fresh:
+                self._take_over(fresh)
+            fresh = model_kwargs[name] = cache
             self._copies, self._last = self._last.copies, None
         self._cache = fresh
+
+    def _take_over(self, cache: Any) -> None:
+        """Have transformers forget a static cache: before 5.15 it keeps the last one, and empties it for each call."""
+        if vars(self.model).get("_cache") is cache:
+            del self.model._cache
 
     @contextlib.contextmanager
     def reading(self, cache: Any, *, in_chunks: bool) -> Iterator[None]:
@@ -203,6 +211,7 @@ class Session:
         returned = not isinstance(output, torch.Tensor)
         if cache is None or (returned and rows.length(cache) is not None):
             return  # a static cache that the caller has is the caller's
+        self._take_over(cache)
         sequences = output.sequences if returned else output
         held = rows.held(cache)
         if 0 < held <= sequences.shape[1]:

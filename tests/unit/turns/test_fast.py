@@ -12,6 +12,7 @@ pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip in
 import gemma4_compat
 from gemma4_compat._decoding import deferral, pieces, static_caches
 from tests.unit.decoding.calls import Models, base, steps
+from tests.unit.decoding.calls import text as batch_of
 from tests.unit.turns import chats
 from tests.unit.turns.chats import NEW, ask, counted, near, reused, text
 
@@ -119,3 +120,21 @@ def test_a_text_that_ends_before_its_limit(models: Models, monkeypatch: pytest.M
     read, held = counted(model)
     assert held > read
     assert steps(model).replayed > 0
+
+
+def test_a_call_between_two_turns_has_a_cache_of_its_own(models: Models) -> None:
+    """Before transformers 5.15 a model keeps its last static cache, and empties it for the next call."""
+    import torch
+
+    model, plain = fast(models, None).float(), models.fresh(None).float()
+    gemma4_compat.decode_fast(plain, enabled=False)
+    ids = ask(model, text(20, 0))
+    ids = ask(model, ids.sequences).sequences
+    padded = {name: row[1:] for name, row in batch_of(model, 12, batch=2).items()}
+    for _ in range(2):
+        said = [one.generate(**padded, max_new_tokens=4, do_sample=False) for one in (model, plain)]
+        assert torch.equal(*said)
+        found, held = reused(model, ids)
+        near(found, ask(plain, ids))
+        assert held == ids.shape[1] - 1
+        ids = found.sequences
