@@ -41,7 +41,7 @@ _SCHEMAS = {
     # As bitsandbytes::gemm_4bit.
     "product": "(Tensor given, Tensor packed, int[] shape, Tensor absmax, int blocksize, str quant_type,"
     " Tensor? bias=None, Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None) -> Tensor",
-    "means": "(Tensor given, int tokens) -> Tensor",
+    "means": "(Tensor given, int parts) -> Tensor",
     "shift": "(Tensor(a!) keys, Tensor(b!) values, Tensor new_keys, Tensor new_values, bool by_kernel) -> ()",
 }
 _defining = threading.Lock()
@@ -53,7 +53,7 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
 
     Args:
         device: whose tensors they may read.
-        tokens: of each sequence. Each has the bits that it would have in a forward of its own.
+        tokens: of each sequence. Up to eight in all have the bits that each would have in a forward of its own.
     """
 
     def __init__(self, device: Any, tokens: int = 1) -> None:
@@ -75,7 +75,7 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
             found = self._product(*args, **kwargs)
         elif func is torch.nn.functional.scaled_dot_product_attention:
             found = self._attention(*args, **kwargs)
-        elif func is torch.Tensor.mean and self._tokens > 1:
+        elif func is torch.Tensor.mean:
             found = self._means(*args, **kwargs)
         elif func is torch.Tensor.reshape and args[0].ndim == 5 and not args[0].stride(2) and args[0].shape[2] > 1:
             found = self._stands_for_repeated(*args, **kwargs)
@@ -114,12 +114,13 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
         return self._computed(torch.ops.gemma4_compat.dense, given, weight, bias)
 
     def _means(self, given: Any, *args: Any, **kwargs: Any) -> Any:
-        """PyTorch's order of additions depends on the number of rows: the means of norms, as for one token."""
+        """The means of norms, each as for one token: PyTorch's order of additions depends on how many there are."""
         if given.device != self._device or given.ndim < 3 or given.shape[1] != self._tokens:
             return None
-        if (args, kwargs) != ((-1,), {"keepdim": True}):
+        rows = given.shape[0] * self._tokens
+        if not 1 < rows <= dense.MAX_ROWS or (args, kwargs) != ((-1,), {"keepdim": True}):
             return None
-        return self._computed(torch.ops.gemma4_compat.means, given, self._tokens)
+        return self._computed(torch.ops.gemma4_compat.means, given, rows)
 
     def _product(self, given: Any, *args: Any, **kwargs: Any) -> Any:
         if given.device != self._device or torch.is_grad_enabled():
@@ -265,17 +266,18 @@ def _shifted_by_kernel(*args: Any) -> bool:
     return True
 
 
-def _means(given: Any, tokens: int) -> Any:
-    if given.device.type in kernels.COMPILERS and pointwise.mean(given, tokens) is not None:
+def _means(given: Any, parts: int) -> Any:
+    if given.device.type in kernels.COMPILERS and pointwise.mean(given, parts) is not None:
         memory = given.new_empty((*given.shape[:-1], 1))
         operand, shape = Load(given, given.stride()), tuple(memory.shape)
-        value = Value(reductions.MEAN, (operand,), shape, given.dtype, columns=given.shape[-1], parts=tokens)
+        value = Value(reductions.MEAN, (operand,), shape, given.dtype, columns=given.shape[-1], parts=parts)
         value.memory = memory
         known, (kernel,) = kernels.of(given.device), row_source.kernels_of([value])
         if known.prepare([kernel.text], [value.signature]):
             known.launch(kernel)
             return memory
-    return torch.cat([one.mean(-1, keepdim=True) for one in given.split(given.shape[1] // tokens, dim=1)], dim=1)
+    rows = given.reshape(parts, -1, given.shape[-1])
+    return torch.cat([one.mean(-1, keepdim=True) for one in rows]).view(*given.shape[:-1], 1)
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

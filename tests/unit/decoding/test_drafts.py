@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from gemma4_compat._decoding import kernels, pace, reductions, rounds, row_source
+from gemma4_compat._decoding import kernels, own, pace, reductions, rounds, row_source
 from gemma4_compat._decoding.lookup import Lookup
 from gemma4_compat._decoding.pointwise import Load, Value
 from tests.patches.generation.test_transformers_assistant_sampling import chi_square, model_logits, processors
@@ -149,6 +149,27 @@ def test_means_of_several_tokens_are_those_of_each(on_host: kernels.Kernels, col
 
     alone = torch.cat([means(one.clone(), 1) for one in given.split(1, dim=1)], dim=1)
     assert torch.equal(means(given, tokens), alone)
+
+
+@pytest.mark.parametrize(("batch", "tokens", "parts"), [(1, 5, [5]), (4, 1, [4]), (2, 3, [6]), (1, 1, []), (9, 1, [])])
+@pytest.mark.parametrize("heads", [(), (4,)])
+def test_up_to_eight_tokens_have_means_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, batch: int, tokens: int, parts: list[int], heads: tuple[int, ...]
+) -> None:
+    """In norms of all that a token has, and of each head."""
+    asked: list[int] = []
+    computed = own.Own._computed
+
+    def noted(mode: Any, operator: Any, given: Any, count: int) -> Any:
+        asked.append(count)
+        return computed(mode, operator, given, count)
+
+    monkeypatch.setattr(own.Own, "_computed", noted)
+    given = torch.randn((batch, tokens, *heads, 64))
+    expected = given.mean(-1, keepdim=True)
+    with own.Own(given.device, tokens):
+        assert torch.equal(given.mean(-1, keepdim=True), expected)
+    assert asked == parts
 
 
 def test_likely_tokens_are_those_of_transformers() -> None:

@@ -285,3 +285,17 @@ def test_a_product_errs_less_than_bitsandbytes(outputs: int, inputs: int, dtype:
 
     found = Products(torch.device("cuda", torch.cuda.current_device())).errors(getattr(torch, dtype), outputs, inputs)
     assert wrong([found]) == [], found
+
+
+@pytest.mark.parametrize("columns", [256, 1536, 2560, 3840, 5376])
+@pytest.mark.parametrize(("batch", "tokens"), [(4, 1), (8, 1), (1, 8), (2, 3)])
+def test_means_of_norms_do_not_depend_on_the_number_of_rows(batch: int, tokens: int, columns: int) -> None:
+    import torch
+
+    from gemma4_compat._decoding import own
+
+    given = torch.randn((batch, tokens, columns), device="cuda:0")
+    with own.Own(given.device, tokens):
+        found = given.mean(-1, keepdim=True)
+    rows = given.flatten(0, 1)
+    assert torch.equal(found.flatten(), torch.stack([row[None].mean(-1, keepdim=True) for row in rows]).flatten())
