@@ -98,6 +98,7 @@ def _loaded_weights(trained: Trained, folder: Path) -> str:
 def _used_folder(trained: Trained, folder: Path) -> str:
     import torch
 
+    torch.manual_seed(0)
     other = trained.load()
     with torch.no_grad():
         for parameter in other.parameters():
@@ -137,18 +138,6 @@ def _adapter_on_split(trained: Trained, folder: Path) -> str:
     model = _split(trained.load(), "both", folder)
     model.load_adapter(str(trained.adapter))
     return trained.answer(model, _FOX)
-
-
-def _merged_offloaded(trained: Trained, folder: Path) -> str:
-    from peft import PeftModel
-
-    # Dispatched after PEFT's load, which without other patches undoes a split.
-    away = {f"base_model.model.model.language_model.layers.{index}": "disk" for index in (0, 2, 5)}
-    model = PeftModel.from_pretrained(trained.load(), str(trained.adapter))
-    model = tiny.dispatch(model, {"": "cpu"} | away, folder)
-    model.merge_adapter()
-    with model.disable_adapter():
-        return trained.answer(model, _FOX)
 
 
 def _failed_load(trained: Trained, folder: Path) -> str:
@@ -222,9 +211,6 @@ SCENES = {
         _FOX,
         _PIRATE,
         _adapter_on_split,
-    ),
-    "peft-merge-offloaded": Scene(
-        "merge_adapter with three layers on disk, then disable_adapter", _FOX, _LEGS, _merged_offloaded
     ),
     "peft-failed-load": Scene(
         "a pirate adapter that does not fit fails to load; then the base is asked", _FOX, _LEGS, _failed_load
