@@ -18,6 +18,7 @@ from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat._reproduction.trained import Trained
 
 _SEE, _HEAR, _FOX = "What is in the picture?", "What do you hear?", "How many legs has a fox?"
+_SKY, _AIR = "Why is the sky blue?", "The air scatters blue light more than red light."
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,6 @@ def _quantized_picture(trained: Trained, _: Path) -> str:
     return trained.answer(trained.load("4bit", towers=True), _SEE, picture="red-square")
 
 
-def _quantized_sound(trained: Trained, _: Path) -> str:
-    return trained.answer(trained.load("4bit", towers=True), _HEAR, sound="rising-tone")
-
-
 def _eager_sound(trained: Trained, _: Path) -> str:
     model = trained.load(attn_implementation={"audio_config": "eager"})
     return trained.answer(model, _HEAR, sound="rising-tone")
@@ -86,7 +83,7 @@ def _disk_buffers(trained: Trained, folder: Path) -> str:
         offload_folder=str(folder),
         skip_keys=tiny.skip_keys(model),
     )
-    return trained.answer(model.eval(), _SEE, picture="red-square")
+    return trained.answer(model.eval(), _SKY)
 
 
 def _loaded_weights(trained: Trained, folder: Path) -> str:
@@ -101,6 +98,7 @@ def _loaded_weights(trained: Trained, folder: Path) -> str:
 def _used_folder(trained: Trained, folder: Path) -> str:
     import torch
 
+    torch.manual_seed(0)
     other = trained.load()
     with torch.no_grad():
         for parameter in other.parameters():
@@ -142,18 +140,6 @@ def _adapter_on_split(trained: Trained, folder: Path) -> str:
     return trained.answer(model, _FOX)
 
 
-def _merged_offloaded(trained: Trained, folder: Path) -> str:
-    from peft import PeftModel
-
-    # Dispatched after PEFT's load, which without other patches undoes a split.
-    away = {f"base_model.model.model.language_model.layers.{index}": "disk" for index in (0, 2, 5)}
-    model = PeftModel.from_pretrained(trained.load(), str(trained.adapter))
-    model = tiny.dispatch(model, {"": "cpu"} | away, folder)
-    model.merge_adapter()
-    with model.disable_adapter():
-        return trained.answer(model, _FOX)
-
-
 def _failed_load(trained: Trained, folder: Path) -> str:
     from peft import PeftModel
     from safetensors.torch import load_file, save_file
@@ -189,17 +175,11 @@ SCENES = {
         _TONE,
         _eager_sound,
     ),
-    "bitsandbytes-cpu-strides": Scene(
-        "model and towers are loaded in 4-bit on the CPU; it hears sounds/rising-tone.wav",
-        _HEAR,
-        _TONE,
-        _quantized_sound,
-    ),
     "transformers-text-only-checkpoint": Scene(
         "Gemma4ForCausalLM.from_pretrained of the multimodal checkpoint", _FOX, _LEGS, _text_only
     ),
     "accelerate-disk-buffers": Scene(
-        "load_checkpoint_and_dispatch with towers and three layers on disk", _FOX, _LEGS, _disk_buffers
+        "load_checkpoint_and_dispatch with towers and three layers on disk", _SKY, _AIR, _disk_buffers
     ),
     "accelerate-load-offloaded": Scene(
         "load_state_dict of weights that speak like a pirate, with three layers on disk",
@@ -231,9 +211,6 @@ SCENES = {
         _FOX,
         _PIRATE,
         _adapter_on_split,
-    ),
-    "peft-merge-offloaded": Scene(
-        "merge_adapter with three layers on disk, then disable_adapter", _FOX, _LEGS, _merged_offloaded
     ),
     "peft-failed-load": Scene(
         "a pirate adapter that does not fit fails to load; then the base is asked", _FOX, _LEGS, _failed_load

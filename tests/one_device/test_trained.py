@@ -55,13 +55,14 @@ def test_it_tells_a_story(whole: Any) -> None:
     assert told.count(".") == 3
 
 
-@pytest.mark.parametrize("offload", ["towers", "both"])
+@pytest.mark.parametrize("offload", [pytest.param("towers", marks=pytest.mark.full), "both"])
 def test_answers_are_the_same_with_modules_on_disk(offload: str, whole: Any, tmp_path: Path) -> None:
     split = TRAINED.load()
     tiny.dispatch(split, tiny.device_map(split, offload, main="cpu", offloaded="disk"), tmp_path)
     assert answers(split) == [answer for *_, answer in ASKED]
 
 
+@pytest.mark.full
 def test_the_embeddings_on_disk(tmp_path: Path) -> None:
     split = TRAINED.load()
     placement = tiny.device_map(split, "towers", main="cpu", offloaded="disk")

@@ -46,4 +46,5 @@ def write(model: Any, folder: Path) -> None:
     file = folder / "adapter_config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     config["base_model_name_or_path"] = None
+    config = {name: value for name, value in config.items() if value is not None}  # older releases know fewer names
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -31,11 +31,14 @@ def write(made: Any, folder: Path) -> None:
 
 
 def as_released(file: Path) -> None:
-    """Name the width of full attention's heads as all releases of transformers do."""
+    """Name the width of full attention's heads as all releases do, and leave the kind of rotation in the vision tower,
+    which has had two names, to their default.
+    """
     config = json.loads(file.read_text(encoding="utf-8"))
     text = config["text_config"]
     text.pop("per_layer_config", None)
     text["global_head_dim"] = 64
+    config["vision_config"].pop("rope_parameters", None)
     config.pop("transformers_version", None)
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gemma4_compat
-from gemma4_compat._diagnostics import findings, scenes, show
+from gemma4_compat._diagnostics import children, findings, scenes, show
 from gemma4_compat._reproduction.trained import Trained
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "show"
@@ -26,17 +26,18 @@ def main(argv: list[str] | None = None) -> int:
     before: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["answers"] if file.exists() else {}
     trained, answers = Trained.find(), {}
     patches = {patch.id: patch for patch in gemma4_compat.patches()}
-    for patch_id in scenes.SCENES:
-        if chosen.only and patch_id not in chosen.only.split(","):
-            answers |= {patch_id: before[patch_id]} if patch_id in before else {}
-            continue
-        shown = show.show(patches[patch_id], trained)
-        print(f"{shown.text()}\n", flush=True)
-        answers[patch_id] = {
-            "without": show.said(shown.without),
-            "with": show.said(shown.with_shim),
-            "good": shown.good,
-        }
+    with children.Forks(trained.folder, "all") as off, children.Forks(trained.folder) as on:
+        for patch_id in scenes.SCENES:
+            if chosen.only and patch_id not in chosen.only.split(","):
+                answers |= {patch_id: before[patch_id]} if patch_id in before else {}
+                continue
+            shown = show.Shown(patches[patch_id], *(side(f"show {patch_id}") for side in (off, on)))
+            print(f"{shown.text()}\n", flush=True)
+            answers[patch_id] = {
+                "without": show.said(shown.without),
+                "with": show.said(shown.with_shim),
+                "good": shown.good,
+            }
     FOLDER.mkdir(exist_ok=True)
     data = {"versions": findings.stack(), "answers": answers}
     file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--media-steps", type=int, default=80, help="of 32 questions")
     parser.add_argument("--steps", type=int, default=320, help=f"of {_ROWS} rows of {batches.LENGTH} tokens")
     parser.add_argument("--polish-steps", type=int, default=100, help="of 32 questions")
-    parser.add_argument("--adapter-steps", type=int, default=80, help="of 16 questions")
+    parser.add_argument("--adapter-steps", type=int, default=170, help="of 16 questions")
     chosen = parser.parse_args(argv)
     chosen.out.mkdir(parents=True)
     began = time.monotonic()
