@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gemma4_compat._decoding import call, choosing, decoder, deferral, obstacles, own, pace, rounds, static_caches
+from gemma4_compat._decoding import call, choosing, decoder, deferral, obstacles, pace, rounds, static_caches
 from gemma4_compat._decoding.bits import same_bits
 from gemma4_compat._decoding.draft_windows import Windows
 from gemma4_compat._decoding.lookup import Lookup
@@ -34,6 +34,8 @@ def obstacle(model: Any, ids: Any, config: Any, given: dict[str, Any]) -> str | 
         config: the ``GenerationConfig`` of the call.
         given: the other arguments of ``GenerationMixin._assisted_decoding``.
     """
+    from gemma4_compat._decoding import own
+
     assistant, cache = given.get("assistant_model"), cache_names.cache_in(given)
     looks_up = getattr(config, "prompt_lookup_num_tokens", None) is not None
     text = model.config.get_text_config()

@@ -32,6 +32,7 @@ REFUSED = {
     "transformers-graph-decoding",
     "transformers-quantize-offloaded",
     "transformers-quantized-experts",
+    "transformers-reuse-prefix",
 }
 SAMPLE = ("accelerate-move-offloaded", "transformers-tied-head")
 

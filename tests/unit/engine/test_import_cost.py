@@ -109,6 +109,7 @@ def test_the_public_names_are_those_that_are_documented() -> None:
         "quantize_experts",
         "quantize_offloaded",
         "repair_checkpoint",
+        "reuse_prefix",
         "revert",
         "scan_adapter",
         "status",
