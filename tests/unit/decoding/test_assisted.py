@@ -88,7 +88,7 @@ SAMPLED = {"do_sample": True, "top_k": 30, "top_p": 0.95, "temperature": 0.9}
 
 
 @pytest.mark.usefixtures("by_rows", "any_pace")
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("share", [pytest.param(0.0, marks=[pytest.mark.full]), 0.3, 0.7, 1.0])
 def test_tokens_are_those_without_an_assistant(
     models: Models, assistant: Any, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
@@ -331,6 +331,7 @@ def test_exact_arithmetic_has_no_rounds(models: Models) -> None:
     assert not decoder.of(model).preferred
 
 
+@pytest.mark.full
 def test_kernels_give_tokens_of_a_round_the_bits_of_single_ones(
     kernels_on_host: None, models: Models, assistant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def test_replays_have_the_bits_of_the_same_weights_on_one_device(models: Models,
             assert_equal(one, other)
 
 
+@pytest.mark.full
 def test_own_arithmetic_has_the_same_bits_wherever_they_are(models: Models, on_host: kernels.Kernels) -> None:
     found = []
     for where in ("device", "host", "streamed"):
