@@ -33,17 +33,19 @@ class Trained:
 
     @classmethod
     def find(cls, folder: Path | None = None) -> Trained:
-        """The one in ``folder``, or by default in the checkout that this package runs from.
+        """The one in ``folder``, or by default in the checkout that this package runs from or the user is in.
 
         Raises:
             Gemma4CompatError: it is not there.
         """
-        place = Path(__file__).resolve().parents[2] / PLACE if folder is None else folder
-        if not (place / "model" / "config.json").is_file():
+        checkouts = (Path(__file__).resolve().parents[2], Path.cwd())
+        places = [checkout / PLACE for checkout in checkouts] if folder is None else [folder]
+        place = next((place for place in places if (place / "model" / "config.json").is_file()), None)
+        if place is None:
             if folder is None:
                 raise Gemma4CompatError(
-                    "the trained model is in the repository, not in the installed package: give --model the path of "
-                    f"{PLACE} in a checkout"
+                    "the trained model is in the repository, not in the installed package: run this in a checkout, or "
+                    f"give --model the path of {PLACE} in one"
                 )
             raise Gemma4CompatError(f"{str(folder)!r} has no model/config.json: it is not the folder {PLACE}")
         return cls(place)

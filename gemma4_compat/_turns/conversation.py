@@ -56,14 +56,16 @@ class Conversation:
         """
         own = self._rows or rows.of(self._cache)
         while limit > 0:
-            if self._sliding:
-                first = self._sliding[0]
-                spans = [(layers[first].start, layers[first].end) for layers in (own, *self.copies) if first in layers]
-                limit = rows.longest(spans, self.window, limit)
-            inside = next((item for item in self.items if item.start < limit < item.end), None)
-            if inside is None:
+            found = limit
+            for index in self._sliding:
+                parts = [layers[index] for layers in (own, *self.copies) if index in layers]
+                found = rows.longest([(part.start, part.end) for part in parts], self.window, found)
+            inside = next((item for item in self.items if item.start < found < item.end), None)
+            if inside is not None:
+                found = inside.start
+            if found == limit:
                 break
-            limit = inside.start
+            limit = found  # which every layer has to allow
         return limit
 
     def cut(self, tokens: int, fresh: Any, needed: int) -> Any:

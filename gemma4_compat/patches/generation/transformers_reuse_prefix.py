@@ -5,8 +5,8 @@ although the cache of the last turn held nearly all of it. Passed back as ``past
 nothing before its end has changed, and a processor's images have to be left out: ``ValueError: Image features and
 image tokens do not match``.
 
-Cause: ``generate`` makes a new cache for each call. Whether a given cache holds the beginning of the prompt it cannot
-know, since a cache does not have the tokens; and sliding layers cannot be cut to where a history was edited.
+Cause: ``generate`` makes a new cache for each call. A cache does not contain its tokens, so ``generate`` cannot tell
+whether a given one holds the beginning of the prompt; and sliding layers cannot be cut to where a history was edited.
 
 Fix: After ``gemma4_compat.reuse_prefix(model)`` the model keeps the last cache of ``generate`` together with its
 tokens, images and sounds, and copies of the rows that sliding layers drop. The next call gets that cache, cut to the

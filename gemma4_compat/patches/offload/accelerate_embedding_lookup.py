@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def pre_forward(original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    if self.offload and type(module).__name__.startswith("Parametrized"):  # torch's name; a trace can read it
+    if self.offload and "parametrizations" in module._modules:
         _outside_graphs(parametrized.settle)(module, self)
     if not self.offload or not _is_embedding(module):
         return original(self, module, *args, **kwargs)

@@ -101,6 +101,12 @@ def test_split_over_devices_and_compiled_it_has_the_same_bits(workspace: Any, br
     embedder, batch = model.model.embed_vision, tiny.unified_inputs(workspace.main)
     compiled = torch.compile(embedder, backend="eager", fullgraph=True)
     with torch.no_grad():
-        found = compiled(batch["pixel_values"], batch["image_position_ids"]).pooler_output
-    assert torch.equal(found.flatten(0, -2).float().cpu(), expected)
-    assert torch.equal(_features(workspace.unified().dispatch(model)), expected)
+        traced = compiled(batch["pixel_values"], batch["image_position_ids"]).pooler_output
+    assert torch.equal(traced.flatten(0, -2).float().cpu(), expected)
+    whole = workspace.unified().outputs(model)
+    split = workspace.unified().dispatch(model)
+    assert torch.equal(_features(split), expected)
+    found = workspace.unified().outputs(split)
+    assert all(torch.equal(one, other) for one, other in zip(found.logits, whole.logits, strict=True))
+    assert torch.equal(found.tokens, whole.tokens)
+    assert all(logits.isfinite().all() for logits in whole.logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,23 @@ def test_where_the_model_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Gemma4CompatError, match=r"has no model/config\.json"):
         Trained.find(tmp_path)
     monkeypatch.setattr("gemma4_compat._reproduction.trained.PLACE", "nowhere")
-    with pytest.raises(Gemma4CompatError, match="in the repository, not in the installed package: give --model"):
+    with pytest.raises(Gemma4CompatError, match="in the repository, not in the installed package: run this in a"):
         Trained.find()
+
+
+def test_an_installed_package_finds_the_model_of_the_checkout_it_is_called_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gemma4_compat._reproduction.trained.__file__", str(tmp_path / "gemma4_compat" / "a" / "b.py"))
+    monkeypatch.chdir(ROOT)
+    assert Trained.find().folder == ROOT / PLACE
+
+
+def test_the_readme_quotes_what_the_model_said() -> None:
+    run = json.loads((ROOT / "docs" / "evidence" / "show" / "newest.json").read_text(encoding="utf-8"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for side in ("without", "with"):
+        assert run["answers"][SHOWN][side].strip("'") in readme
 
 
 @pytest.fixture(scope="module")
