@@ -47,7 +47,12 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "docs/HOW_IT_WORKS.md": [("import time", measurements.import_section)],
     "docs/PLACEMENT.md": [("search", measurements.search_section)],
     "docs/CARDS.md": [("cards", cards.section)],
-    "docs/TRAINED_MODEL.md": [("learned", trained.learned), ("compared", trained.compared), ("shown", trained.shown)],
+    "docs/TRAINED_MODEL.md": [
+        ("learned", trained.learned),
+        ("drafts", trained.drafts),
+        ("compared", trained.compared),
+        ("shown", trained.shown),
+    ],
     "docs/DECODING.md": [("replays", measurements.replays_section)],
     "docs/EVIDENCE.md": [
         ("gpu", gpu.summary),

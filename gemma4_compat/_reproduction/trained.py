@@ -60,6 +60,11 @@ class Trained:
         """A LoRA that makes it speak like a pirate."""
         return self.folder / "adapter"
 
+    @property
+    def assistant(self) -> Path:
+        """A ``Gemma4AssistantForCausalLM`` that drafts its answers, in bfloat16."""
+        return self.folder / "assistant"
+
     def load(self, quantization: str | None = None, **options: Any) -> Any:
         """:func:`tiny.load` of the checkpoint."""
         return tiny.load(self.checkpoint, quantization, **options)

@@ -12,7 +12,7 @@ import pytest
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.trained import PLACE, Trained
 from tests.helpers import ROOT
-from tools.trained_model import batches, files, measure, media, model, questions
+from tools.trained_model import assistant, batches, files, measure, media, model, questions
 
 pytestmark = pytest.mark.xdist_group("trained")
 
@@ -34,8 +34,10 @@ def whole() -> Any:
     return TRAINED.load()
 
 
-def answers(model: Any) -> list[str]:
-    return [TRAINED.answer(model, asked, picture=picture, sound=sound) for asked, picture, sound, _ in ASKED]
+def answers(model: Any, **options: Any) -> list[str]:
+    return [
+        TRAINED.answer(model, asked, picture=picture, sound=sound, **options) for asked, picture, sound, _ in ASKED
+    ]
 
 
 def test_it_answers(whole: Any) -> None:
@@ -46,6 +48,15 @@ def test_it_names_shapes_and_sounds_that_it_has_not_met(whole: Any) -> None:
     draw = random.Random(12345)
     for kind in ("picture", "sound"):  # by chance one of 20, and one of 6
         assert sum(measure.right(whole, [questions.asked(draw, kind) for _ in range(40)])) >= 28, kind
+
+
+def test_its_assistant_drafts_its_answers(whole: Any) -> None:
+    pytest.importorskip("transformers.models.gemma4_assistant")
+    drafting = assistant.load(TRAINED)
+    draw = random.Random(54321)
+    rows = [questions.asked(draw, kind) for kind in measure.COMPARED for _ in range(2)]
+    assert assistant.tokens_a_forward(whole, drafting, rows) > 3  # with four drafts, 5 at most
+    assert answers(whole, assistant_model=drafting) == [answer for *_, answer in ASKED]
 
 
 def test_it_tells_a_story(whole: Any) -> None:

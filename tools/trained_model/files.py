@@ -16,18 +16,24 @@ _SEED = 7
 
 def write(made: Any, folder: Path) -> None:
     """Write the checkpoint."""
-    import torch
-
-    made = made.to("cpu", torch.bfloat16)
-    for name, buffer in made.named_buffers():
-        if name.endswith("inv_freq"):
-            buffer.data = buffer.data.float()
+    made = in_bfloat16(made)
     made.generation_config.eos_token_id = [model.EOS, model.END]
     made.generation_config.pad_token_id = model.PAD
     made.save_pretrained(folder)
     as_released(folder / "config.json")
     model.tokenizer().save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps(processor(), indent=2) + "\n", encoding="utf-8")
+
+
+def in_bfloat16(made: Any) -> Any:
+    """The model on the CPU, with frequencies of rotations in float32."""
+    import torch
+
+    made = made.to("cpu", torch.bfloat16)
+    for name, buffer in made.named_buffers():
+        if name.endswith("inv_freq"):
+            buffer.data = buffer.data.float()
+    return made
 
 
 def as_released(file: Path) -> None:
@@ -38,7 +44,7 @@ def as_released(file: Path) -> None:
     text = config["text_config"]
     text.pop("per_layer_config", None)
     text["global_head_dim"] = 64
-    config["vision_config"].pop("rope_parameters", None)
+    config.get("vision_config", {}).pop("rope_parameters", None)
     config.pop("transformers_version", None)
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

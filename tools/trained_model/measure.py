@@ -19,7 +19,7 @@ from gemma4_compat._reproduction.trained import Trained
 from tools.trained_model import batches, questions
 
 FILE = "measured.json"
-_SEED = 10**9  # training's is another: pictures, sounds and stories are drawn anew
+SEED = 10**9  # training's is another: pictures, sounds and stories are drawn anew
 _EACH, _TOGETHER = 200, 50
 #: At least this share of answers is right, word for word. Facts and docstrings are those of training.
 BOUNDS = {"picture": 0.75, "sound": 0.85, "fact": 0.95, "docstring": 0.95, "adapter": 0.75}
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     trained = Trained.find(parser.parse_args(argv).folder)
     file = trained.folder / FILE
     before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    found = measured(trained) | {name: before[name] for name in ("training",) if name in before}
+    found = measured(trained) | {name: before[name] for name in ("training", "drafts") if name in before}
     write(found, trained.folder)
     return verdict(found)
 
@@ -68,7 +68,7 @@ def verdict(found: dict[str, Any]) -> int:
 
 def measured(trained: Trained) -> dict[str, Any]:
     """The held-out loss, the share of right answers by kind, and the same for quantized and merged models."""
-    draw, model = random.Random(_SEED), trained.load()
+    draw, model = random.Random(SEED), trained.load()
     rows = [batches.row(draw) for _ in range(_EACH // 2)]
     shares = {
         kind: _share(right(model, [questions.asked(draw, kind) for _ in range(_EACH)]))
@@ -87,7 +87,7 @@ def _compared(trained: Trained) -> Iterator[tuple[str, dict[str, float]]]:
     Kullback and Leibler), after each way to quantize the model or to merge its adapter.
     """
     for pirate, models in ((False, _plain(trained)), (True, _adapted(trained))):
-        draw = random.Random(_SEED)
+        draw = random.Random(SEED)
         rows = [questions.asked(draw, kind, pirate=pirate) for kind in COMPARED for _ in range(_EACH // 4)]
         reference: list[Any] = []
         for name, build in models.items():

@@ -1,7 +1,7 @@
-"""Train the model from nothing, and its adapter; docs/TRAINED_MODEL.md has the command and what came of it.
+"""Train the model from nothing, its adapter and its assistant; docs/TRAINED_MODEL.md has the command and the result.
 
-``python -m tools.trained_model.train OUT`` writes OUT/model and OUT/adapter. It fails if the model is not as good as
-:data:`measure.BOUNDS` asks for.
+``python -m tools.trained_model.train OUT`` writes OUT/model, OUT/adapter and OUT/assistant. It fails if the
+model is not as good as :data:`measure.BOUNDS` asks for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._reproduction.trained import Trained
-from tools.trained_model import adapter, batches, files, measure, model, questions, towers
+from tools.trained_model import adapter, assistant, batches, files, measure, model, questions, towers
 
 _RATE, _WARM_UP, _ROWS = 2e-3, 20, 10
 _SEED = 2026
@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=320, help=f"of {_ROWS} rows of {batches.LENGTH} tokens")
     parser.add_argument("--polish-steps", type=int, default=100, help="of 32 questions")
     parser.add_argument("--adapter-steps", type=int, default=170, help="of 16 questions")
+    parser.add_argument("--assistant-steps", type=int, default=assistant.STEPS, help="of 8 rows of the same length")
     chosen = parser.parse_args(argv)
     chosen.out.mkdir(parents=True)
     began = time.monotonic()
@@ -43,8 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     files.write_examples(chosen.out)
     tiny = Trained(chosen.out)
     adapter.train(tiny, chosen.adapter_steps, chosen.device)
+    assistant.train(tiny, chosen.assistant_steps, chosen.device)
     (chosen.out / _KEPT).unlink(missing_ok=True)
-    found = measure.measured(tiny)
+    found = measure.measured(tiny) | {"drafts": assistant.measured(tiny)}
     found["training"] = {"device": chosen.device, "steps": chosen.steps, "minutes": round(minutes)}
     measure.write(found, chosen.out)
     return measure.verdict(found)
