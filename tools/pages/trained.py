@@ -43,7 +43,8 @@ def drafts() -> str:
     return (
         f"Given all before it, the first of four drafts is right in {found['right'][0]:.1%}, the fourth in "
         f"{found['right'][-1]:.1%}. With four drafts, a forward of the model gives {found['tokens_a_forward']:.1f} "
-        f"tokens of a greedy answer; with the pirate adapter, which the assistant does not have, {found['with_adapter']:.1f}."
+        "tokens of a greedy answer; with the pirate adapter, which the assistant does not have, "
+        f"{found['with_adapter']:.1f}."
     )
 
 
