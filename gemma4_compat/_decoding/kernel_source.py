@@ -170,6 +170,7 @@ class Kernel:
             results' element counts, each number once, the largest first.
         block: threads of a block.
         grid: blocks in x and y; None for as many as have a thread for each of the first of ``sizes``.
+        shared: bytes of shared memory of a block, beyond that in the text.
     """
 
     text: str
@@ -178,6 +179,7 @@ class Kernel:
     sizes: tuple[int | float, ...]
     block: int = BLOCK
     grid: tuple[int, int] | None = None
+    shared: int = 0
 
     @property
     def blocks(self) -> tuple[int, int]:
