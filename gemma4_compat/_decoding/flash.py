@@ -21,13 +21,14 @@ from gemma4_compat._decoding.attention import _is_readable, _rows_of
 from gemma4_compat._decoding.attention_tensor_source import multiplication
 from gemma4_compat._decoding.kernel_source import Kernel, kinds
 
-WIDTHS = (256, 512)
 #: Query heads that share a key-value head.
 MAX_HEADS = 32
 _THREADS = 256
 _LOG2_E = 1.4426950408889634
 #: Up to so many heads there are two blocks for each row, one for every other tile: 512 tokens of the E2B are 64 blocks.
 _FEW_HEADS = 8
+#: Tokens that two blocks each compute at once: what they have to add up takes memory.
+_AT_ONCE = 1024
 _LIMIT = 1 << 31
 
 
@@ -137,7 +138,7 @@ def understood(
     scale = width**-0.5 if scale is None else float(scale)
     if (
         query.dtype not in (torch.bfloat16, torch.float16)
-        or width not in WIDTHS
+        or width not in _TILINGS
         or value.shape != key.shape
         or (key.shape[0], key.shape[3]) != (batch, width)
         or min(heads, tokens, length) < 1
@@ -197,42 +198,33 @@ def kernels(call: Call, found: Any = None, how: Tiling | None = None) -> tuple[l
     if mask is not None and found is None:
         first, found = bounds(call)
         launched.append(first)
-    shared = heads // kv_heads
-    streams = 2 if heads <= _FEW_HEADS else 1
-    blocks = -(-tokens * shared // how.rows)
+    layout = layout_of(call, how)
     result = torch.empty((batch, tokens, heads, width), dtype=query.dtype, device=query.device)
-    layout = _Layout(query.dtype, width, shared, streams, mask is not None, how)
-    reads, writes = [query, key, value, *(() if mask is None else (mask, found))], [result]
-    scale = call.scale * _LOG2_E
-    if streams > 1:
-        new = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
-        outer = batch * kv_heads, streams, blocks * how.rows
-        writes = [new((*outer, width)), new((*outer, 2))]
-    strides = (query.stride(0), shared * query.stride(1), query.stride(1), query.stride(2))
-    sizes = (tokens, kv_heads, *strides, *key.stride()[:3], *value.stride()[:3])
-    sizes += () if mask is None else mask.stride()[:2]
-    grid = (blocks * streams, batch * kv_heads)
-    launched.append(
-        Kernel(
-            _text(layout),
-            (*reads, *writes),
-            len(writes),
-            (*sizes, scale),
-            block=_THREADS,
-            grid=grid,
-            shared=how.room(width),
-        )
-    )
-    if streams > 1:
-        grid = (-(-tokens * shared * width // (4 * _THREADS)), batch * kv_heads)
-        sizes = (tokens, kv_heads, blocks * how.rows, scale)
-        launched.append(Kernel(_sum_text(layout), (*writes, result), 1, sizes, block=_THREADS, grid=grid))
+    reads = [query, key, value, *(() if mask is None else (mask, found))]
+    sizes = (kv_heads, query.stride(0), layout.heads * query.stride(1), query.stride(1), query.stride(2))
+    sizes += (*key.stride()[:3], *value.stride()[:3], *(() if mask is None else mask.stride()[:2]))
+    scale, outer, text, room = call.scale * _LOG2_E, batch * kv_heads, _text(layout), how.room(width)
+    if layout.streams == 1:
+        grid = (-(-tokens * layout.heads // how.rows), outer)
+        kernel = Kernel(text, (*reads, result), 1, (tokens, 0, *sizes, scale), block=_THREADS, grid=grid, shared=room)
+        return [*launched, kernel], result.transpose(1, 2)
+    blocks = -(-min(tokens, _AT_ONCE) * layout.heads // how.rows)
+    padded = blocks * how.rows
+    new = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
+    parts = [new((outer, layout.streams, padded, width)), new((outer, layout.streams, padded, 2))]
+    for begin in range(0, tokens, _AT_ONCE):
+        grid = (blocks * layout.streams, outer)
+        of = (tokens, begin, *sizes, scale)
+        launched.append(Kernel(text, (*reads, *parts), 2, of, block=_THREADS, grid=grid, shared=room))
+        grid = (-(-padded * width // (4 * _THREADS)), outer)
+        of = (tokens, begin, kv_heads, padded, scale)
+        launched.append(Kernel(_sum_text(layout), (*parts, result), 1, of, block=_THREADS, grid=grid))
     return launched, result.transpose(1, 2)
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """What a kernel's text depends on."""
+class Layout:
+    """What a kernel's text depends on: ``heads`` share keys, and ``streams`` blocks compute a row together."""
 
     dtype: Any
     width: int
@@ -240,6 +232,13 @@ class _Layout:
     streams: int
     masked: bool
     how: Tiling
+
+
+def layout_of(call: Call, how: Tiling) -> Layout:
+    """The layout of the kernels of a call."""
+    heads, kv_heads = call.query.shape[1], call.key.shape[1]
+    streams = 2 if heads <= _FEW_HEADS else 1
+    return Layout(call.query.dtype, call.query.shape[3], heads // kv_heads, streams, call.mask is not None, how)
 
 
 def _filled(text: str, known: dict[str, str]) -> str:
@@ -253,13 +252,13 @@ def _constants(**values: int) -> str:
 
 
 @functools.cache
-def _text(layout: _Layout) -> str:
+def _text(layout: Layout) -> str:
     kind, how = kinds()[layout.dtype], layout.how
     half = kind.load.startswith("from_f16")
     pointers = ["const u16* query_at", "const u16* keys_at", "const u16* values_at"]
     pointers += ["const unsigned char* mask_at", "const uint4* bounds"] if layout.masked else []
     pointers += ["float* parts", "float2* of_streams"] if layout.streams > 1 else ["u16* out"]
-    numbers = ["tokens", "kv_heads", "query_batch", "query_kv", "query_head", "query_stride"]
+    numbers = ["tokens", "begin", "kv_heads", "query_batch", "query_kv", "query_head", "query_stride"]
     numbers += ["key_batch", "key_head", "key_stride", "value_batch", "value_head", "value_stride"]
     numbers += ["mask_batch", "mask_query"] if layout.masked else []
     if layout.masked:
@@ -297,7 +296,7 @@ def _text(layout: _Layout) -> str:
 
 
 @functools.cache
-def _sum_text(layout: _Layout) -> str:
+def _sum_text(layout: Layout) -> str:
     half = kinds()[layout.dtype].load.startswith("from_f16")
     known = {
         "CONSTANTS": _constants(D=layout.width, G=layout.heads, STREAMS=layout.streams),

@@ -122,7 +122,7 @@ FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention
 #endif
   const unsigned int kv_head = blockIdx.y % kv_heads, batch = blockIdx.y / kv_heads;
   const unsigned int blocks = gridDim.x / STREAMS, block = blocks - 1u - blockIdx.x / STREAMS;  // the longest first
-  const unsigned int stream = blockIdx.x % STREAMS, row_from = block * M, rows = tokens * G;
+  const unsigned int stream = blockIdx.x % STREAMS, row_from = begin * G + block * M, rows = tokens * G;
   const u16* const query = query_at + (unsigned long long)batch * query_batch + (unsigned long long)kv_head * query_kv;
   const u16* const keys = keys_at + (unsigned long long)batch * key_batch + (unsigned long long)kv_head * key_head;
   const u16* const values =
@@ -363,10 +363,10 @@ RESULT = {
         @PAIR@(value[i / 2][n][i % 2 * 2] * by, value[i / 2][n][i % 2 * 2 + 1] * by);""",
 }
 PART = {
-    "KEEP_SUM": r"""of_streams[((unsigned long long)blockIdx.y * STREAMS + stream) * (blocks * M) + row_from + r] =
+    "KEEP_SUM": r"""of_streams[((unsigned long long)blockIdx.y * STREAMS + stream) * (blocks * M) + block * M + r] =
       make_float2(top[i], all);""",
     "KEEP_VALUES": r"""float* const to =
-      parts + (((unsigned long long)blockIdx.y * STREAMS + stream) * (blocks * M) + of) * D;
+      parts + (((unsigned long long)blockIdx.y * STREAMS + stream) * (blocks * M) + block * M + r) * D;
     #pragma unroll
     for (int n = 0; n < 8; ++n)
       *(float2*)(to + pc * 64 + n * 8 + col * 2) =
@@ -374,22 +374,22 @@ PART = {
 }
 
 SUM = r"""extern "C" __global__ void __launch_bounds__(256) flash_sum(const float* parts, const float2* of_streams, u16* out,
-    unsigned int tokens, unsigned int kv_heads, unsigned int padded, float scale) {
+    unsigned int tokens, unsigned int begin, unsigned int kv_heads, unsigned int padded, float scale) {
 @CONSTANTS@
-  const unsigned int element = (blockIdx.x * 256u + threadIdx.x) * 4u, of = element / D;
-  if (of >= tokens * G) return;
+  const unsigned int element = (blockIdx.x * 256u + threadIdx.x) * 4u, part_of = element / D, of = begin * G + part_of;
+  if (part_of >= padded || of >= tokens * G) return;
   const unsigned int kv_head = blockIdx.y % kv_heads, batch = blockIdx.y / kv_heads;
   float2 known[STREAMS];
   float top = __uint_as_float(0xff800000u), sum = 0.0f, all[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   #pragma unroll
   for (int s = 0; s < STREAMS; ++s) {
-    known[s] = of_streams[((unsigned long long)blockIdx.y * STREAMS + s) * padded + of];
+    known[s] = of_streams[((unsigned long long)blockIdx.y * STREAMS + s) * padded + part_of];
     top = fmaxf(top, known[s].x);
   }
   #pragma unroll
   for (int s = 0; s < STREAMS; ++s) {
     const float4 part = *(const float4*)(parts
-      + (((unsigned long long)blockIdx.y * STREAMS + s) * padded + of) * D + element % D);
+      + (((unsigned long long)blockIdx.y * STREAMS + s) * padded + part_of) * D + element % D);
     const float by = known[s].x == top ? 1.0f : exp2f((known[s].x - top) * scale);
     sum = fmaf(known[s].y, by, sum);
     all[0] = fmaf(part.x, by, all[0]);
