@@ -162,17 +162,17 @@ def understood(
     return Call(query, key, value, mask.expand(batch, tokens, length), scale)
 
 
-def bounds(call: Call) -> tuple[Kernel, Any]:
-    """The kernel that finds the valid keys of each query of a call with a mask, and what it writes: an argument of
+def bounds(mask: Any) -> tuple[Kernel, Any]:
+    """The kernel that finds the valid keys of each token of ``Call.mask``, and what it writes: an argument of
     :func:`kernels`, for all calls with this mask.
     """
     import torch
 
-    batch, tokens, length = call.mask.shape
-    found = torch.empty((batch, tokens, source.RECORD), dtype=torch.int32, device=call.mask.device)
-    sizes = (tokens, length, *call.mask.stride()[:2])
+    batch, tokens, length = mask.shape
+    found = torch.empty((batch, tokens, source.RECORD), dtype=torch.int32, device=mask.device)
+    sizes = (tokens, length, *mask.stride()[:2])
     grid = (batch * tokens, 1)
-    return Kernel(source.BOUNDS, (call.mask, found), 1, sizes, block=_THREADS, grid=grid), found
+    return Kernel(source.BOUNDS, (mask, found), 1, sizes, block=_THREADS, grid=grid), found
 
 
 def kernels(call: Call, found: Any = None, how: Tiling | None = None) -> tuple[list[Kernel], Any]:
@@ -196,7 +196,7 @@ def kernels(call: Call, found: Any = None, how: Tiling | None = None) -> tuple[l
     assert how is not None  # or the device has no kernels
     launched: list[Kernel] = []
     if mask is not None and found is None:
-        first, found = bounds(call)
+        first, found = bounds(mask)
         launched.append(first)
     layout = layout_of(call, how)
     result = torch.empty((batch, tokens, heads, width), dtype=query.dtype, device=query.device)
