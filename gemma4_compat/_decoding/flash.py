@@ -27,8 +27,10 @@ _THREADS = 256
 _LOG2_E = 1.4426950408889634
 #: Up to so many heads there are two blocks for each row, one for every other tile: 512 tokens of the E2B are 64 blocks.
 _FEW_HEADS = 8
-#: Tokens that two blocks each compute at once: what they have to add up takes memory.
-_AT_ONCE = 1024
+#: Keys of a block after which its sums go to memory.
+_SEGMENT = 8192
+#: Rows of such sums, at most: 32 MiB for heads that are 512 wide. And tokens, at least.
+_AT_ONCE, _TOKENS = 16_384, 128
 _LIMIT = 1 << 31
 
 
@@ -74,7 +76,7 @@ class Tiling:
     def room(self, width: int) -> int:
         """Bytes of shared memory."""
         line = 2 * width
-        fixed = (self.rows + 2 * self.keys) * line + self.rows * (2 * self.keys + 16) + self.rows * 12
+        fixed = (self.rows + 2 * self.keys) * line + self.rows * (2 * self.keys + 16) + self.rows * 16
         if self.shared_room:
             return fixed
         pieces = self.rows // self.by_rows // 16 * (self.keys // self.by_keys // 8)
@@ -175,13 +177,13 @@ def bounds(mask: Any) -> tuple[Kernel, Any]:
     return Kernel(source.BOUNDS, (mask, found), 1, sizes, block=_THREADS, grid=grid), found
 
 
-def kernels(call: Call, found: Any = None, how: Tiling | None = None) -> tuple[list[Kernel], Any]:
+def kernels(call: Call, found: Any = None, layout: Layout | None = None) -> tuple[list[Kernel], Any]:
     """The kernels that compute a call, in order, and its result, not yet written.
 
     Args:
         call: from :func:`understood`.
         found: what the kernel of :func:`bounds` writes, launched before, if the call has a mask. None: it comes first.
-        how: for tests; None for what fits on the device.
+        layout: of another call that has as many heads; None for its own.
 
     Returns:
         the kernels, and a tensor (batch, heads, tokens, width). In memory its tokens come before its heads, as in
@@ -191,28 +193,28 @@ def kernels(call: Call, found: Any = None, how: Tiling | None = None) -> tuple[l
 
     query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, heads, tokens, width = query.shape
-    kv_heads, length = key.shape[1], key.shape[2]
-    how = how or tiling(width, shared_memory(query.device))
-    assert how is not None  # or the device has no kernels
+    kv_heads = key.shape[1]
+    layout = layout or layout_of(call)
+    how = layout.how
     launched: list[Kernel] = []
     if mask is not None and found is None:
         first, found = bounds(mask)
         launched.append(first)
-    layout = layout_of(call, how)
     result = torch.empty((batch, tokens, heads, width), dtype=query.dtype, device=query.device)
     reads = [query, key, value, *(() if mask is None else (mask, found))]
     sizes = (kv_heads, query.stride(0), layout.heads * query.stride(1), query.stride(1), query.stride(2))
     sizes += (*key.stride()[:3], *value.stride()[:3], *(() if mask is None else mask.stride()[:2]))
     scale, outer, text, room = call.scale * _LOG2_E, batch * kv_heads, _text(layout), how.room(width)
-    if layout.streams == 1:
+    if not layout.segment:
         grid = (-(-tokens * layout.heads // how.rows), outer)
         kernel = Kernel(text, (*reads, result), 1, (tokens, 0, *sizes, scale), block=_THREADS, grid=grid, shared=room)
         return [*launched, kernel], result.transpose(1, 2)
-    blocks = -(-min(tokens, _AT_ONCE) * layout.heads // how.rows)
+    at_once = max(_AT_ONCE // (1 << (batch * heads * layout.streams - 1).bit_length()), _TOKENS)
+    blocks = -(-min(tokens, at_once) * layout.heads // how.rows)
     padded = blocks * how.rows
     new = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
     parts = [new((outer, layout.streams, padded, width)), new((outer, layout.streams, padded, 2))]
-    for begin in range(0, tokens, _AT_ONCE):
+    for begin in range(0, tokens, at_once):
         grid = (blocks * layout.streams, outer)
         of = (tokens, begin, *sizes, scale)
         launched.append(Kernel(text, (*reads, *parts), 2, of, block=_THREADS, grid=grid, shared=room))
@@ -224,21 +226,28 @@ def kernels(call: Call, found: Any = None, how: Tiling | None = None) -> tuple[l
 
 @dataclass(frozen=True)
 class Layout:
-    """What a kernel's text depends on: ``heads`` share keys, and ``streams`` blocks compute a row together."""
+    """What a kernel's text depends on: ``heads`` share keys, ``streams`` blocks compute a row together, and after
+    ``segment`` keys of a block its sums go to memory; 0: they do not, and no second kernel adds up what is there.
+    """
 
     dtype: Any
     width: int
     heads: int
     streams: int
+    segment: int
     masked: bool
     how: Tiling
 
 
-def layout_of(call: Call, how: Tiling) -> Layout:
-    """The layout of the kernels of a call."""
+def layout_of(call: Call, how: Tiling | None = None) -> Layout:
+    """The layout of the kernels of a call. ``how``: None for what fits on the device."""
+    how = how or tiling(call.query.shape[3], shared_memory(call.query.device))
+    assert how is not None  # or the device has no kernels
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     streams = 2 if heads <= _FEW_HEADS else 1
-    return Layout(call.query.dtype, call.query.shape[3], heads // kv_heads, streams, call.mask is not None, how)
+    segment = _SEGMENT if streams > 1 or call.key.shape[2] > _SEGMENT else 0
+    shared, masked = heads // kv_heads, call.mask is not None
+    return Layout(call.query.dtype, call.query.shape[3], shared, streams, segment, masked, how)
 
 
 def _filled(text: str, known: dict[str, str]) -> str:
@@ -257,7 +266,7 @@ def _text(layout: Layout) -> str:
     half = kind.load.startswith("from_f16")
     pointers = ["const u16* query_at", "const u16* keys_at", "const u16* values_at"]
     pointers += ["const unsigned char* mask_at", "const uint4* bounds"] if layout.masked else []
-    pointers += ["float* parts", "float2* of_streams"] if layout.streams > 1 else ["u16* out"]
+    pointers += ["float* parts", "float2* of_streams"] if layout.segment else ["u16* out"]
     numbers = ["tokens", "begin", "kv_heads", "query_batch", "query_kv", "query_head", "query_stride"]
     numbers += ["key_batch", "key_head", "key_stride", "value_batch", "value_head", "value_stride"]
     numbers += ["mask_batch", "mask_query"] if layout.masked else []
@@ -281,6 +290,7 @@ def _text(layout: Layout) -> str:
             WR=how.by_rows,
             WK=how.by_keys,
             WC=how.by_width,
+            SEGMENT=layout.segment // how.keys,
             SHARED_ROOM=int(how.shared_room),
             ROOM=how.room(layout.width),
         ),
@@ -292,7 +302,7 @@ def _text(layout: Layout) -> str:
         "LOW": kind.load.format("(u16)(pair & 0xffffu)"),
         "HIGH": kind.load.format("(u16)(pair >> 16)"),
     }
-    return _filled(source.FLASH, (source.PART if layout.streams > 1 else source.RESULT) | known)
+    return _filled(source.FLASH, (source.PART if layout.segment else source.RESULT) | known)
 
 
 @functools.cache

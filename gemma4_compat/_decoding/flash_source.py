@@ -58,7 +58,7 @@ BOUNDS = r"""extern "C" __global__ void __launch_bounds__(256) flash_bounds(cons
 FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention(@PARAMETERS@) {
 @CONSTANTS@
   constexpr int LINE = D * 2, Q_AT = 0, K_AT = M * LINE, V_AT = K_AT + NK * LINE;
-  constexpr int P_LINE = NK * 2 + 16, P_AT = V_AT + NK * LINE, ALPHA_AT = P_AT + M * P_LINE, ROWS_AT = ALPHA_AT + M * 4;
+  constexpr int P_LINE = NK * 2 + 16, P_AT = V_AT + NK * LINE, ALPHA_AT = P_AT + M * P_LINE, BEHIND_AT = ALPHA_AT + M * 4, ROWS_AT = BEHIND_AT + M * 4;
   constexpr int MT = M / WR / 16, NT = NK / WK / 8;  // pieces of 16 rows and 8 keys of a warp
   constexpr int OWN = MT * NT / WC, RT = OWN > NT ? OWN / NT : 1, KT = OWN > NT ? NT : OWN;  // of which it has the sum
   constexpr int GROUPS = WK * (NT / KT);  // warps that share a row
@@ -179,6 +179,7 @@ FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention
   for (int i = 0; i < RT * 2; ++i) top[i] = minus_infinity, sum[i] = 0.0f;
   float* const tops = (float*)(room + TOPS_AT);
   float* const factors = (float*)(room + ALPHA_AT);
+  @SEGMENTS@
   if ((int)stream < tiles) read(K_AT, keys, key_stride, stream);
   commit();
 
@@ -274,7 +275,10 @@ FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention
       const float less = most == minus_infinity ? 0.0f : most * scale;
       top[i] = most;
       sum[i] *= factor;
-      if (group == 0 && col == 0) factors[r] = factor;
+      if (group == 0 && col == 0) {
+        factors[r] = factor;
+        @FALL_BEHIND@
+      }
       #pragma unroll
       for (int k = 0; k < KT; ++k) {
         float* const of = own[i / 2 * KT + k] + i % 2 * 2;
@@ -320,6 +324,7 @@ FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention
         }
       }
     }
+    @KEEP_SEGMENT@
   }
   // The sums of all warps that share a row.
   copied(true);
@@ -351,8 +356,12 @@ FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention
 }
 """
 
-#: What is kept of a row: the result, or that of every other tile, for :data:`SUM`.
+#: What is kept of a row: the result, or for :data:`SUM` that of every other tile. Matrix units do not round to nearest
+#: when they add: after a *segment* of many keys, sums go to memory, and those of the next one begin at zero.
 RESULT = {
+    "SEGMENTS": "",
+    "FALL_BEHIND": "",
+    "KEEP_SEGMENT": "",
     "KEEP_SUM": "factors[r] = all == 0.0f ? 0.0f : 1.0f / all;",
     "KEEP_VALUES": r"""u16* const to =
       out + (((unsigned long long)batch * tokens + of / G) * kv_heads + kv_head) * (G * D) + of % G * D;
@@ -363,14 +372,34 @@ RESULT = {
         @PAIR@(value[i / 2][n][i % 2 * 2] * by, value[i / 2][n][i % 2 * 2 + 1] * by);""",
 }
 PART = {
+    "SEGMENTS": r"""float* const behind = (float*)(room + BEHIND_AT);  // what the sums in memory are to be multiplied by
+  bool is_kept = false;
+  auto keep = [&](int i) {
+    const int r = pr * PT * 16 + i * 8 + row;
+    float* const to = parts + (((unsigned long long)blockIdx.y * STREAMS + stream) * (blocks * M) + block * M + r) * D
+      + pc * 64 + col * 2;
+    const float by = is_kept ? behind[r] : 0.0f;
+    #pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      float* const of = value[i / 2][n] + i % 2 * 2;
+      if (is_kept) {
+        const float2 before = *(const float2*)(to + n * 8);
+        of[0] = fmaf(before.x, by, of[0]);
+        of[1] = fmaf(before.y, by, of[1]);
+      }
+      *(float2*)(to + n * 8) = make_float2(of[0], of[1]);
+      of[0] = of[1] = 0.0f;
+    }
+  };""",
+    "FALL_BEHIND": "behind[r] = tile / STREAMS % SEGMENT ? behind[r] * factor : factor;",
+    "KEEP_SEGMENT": r"""if (tile / STREAMS % SEGMENT == SEGMENT - 1 && tile + STREAMS < tiles) {
+      #pragma unroll
+      for (int i = 0; i < PT * 2; ++i) keep(i);
+      is_kept = true;
+    }""",
     "KEEP_SUM": r"""of_streams[((unsigned long long)blockIdx.y * STREAMS + stream) * (blocks * M) + block * M + r] =
       make_float2(top[i], all);""",
-    "KEEP_VALUES": r"""float* const to =
-      parts + (((unsigned long long)blockIdx.y * STREAMS + stream) * (blocks * M) + block * M + r) * D;
-    #pragma unroll
-    for (int n = 0; n < 8; ++n)
-      *(float2*)(to + pc * 64 + n * 8 + col * 2) =
-        make_float2(value[i / 2][n][i % 2 * 2], value[i / 2][n][i % 2 * 2 + 1]);""",
+    "KEEP_VALUES": "keep(i);",
 }
 
 SUM = r"""extern "C" __global__ void __launch_bounds__(256) flash_sum(const float* parts, const float2* of_streams, u16* out,

@@ -84,10 +84,9 @@ class Reading(own.Own):
 def _passes(call: flash.Call) -> bool:
     """Whether kernels of this layout err no more than PyTorch's on this device. Tried once, not inside a capture."""
     device = call.query.device
-    how = flash.tiling(call.query.shape[3], flash.shared_memory(device))
-    if how is None or own.obstacle(device) is not None:
+    if flash.tiling(call.query.shape[3], flash.shared_memory(device)) is None or own.obstacle(device) is not None:
         return False
-    key = device, flash.layout_of(call, how)
+    key = device, flash.layout_of(call)
     with _lock:
         if key not in _passed:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -117,7 +116,7 @@ def _trial(call: flash.Call) -> str | None:
     tried = flash.understood(query, key, value, **options, enable_gqa=True)
     assert tried is not None  # as the call
     try:
-        launched, found = flash.kernels(tried)
+        launched, found = flash.kernels(tried, layout=flash.layout_of(call))
         own.launch(device, *launched)
         wide = [tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (query, key, value)]
         scores = (wide[0].double() @ wide[1].double().mT * tried.scale).masked_fill(~mask, float("-inf"))

@@ -41,9 +41,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = []
     whole = flash.kernels
 
-    def seen(call: flash.Call, *args: Any) -> Any:
+    def seen(call: flash.Call, *args: Any, **options: Any) -> Any:
         shapes.append(tuple(call.query.shape))
-        return whole(call, *args)
+        return whole(call, *args, **options)
 
     monkeypatch.setattr(flash, "kernels", seen)
     return shapes
