@@ -94,7 +94,13 @@ __device__ __forceinline__ unsigned int pair_bf16(float low, float high) {
 #endif
 }
 __device__ __forceinline__ unsigned int pair_f16(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+  unsigned int x;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+#else
   return (unsigned int)to_f16(low) | ((unsigned int)to_f16(high) << 16);
+#endif
 }
 __device__ __forceinline__ unsigned int multiply_pairs_bf16(unsigned int a, unsigned int b) {
   unsigned int x;
