@@ -100,9 +100,7 @@ class Decoder:
         return self._model_reads(inputs)
 
     def _model_reads(self, inputs: dict[str, Any]) -> Any:
-        ids, cache = inputs.get("input_ids"), cache_names.cache_in(inputs)
-        tokens = 0 if ids is None else ids.shape[1]
-        with self._decoding.reading(self.model.device, tokens, cache):
+        with self._decoding.reading(self.model.device, cache_names.cache_in(inputs)):
             return self.model(**inputs)
 
     def read_piece(self, piece: pieces.Piece, *, first: bool) -> bool:
@@ -117,7 +115,7 @@ class Decoder:
             return False
         with decoding.lock:
             prompts.make_room(decoding, model, piece.inputs)
-        with decoding.reading(piece.device, piece.tokens, piece.cache):
+        with decoding.reading(piece.device, piece.cache):
             piece.forward(model, piece.inputs)
         self.alone(lambda: prompts.has_run(decoding, model, piece))
         return True

@@ -130,18 +130,15 @@ class Decoding:
         self.reason_not_fused(obstacle, "with PyTorch's bits")
         return contextlib.nullcontext()
 
-    def reading(self, device: Any, tokens: int, cache: Any) -> contextlib.AbstractContextManager[Any]:
-        """To be entered around each forward of so many tokens of a prompt: its attention may be computed by kernels of
-        our own.
-        """
+    def reading(self, device: Any, cache: Any) -> contextlib.AbstractContextManager[Any]:
+        """To be entered around each forward of a prompt: kernels of our own may compute its attention."""
         if not self.own or not static_caches.is_static(cache):
             return contextlib.nullcontext()
         from gemma4_compat._decoding import own, reading
 
-        positions = static_caches.length(cache)
-        if not reading.is_worthwhile(tokens, positions) or own.obstacle(device) is not None:
+        if static_caches.length(cache) < reading.POSITIONS or own.obstacle(device) is not None:
             return contextlib.nullcontext()
-        return reading.Reading(device)
+        return reading.read(device)
 
     def tidy(self, cache: Any) -> None:
         """Before a ``generate``: release caches that are gone, except one, which lends its memory to ``cache``."""
@@ -325,7 +322,7 @@ class Decoding:
 
         def forward() -> Any:
             with contextlib.ExitStack() as stack:
-                how = self.arithmetic(step.device, step.tokens) if step.decodes else self.reading(step.device, step.tokens, step.cache)
+                how = self.arithmetic(step.device, step.tokens) if step.decodes else self.reading(step.device, step.cache)
                 stack.enter_context(how)
                 for streamer in streamers:
                     stack.enter_context(streamer.forked())

@@ -6,21 +6,24 @@ PyTorch's.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from typing import Any
 
 import torch
 
+from gemma4_compat._attention import windows
 from gemma4_compat._decoding import attention, flash, own
+from gemma4_compat._engine import sleep
 
 #: Whether kernels of this package may compute attention with a mask, by the width of a head, and that of prompts which
 #: are read at once, where no mask is needed. On an H100 a call with a mask took 0.23 to 0.41 of the time of PyTorch's
 #: from 8,192 keys on (width 512). Without a mask 0.4 to 0.45 of it (512), but 2.3 times as long for 256.
 WITH_MASK = {256: True, 512: True}
 CAUSAL = {256: False, 512: True}
-#: Prompts of fewer tokens in a cache of fewer positions are PyTorch's: little is computed, and looking on takes time.
-_TOKENS, _POSITIONS = 128, 2048
+#: In a cache with fewer positions attention is PyTorch's: little is computed.
+POSITIONS = 2048
 #: Keys before those of a trial's tokens.
 _BEFORE = 70
 _TOKENS_OF_A_TRIAL = 20
@@ -29,13 +32,20 @@ _lock = threading.Lock()
 _passed: dict[Any, bool] = {}  # by device and layout
 
 
-def is_worthwhile(tokens: int, positions: int) -> bool:
-    """Whether a prompt of so many tokens, in a cache with so many positions, is looked at."""
-    return tokens >= _TOKENS or positions >= _POSITIONS
+def read(device: Any) -> contextlib.AbstractContextManager[Any]:
+    """To be entered around the forward of a prompt: attention may be computed by these kernels.
+
+    Only attention is looked at: a mode sees each look at a shape as well, and takes a microsecond for it, 70 ms for a
+    prompt of an E2B. So it needs the patch whose function stands before that of attention.
+    """
+    if not sleep.is_installed(windows.ID):
+        return contextlib.nullcontext()
+    sleep.awaken(windows.ID)
+    return windows.each_inside(Reading(device))
 
 
 class Reading(own.Own):
-    """Inside the forward of a prompt, these kernels compute attention.
+    """Inside, these kernels compute calls of attention of a prompt.
 
     Args:
         device: whose tensors they may read.

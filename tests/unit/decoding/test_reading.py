@@ -27,7 +27,7 @@ def narrow_heads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[flash.Call]]:
     """Full layers of tiny models, whose heads are 64 wide, can be computed. Yields the calls that are tried."""
     monkeypatch.setitem(flash._TILINGS, 64, (flash.Tiling(128, 32, 4, 2, 1),))
     monkeypatch.setitem(reading.WITH_MASK, 64, True)
-    monkeypatch.setattr(reading, "_TOKENS", 2)
+    monkeypatch.setattr(reading, "POSITIONS", 2)
     monkeypatch.setattr(reading, "_passed", {})
     monkeypatch.setattr(own, "_broken", {})
     tried: list[flash.Call] = []
@@ -128,14 +128,11 @@ def test_a_trial_that_fails_leaves_it_to_pytorch(
     assert "err by" in lines[0]
 
 
-def test_short_prompts_are_pytorchs(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_TOKENS", 128)
+def test_short_caches_are_pytorchs(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "POSITIONS", 2048)
     shapes = counted(monkeypatch)
     chunks(fast(models), text(models(None), LENGTH))
     assert shapes == []
-    assert reading.is_worthwhile(128, 0)
-    assert reading.is_worthwhile(9, 2048)
-    assert not reading.is_worthwhile(127, 2047)
 
 
 def test_no_copies_for_each_head(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
