@@ -322,7 +322,11 @@ class Decoding:
 
         def forward() -> Any:
             with contextlib.ExitStack() as stack:
-                how = self.arithmetic(step.device, step.tokens) if step.decodes else self.reading(step.device, step.cache)
+                how = (
+                    self.arithmetic(step.device, step.tokens)
+                    if step.decodes
+                    else self.reading(step.device, step.cache)
+                )
                 stack.enter_context(how)
                 for streamer in streamers:
                     stack.enter_context(streamer.forked())

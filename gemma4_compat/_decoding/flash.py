@@ -1,9 +1,9 @@
 """Attention of many queries over a cache, in one pass over the keys: kernels with an arithmetic of their own.
 
-PyTorch's kernel with a mask computes the scores of all keys that are allocated, has no fast way for heads that are 512
-wide, and needs a copy of keys and values for each query head. Here the rows of a block are the query heads of
+PyTorch's kernel with a mask computes the scores of all keys that are allocated, has no fast way for heads that are
+512 wide, and needs a copy of keys and values for each query head. Here the rows of a block are the query heads of
 consecutive tokens that share keys, and a block walks over the keys from the first to the last one that its mask lets
-through, in tiles (FlashAttention: Dao et al. 2022). Scores and sums are in ``float``; shares of the softmax are rounded
+through, in tiles (FlashAttention: Dao et al. 2022). Scores and sums are in ``float``. Shares of the softmax are rounded
 to the dtype of the values before they are multiplied, as in PyTorch's, and divided by the sum of what was rounded.
 
 A result has the same bits whatever the length of the cache, the other sequences, and the way in which a prompt was cut:
@@ -25,7 +25,7 @@ from gemma4_compat._decoding.kernel_source import Kernel, kinds
 MAX_HEADS = 32
 _THREADS = 256
 _LOG2_E = 1.4426950408889634
-#: Up to so many heads there are two blocks for each row, one for every other tile: 512 tokens of the E2B are 64 blocks.
+#: Up to so many heads there are two blocks for each row, one for every other tile: 512 tokens of an E2B are only 64.
 _FEW_HEADS = 8
 #: Keys of a block after which its sums go to memory.
 _SEGMENT = 8192
@@ -219,8 +219,8 @@ def kernels(call: Call, found: Any = None, layout: Layout | None = None) -> tupl
         of = (tokens, begin, *sizes, scale)
         launched.append(Kernel(text, (*reads, *parts), 2, of, block=_THREADS, grid=grid, shared=room))
         grid = (-(-padded * width // (4 * _THREADS)), outer)
-        of = (tokens, begin, kv_heads, padded, scale)
-        launched.append(Kernel(_sum_text(layout), (*parts, result), 1, of, block=_THREADS, grid=grid))
+        counts = (tokens, begin, kv_heads, padded, scale)
+        launched.append(Kernel(_sum_text(layout), (*parts, result), 1, counts, block=_THREADS, grid=grid))
     return launched, result.transpose(1, 2)
 
 

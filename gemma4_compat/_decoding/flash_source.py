@@ -13,8 +13,8 @@ from __future__ import annotations
 #: What is known of the mask of a query: the first valid key, the one after the last, how many there are, and nothing.
 RECORD = 4
 
-BOUNDS = r"""extern "C" __global__ void __launch_bounds__(256) flash_bounds(const unsigned char* mask_at, uint4* bounds,
-    unsigned int queries, unsigned int length, unsigned int mask_batch, unsigned int mask_query) {
+BOUNDS = r"""extern "C" __global__ void __launch_bounds__(256) flash_bounds(const unsigned char* mask_at,
+    uint4* bounds, unsigned int queries, unsigned int length, unsigned int mask_batch, unsigned int mask_query) {
   __shared__ unsigned int firsts[8], ends[8], counts[8];
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   const unsigned int batch = blockIdx.x / queries, query = blockIdx.x % queries;
@@ -58,7 +58,8 @@ BOUNDS = r"""extern "C" __global__ void __launch_bounds__(256) flash_bounds(cons
 FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention(@PARAMETERS@) {
 @CONSTANTS@
   constexpr int LINE = D * 2, Q_AT = 0, K_AT = M * LINE, V_AT = K_AT + NK * LINE;
-  constexpr int P_LINE = NK * 2 + 16, P_AT = V_AT + NK * LINE, ALPHA_AT = P_AT + M * P_LINE, BEHIND_AT = ALPHA_AT + M * 4, ROWS_AT = BEHIND_AT + M * 4;
+  constexpr int P_LINE = NK * 2 + 16, P_AT = V_AT + NK * LINE, ALPHA_AT = P_AT + M * P_LINE;
+  constexpr int BEHIND_AT = ALPHA_AT + M * 4, ROWS_AT = BEHIND_AT + M * 4;
   constexpr int MT = M / WR / 16, NT = NK / WK / 8;  // pieces of 16 rows and 8 keys of a warp
   constexpr int OWN = MT * NT / WC, RT = OWN > NT ? OWN / NT : 1, KT = OWN > NT ? NT : OWN;  // of which it has the sum
   constexpr int GROUPS = WK * (NT / KT);  // warps that share a row
@@ -192,7 +193,8 @@ FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention
     #pragma unroll
     for (int i = 0; i < MT * NT * 4; ++i) score[i / 4][i % 4] = 0.0f;
     {
-      const int q_from = Q_AT + (wr * (M / WR) + (lane & 15)) * LINE + wc * STEPS * 32 + (((lane >> 4) ^ (lane & 7)) << 4);
+      const int q_from = Q_AT + (wr * (M / WR) + (lane & 15)) * LINE + wc * STEPS * 32
+        + (((lane >> 4) ^ (lane & 7)) << 4);
       const int k_from = K_AT + (wk * (NK / WK) + (lane & 7) + (lane >> 4) * 8) * LINE + wc * STEPS * 32
         + (((lane >> 3 & 1) ^ (lane & 7)) << 4);
       #pragma unroll 1
@@ -208,7 +210,8 @@ FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention
           for (int m = 0; m < MT; ++m)
             #pragma unroll
             for (int n = 0; n < NT; ++n)
-              multiply(score[m * NT + n], a[m][0], a[m][1], a[m][2], a[m][3], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+              multiply(score[m * NT + n], a[m][0], a[m][1], a[m][2], a[m][3], b[n / 2][n % 2 * 2],
+                b[n / 2][n % 2 * 2 + 1]);
         }
     }
     float own[OWN][4];
@@ -402,8 +405,8 @@ PART = {
     "KEEP_VALUES": "keep(i);",
 }
 
-SUM = r"""extern "C" __global__ void __launch_bounds__(256) flash_sum(const float* parts, const float2* of_streams, u16* out,
-    unsigned int tokens, unsigned int begin, unsigned int kv_heads, unsigned int padded, float scale) {
+SUM = r"""extern "C" __global__ void __launch_bounds__(256) flash_sum(const float* parts, const float2* of_streams,
+    u16* out, unsigned int tokens, unsigned int begin, unsigned int kv_heads, unsigned int padded, float scale) {
 @CONSTANTS@
   const unsigned int element = (blockIdx.x * 256u + threadIdx.x) * 4u, part_of = element / D, of = begin * G + part_of;
   if (part_of >= padded || of >= tokens * G) return;

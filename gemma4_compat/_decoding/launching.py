@@ -94,7 +94,6 @@ class Driver:
             device: ``torch.device`` with an index.
             early: whether it may start before the kernel before it has ended.
         """
-
         allowed = _UNASKED
 
         def launch(memory: _Memory) -> None:

@@ -151,8 +151,8 @@ def _matrix_attention() -> Iterator[Kernel]:
 
 def _flash() -> Iterator[Kernel]:
     """Heads of every width in every amount of shared memory: of models with 8 heads, and with 16."""
-    for dtype, (width, ways), heads in itertools.product(
-        (torch.bfloat16, torch.float16), flash._TILINGS.items(), (8, 16)
+    for (dtype, heads), (width, ways) in itertools.product(
+        ((torch.bfloat16, 8), (torch.float16, 16)), flash._TILINGS.items()
     ):
         query, keys = torch.empty(1, heads, 20, width, dtype=dtype), torch.empty(1, 2, 9000, width, dtype=dtype)
         masked = flash.understood(query, keys, keys, torch.empty(20, 9000, dtype=torch.bool), enable_gqa=True)
@@ -176,3 +176,5 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "shifting": _shifting,
     "dequantizing_source": _dequantizing,
 }
+#: The first compute capability of modules whose kernels older GPUs do not get.
+FROM = {"flash_source": (8, 0)}

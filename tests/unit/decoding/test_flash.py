@@ -89,7 +89,9 @@ def test_only_valid_keys_decide_bits(heads: int) -> None:
     query, (key, value) = drawn(1, heads, tokens, 64), drawn(2, 1, 2, length, 64)
     mask = causal(tokens, length, held)
     whole = attend(query, key, value, mask)
-    cut = [attend(query[:, :, part], key, value, mask[:, :, part]) for part in (slice(0, 7), slice(7, 33), slice(33, 40))]
+    cut = [
+        attend(query[:, :, part], key, value, mask[:, :, part]) for part in (slice(0, 7), slice(7, 33), slice(33, 40))
+    ]
     assert torch.equal(torch.cat(cut, 2), whole)
     pad = torch.nn.functional.pad
     for before, after in ((0, 30), (17, 0), (64, 9000)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 
 import gemma4_compat
 from gemma4_compat._decoding import flash, own, prompts, reading
-from tests.unit.decoding import calls
 from tests.unit.decoding.calls import Models, assert_equal, generate, steps, text
 
 NEAR = 0.25  # of the logits' standard deviation: tiny models in bf16
@@ -23,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("kernels_on_host")
 
 
 @pytest.fixture(autouse=True)
-def narrow_heads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[flash.Call]]:
-    """Full layers of tiny models, whose heads are 64 wide, can be computed. Yields the calls that are tried."""
+def narrow_heads(monkeypatch: pytest.MonkeyPatch) -> list[flash.Call]:
+    """Full layers of tiny models, whose heads are 64 wide, can be computed. The calls that are tried."""
     monkeypatch.setitem(flash._TILINGS, 64, (flash.Tiling(128, 32, 4, 2, 1),))
     monkeypatch.setitem(reading.WITH_MASK, 64, True)
     monkeypatch.setattr(reading, "POSITIONS", 2)
@@ -33,7 +31,7 @@ def narrow_heads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[flash.Call]]:
     tried: list[flash.Call] = []
     trial = reading._trial
     monkeypatch.setattr(reading, "_trial", lambda call: tried.append(call) or trial(call))
-    yield tried
+    return tried
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
