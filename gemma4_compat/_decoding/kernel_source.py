@@ -94,7 +94,13 @@ __device__ __forceinline__ unsigned int pair_bf16(float low, float high) {
 #endif
 }
 __device__ __forceinline__ unsigned int pair_f16(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+  unsigned int x;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+#else
   return (unsigned int)to_f16(low) | ((unsigned int)to_f16(high) << 16);
+#endif
 }
 __device__ __forceinline__ unsigned int multiply_pairs_bf16(unsigned int a, unsigned int b) {
   unsigned int x;
@@ -170,6 +176,7 @@ class Kernel:
             results' element counts, each number once, the largest first.
         block: threads of a block.
         grid: blocks in x and y; None for as many as have a thread for each of the first of ``sizes``.
+        shared: bytes of shared memory of a block, beyond that in the text.
     """
 
     text: str
@@ -178,6 +185,7 @@ class Kernel:
     sizes: tuple[int | float, ...]
     block: int = BLOCK
     grid: tuple[int, int] | None = None
+    shared: int = 0
 
     @property
     def blocks(self) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from gemma4_compat._decoding import (
     dense,
     dequantizing_source,
     expert_rows,
+    flash,
     kernel_source,
     matrix_products,
     pointwise,
@@ -148,6 +149,19 @@ def _matrix_attention() -> Iterator[Kernel]:
     )
 
 
+def _flash() -> Iterator[Kernel]:
+    """Heads of every width in every amount of shared memory: of models with 8 heads, and with 16."""
+    for (dtype, heads), (width, ways) in itertools.product(
+        ((torch.bfloat16, 8), (torch.float16, 16)), flash._TILINGS.items()
+    ):
+        query, keys = torch.empty(1, heads, 20, width, dtype=dtype), torch.empty(1, 2, 9000, width, dtype=dtype)
+        masked = flash.understood(query, keys, keys, torch.empty(20, 9000, dtype=torch.bool), enable_gqa=True)
+        causal = flash.understood(query, keys[:, :, :20], keys[:, :, :20], is_causal=True, enable_gqa=True)
+        for how, call in itertools.product(ways, (masked, causal)):
+            assert call is not None
+            yield from flash.kernels(call, layout=flash.layout_of(call, how))[0]
+
+
 #: By the name of the module in ``gemma4_compat/_decoding``. Of a kernel the text and the threads of a block count.
 EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "kernel_source": _pointwise,
@@ -157,7 +171,10 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "dense": _dense,
     "attention_source": _plain_attention,
     "attention_tensor_source": _matrix_attention,
+    "flash_source": _flash,
     "expert_rows": _expert_rows,
     "shifting": _shifting,
     "dequantizing_source": _dequantizing,
 }
+#: The first compute capability of modules whose kernels older GPUs do not get.
+FROM = {"flash_source": (8, 0)}
