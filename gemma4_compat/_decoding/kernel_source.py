@@ -19,6 +19,8 @@ from gemma4_compat._decoding.pointwise import DOT, Load, Number, Operand, Part, 
 NAME = "fused"
 #: Threads of a block, unless a kernel says otherwise.
 BLOCK = 128
+#: Words of weights that a thread reads before the kernel in front has ended: four registers each.
+WORDS = 20
 _BOUNDS = re.compile(r"__launch_bounds__\([^)]*\) ")
 
 #: bfloat16 is rounded as in c10::BFloat16; GELU is GeluCUDAKernelImpl's (ActivationGeluKernel.cu).
@@ -257,10 +259,16 @@ class Writer:
         self._count = 0
         self._reads: dict[tuple[int, Any], tuple[str, Any]] = {}  # by address and dtype: parameter and tensor
         self._values: dict[int, Value] = {}  # whose numbers are in a scope: alive until the end
+        self._ahead: dict[int, str] = {}  # by short product: C for a word of its weight that is read already
 
     def kernel(self, values: Sequence[Value]) -> Kernel:
         # Sizes are arguments: the text is the same for every length of a cache.
         sizes = tuple(sorted({value.elements for value in values}, reverse=True))
+        begin = "unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;"
+        words = words_of(values, self._done) if len(sizes) == 1 else 0
+        if 0 < words <= WORDS:
+            reads = "\n".join(self._read_ahead(values, ""))
+            begin += f"\nWord16 ahead[{words}];\nif (i < n0) {{\n{reads}\n}}"
         for number, elements in enumerate(sizes):
             self._line(f"if (i < n{number}) {{")
             scope: Scope = {}
@@ -268,8 +276,25 @@ class Writer:
                 if value.elements == elements:
                     self._line(self._stored(value, position, "i", scope))
             self._line("}")
-        begin = "unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;"
         return Kernel(self._text(NAME, begin, values, len(sizes)), self._tensors(values), len(values), sizes)
+
+    def _read_ahead(self, values: Sequence[Value], first: str) -> list[str]:
+        """Lines that read what the short products in element ``i`` of these values need of weights, into ``ahead``.
+
+        They may come before ``wait_for_kernel_before()``. ``first`` is C for the number of the first word.
+        """
+        lines, number = [], 0
+        for dot in dots_of(values, self._done):
+            weight = dot.operands[1]
+            assert isinstance(weight, Load)
+            count, name = _words_of_a_row(dot), self._read(weight)
+            row = f"{name} + i % {dot.shape[-1]}u * {dot.columns}u"
+            place = f"ahead[{first}{number} + word]"
+            lines.append(f"#pragma unroll\nfor (int word = 0; word < {count}; ++word)")
+            lines.append(f"{place} = ((const Word16*)({row}))[word];")
+            self._ahead[id(dot)] = place
+            number += count
+        return lines
 
     def _text(self, name: str, begin: str, values: Sequence[Value], sizes: int) -> str:
         """The kernel with the lines so far, which stores these values."""
@@ -322,17 +347,16 @@ class Writer:
         row = self._index(f"{at} % {outputs}u", scope)
         of_input = self._index(f"({at} / {outputs}u) * {value.columns}u", scope)
         result = self._new("float", "0.0f")
-        each = 16 // max(weight.dtype.itemsize, given.dtype.itemsize)
-        aligned = not any(operand.tensor.data_ptr() % 16 for operand in (given, weight))
-        each *= 1 if aligned and given.dtype == weight.dtype and not value.columns % each else 0
+        each = 16 // weight.dtype.itemsize if _words_of_a_row(value) else 0
+        read = self._ahead.get(id(value)) if at == "i" else None
         self._line("{")
         if each:
-            for operand, name, first in ((weight, names[1], f"{row} * {value.columns}u"), (given, names[0], of_input)):
-                words = "words_of_weight" if operand is weight else "words_of_input"
-                self._line(f"const Word16* {words} = (const Word16*)({name} + {first});")
+            self._line(f"const Word16* words_of_input = (const Word16*)({names[0]} + {of_input});")
+            if not read:
+                self._line(f"const Word16* words_of_weight = (const Word16*)({names[1]} + {row} * {value.columns}u);")
             self._line("#pragma unroll")
             self._line(f"for (int word = 0; word < {value.columns // each}; ++word) {{")
-            self._line("const Word16 x = words_of_input[word], w = words_of_weight[word];")
+            self._line(f"const Word16 x = words_of_input[word], w = {read or 'words_of_weight[word]'};")
             for a, b in zip(unpacked(given.dtype, "x", each), unpacked(weight.dtype, "w", each), strict=True):
                 self._line(f"{result} = __fmaf_rn({a}, {b}, {result});")
         else:
@@ -393,6 +417,43 @@ class Writer:
         if key not in scope:
             scope[key] = self._new("float", self._kinds[operand.dtype].load.format(f"{name}[{index}]"))
         return scope[key]
+
+
+def dots_of(values: Sequence[Value], done: Collection[int]) -> list[Value]:
+    """The short products that have the same number as the element of these values that needs them, and whose weight
+    no kernel writes. ``done`` are ids of values in memory.
+    """
+    found: dict[int, Value] = {}
+    seen = set(done)
+    waiting = list(reversed(values))
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if value.name == DOT:
+            weight = value.operands[1]
+            if isinstance(weight, Load) and weight.constant and _words_of_a_row(value):
+                found[id(value)] = value
+        elif not value.columns and not value.sizes:
+            for operand in reversed(value.operands):
+                if isinstance(operand, Part) and _index(value.shape, operand.strides, operand.offset, "i") == "i":
+                    waiting.append(operand.value)
+    return list(found.values())
+
+
+def words_of(values: Sequence[Value], done: Collection[int] = ()) -> int:
+    """How many words of weights an element of these values needs for :func:`dots_of`."""
+    return sum(map(_words_of_a_row, dots_of(values, done)))
+
+
+def _words_of_a_row(dot: Value) -> int:
+    """The words in a row of a short product's weight; 0 if it is not read in words."""
+    given, weight = dot.operands[:2]
+    assert isinstance(given, Load) and isinstance(weight, Load)
+    each = 16 // weight.dtype.itemsize
+    aligned = not any(operand.tensor.data_ptr() % 16 for operand in (given, weight))
+    return dot.columns // each if aligned and given.dtype == weight.dtype and not dot.columns % each else 0
 
 
 def _literal(value: float) -> str:

@@ -83,10 +83,15 @@ class Number:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """An operand in memory: for an index of the result, the element of ``tensor`` at these ``strides``."""
+    """An operand in memory: for an index of the result, the element of ``tensor`` at these ``strides``.
+
+    Attributes:
+        constant: whether no kernel of a step writes it, so that it can be read before the kernel in front has ended.
+    """
 
     tensor: Any
     strides: tuple[int, ...]
+    constant: bool = False
 
     @property
     def dtype(self) -> Any:
