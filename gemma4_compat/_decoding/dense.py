@@ -198,7 +198,7 @@ def _rounds(layout: Format) -> int:
 
 
 def _rows_of_a_block(layout: Format) -> int:
-    """How many rows of a small weight a block takes: fewer blocks find room beside those of the weight that A adapts."""
+    """How many rows of a small weight a block takes: few blocks find room beside those of the weight that A adapts."""
     most = _BLOCK_ROWS if layout.rows == 1 else 1
     return max(1, min(most, _BLOCK_WORDS // _rounds(layout)))
 

@@ -35,7 +35,7 @@ from gemma4_compat._decoding.pointwise import Call, Load, Number, Operand, Part,
 
 #: What is computed by kernels of ours, beside pointwise operations. A benchmark takes some away.
 KINDS = frozenset({"products", "rows"})
-#: The most arguments of a kernel.
+#: The most arguments of a kernel: more than q, k and v with an adapter and their norms need, in 1 of CUDA's 4 KiB.
 _MAX_TENSORS = 120
 #: Views that do not say so in their schema.
 _OTHER_VIEWS = ("aten::_unsafe_view", "aten::lift_fresh")

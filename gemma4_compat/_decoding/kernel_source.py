@@ -14,13 +14,12 @@ from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._decoding.pointwise import DOT, Load, Number, Operand, Part, Value, operation
+from gemma4_compat._decoding.pointwise import DOT, Load, Number, Operand, Part, Value, index_in, operation
+from gemma4_compat._decoding.short_products import WORDS, dots_of, words_of, words_of_a_row
 
 NAME = "fused"
 #: Threads of a block, unless a kernel says otherwise.
 BLOCK = 128
-#: Words of weights that a thread reads before the kernel in front has ended: four registers each.
-WORDS = 20
 _BOUNDS = re.compile(r"__launch_bounds__\([^)]*\) ")
 
 #: bfloat16 is rounded as in c10::BFloat16; GELU is GeluCUDAKernelImpl's (ActivationGeluKernel.cu).
@@ -287,7 +286,7 @@ class Writer:
         for dot in dots_of(values, self._done):
             weight = dot.operands[1]
             assert isinstance(weight, Load)
-            count, name = _words_of_a_row(dot), self._read(weight)
+            count, name = words_of_a_row(dot), self._read(weight)
             row = f"{name} + i % {dot.shape[-1]}u * {dot.columns}u"
             place = f"ahead[{first}{number} + word]"
             lines.append(f"#pragma unroll\nfor (int word = 0; word < {count}; ++word)")
@@ -347,7 +346,7 @@ class Writer:
         row = self._index(f"{at} % {outputs}u", scope)
         of_input = self._index(f"({at} / {outputs}u) * {value.columns}u", scope)
         result = self._new("float", "0.0f")
-        each = 16 // weight.dtype.itemsize if _words_of_a_row(value) else 0
+        each = 16 // weight.dtype.itemsize if words_of_a_row(value) else 0
         read = self._ahead.get(id(value)) if at == "i" else None
         self._line("{")
         if each:
@@ -391,7 +390,7 @@ class Writer:
         if isinstance(operand, Number):
             return _literal(operand.value)
         offset = operand.offset if isinstance(operand, Part) else 0
-        index = self._index(_index(shape, operand.strides, offset, at), scope)
+        index = self._index(index_in(shape, operand.strides, offset, at), scope)
         if isinstance(operand, Part):
             if id(operand.value) not in self._done:
                 return self._value(operand.value, index, scope)
@@ -419,43 +418,6 @@ class Writer:
         return scope[key]
 
 
-def dots_of(values: Sequence[Value], done: Collection[int]) -> list[Value]:
-    """The short products that have the same number as the element of these values that needs them, and whose weight
-    no kernel writes. ``done`` are ids of values in memory.
-    """
-    found: dict[int, Value] = {}
-    seen = set(done)
-    waiting = list(reversed(values))
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if value.name == DOT:
-            weight = value.operands[1]
-            if isinstance(weight, Load) and weight.constant and _words_of_a_row(value):
-                found[id(value)] = value
-        elif not value.columns and not value.sizes:
-            for operand in reversed(value.operands):
-                if isinstance(operand, Part) and _index(value.shape, operand.strides, operand.offset, "i") == "i":
-                    waiting.append(operand.value)
-    return list(found.values())
-
-
-def words_of(values: Sequence[Value], done: Collection[int] = ()) -> int:
-    """How many words of weights an element of these values needs for :func:`dots_of`."""
-    return sum(map(_words_of_a_row, dots_of(values, done)))
-
-
-def _words_of_a_row(dot: Value) -> int:
-    """The words in a row of a short product's weight; 0 if it is not read in words."""
-    given, weight = dot.operands[:2]
-    assert isinstance(given, Load) and isinstance(weight, Load)
-    each = 16 // weight.dtype.itemsize
-    aligned = not any(operand.tensor.data_ptr() % 16 for operand in (given, weight))
-    return dot.columns // each if aligned and given.dtype == weight.dtype and not dot.columns % each else 0
-
-
 def _literal(value: float) -> str:
     """A number as PyTorch passes it to a kernel: rounded to ``float``."""
     try:
@@ -463,27 +425,3 @@ def _literal(value: float) -> str:
     except OverflowError:
         bits = struct.pack("<f", math.copysign(math.inf, value))
     return f"__uint_as_float(0x{int.from_bytes(bits, 'little'):08x}u)"
-
-
-def _index(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, at: str) -> str:
-    """Where the element with number ``at``, counted in ``shape``, is with these strides."""
-    merged: list[tuple[int, int]] = []  # sizes and strides, from the innermost dimension outwards
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size == 1:
-            continue
-        if merged and stride == merged[-1][0] * merged[-1][1]:
-            merged[-1] = (merged[-1][0] * size, merged[-1][1])
-        else:
-            merged.append((size, stride))
-    terms = []
-    inner = 1
-    for number, (size, stride) in enumerate(merged):
-        if stride:
-            coordinate = at if inner == 1 else f"({at} / {inner}u)"
-            if number < len(merged) - 1:
-                coordinate = f"({coordinate} % {size}u)"
-            terms.append(coordinate if stride == 1 else f"{coordinate} * {stride}u")
-        inner *= size
-    if offset or not terms:
-        terms.append(f"{offset}u")
-    return " + ".join(terms)

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gemma4_compat._decoding import reductions
-from gemma4_compat._decoding.kernel_source import WORDS, Kernel, Scope, Writer, kernel_of, words_of
+from gemma4_compat._decoding.kernel_source import Kernel, Scope, Writer, kernel_of
 from gemma4_compat._decoding.pointwise import DOT, Part, Value, everything
+from gemma4_compat._decoding.short_products import WORDS, is_read_ahead, words_of
 
 NAME = "rows"
 #: Rows of a kernel: beyond, a block a row is no small kernel.
@@ -57,7 +58,7 @@ def _join(segments: list[Segment], new: Segment) -> None:
 def kernels_of(values: Sequence[Value]) -> list[Kernel]:
     """The kernels that compute these values into their memory, in order."""
     sums = _before_norms(values)
-    staged = [one for one in sums if words_of([one]) and not any(one is value for value in values)]
+    staged = [one for one in sums if is_read_ahead(one) and not any(one is value for value in values)]
     if staged:
         found = _kernels_of(values, [one for one in sums if all(one is not other for other in staged)], staged)
         if found is not None:
