@@ -256,7 +256,9 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             return Number(float(operand))
         strides = pointwise.strides_in(operand, shape)
         value = self._pending.get(_storage(operand))
-        return Load(operand, strides) if value is None else Part(value, operand.storage_offset(), strides)
+        if value is not None:
+            return Part(value, operand.storage_offset(), strides)
+        return Load(operand, strides, isinstance(operand, torch.nn.Parameter))
 
     def _add(self, value: Value, result: Any) -> None:
         for operand in value.operands:

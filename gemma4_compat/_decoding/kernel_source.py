@@ -73,6 +73,10 @@ __device__ __forceinline__ Word16 load_once(const void* at) {
     : "=r"(word.part[0]), "=r"(word.part[1]), "=r"(word.part[2]), "=r"(word.part[3]) : "l"(at));
   return word;
 }
+// Have the line of 128 bytes with this address on its way to the cache that all multiprocessors share.
+__device__ __forceinline__ void fetch_ahead(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" :: "l"(at));
+}
 // Before this, a kernel that was launched early must read only what no kernel of the step writes.
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
@@ -259,6 +263,7 @@ class Writer:
         self._reads: dict[tuple[int, Any], tuple[str, Any]] = {}  # by address and dtype: parameter and tensor
         self._values: dict[int, Value] = {}  # whose numbers are in a scope: alive until the end
         self._ahead: dict[int, str] = {}  # by short product: C for a word of its weight that is read already
+        self._constant: dict[str, Any] = {}  # by parameter: a tensor that no kernel of a step writes
 
     def kernel(self, values: Sequence[Value]) -> Kernel:
         # Sizes are arguments: the text is the same for every length of a cache.
@@ -412,6 +417,8 @@ class Writer:
 
     def _loaded(self, operand: Load, index: str, scope: Scope) -> str:
         name = self._read(operand)
+        if operand.constant:
+            self._constant[name] = operand.tensor
         key = (name, index)
         if key not in scope:
             scope[key] = self._new("float", self._kinds[operand.dtype].load.format(f"{name}[{index}]"))

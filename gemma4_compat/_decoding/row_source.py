@@ -28,6 +28,7 @@ _MAX_ROWS = 1 << 16
 _MOST_THREADS = 512
 #: Numbers that a block stages at most: 32 KiB.
 _MOST_STAGED = 1 << 13
+_LINE = 128  # bytes of a cache
 
 
 @dataclass
@@ -287,8 +288,17 @@ class _RowWriter(Writer):
             words = max(_words(segment, self._to_stage) for segment in segments)
             shared = max(segment.columns * len(some) for segment, some in zip(segments, staged, strict=True))
             ahead[:0] = [f"__shared__ float staged[{shared}];", f"Word16 ahead[{words}];"]
-        text = self._text(f"{bounds}{NAME}", "\n".join(ahead), values, len(sizes))
+        text = self._text(f"{bounds}{NAME}", "\n".join([*self._fetched(block), *ahead]), values, len(sizes))
         return Kernel(text, self._tensors(values), len(values), sizes, block, (sum(sizes), 1))
+
+    def _fetched(self, block: int) -> list[str]:
+        """Lines that have the weights of norms on their way before the kernel in front has ended."""
+        lines = []
+        for name, tensor in self._constant.items():
+            count = -(-tensor.numel() * tensor.itemsize // _LINE)
+            if tensor.is_contiguous() and count <= block:
+                lines.append(f"if (threadIdx.x < {count}u) fetch_ahead((const char*){name} + threadIdx.x * {_LINE}u);")
+        return lines
 
     def _stage(self, segment: Segment, values: Sequence[Value], block: int) -> list[str]:
         """Compute these values of a row into shared memory; the lines that read ahead what they need."""
