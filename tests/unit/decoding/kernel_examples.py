@@ -74,7 +74,9 @@ def _normed(given: Load | Part) -> Value:
     mean = Value(reductions.MEAN, (Part(square, 0, (columns, 1)),), (shape[0], 1), torch.float32, columns=columns)
     root = Value("power_of_minus_half", (Part(mean, 0, (1, 0)),), (shape[0], 1), torch.float32)
     scaled = Value("multiply", (Part(wide, 0, (columns, 1)), Part(root, 0, (1, 0))), shape, torch.float32)
-    return Value("cast", (Part(scaled, 0, (columns, 1)),), shape, dtype, memory=torch.zeros(shape, dtype=dtype))
+    weight = Load(torch.zeros(columns, dtype=torch.float32), (0, 1), True)
+    weighted = Value("multiply", (Part(scaled, 0, (columns, 1)), weight), shape, torch.float32)
+    return Value("cast", (Part(weighted, 0, (columns, 1)),), shape, dtype, memory=torch.zeros(shape, dtype=dtype))
 
 
 def _adapted(dtype: Any, rank: int, rows: int, columns: int) -> Value:
@@ -111,7 +113,10 @@ def _matrix_products() -> Iterator[Kernel]:
         given = asked(dtype, inputs, outputs, rows=rows, bias=rows == 1)
         one = matrix_products.understood(**given)
         assert one is not None
-        yield matrix_products.kernel_of([one] * count, [one.empty()] * count)
+        kernel = matrix_products.kernel_of([one] * count, [one.empty()] * count)
+        yield kernel
+        low = dense.product(given["given"], torch.zeros(16, inputs, dtype=torch.float32 if rows == 1 else dtype))
+        yield kernel_source.side_by_side(kernel, dense.kernel_of([low] * count, [low.empty()] * count))
 
 
 def _expert_rows() -> Iterator[Kernel]:
