@@ -74,7 +74,7 @@ def _kernels_of(values: Sequence[Value], apart: list[Value], staged: Sequence[Va
     ``staged``; None if that does not suit.
     """
     found: list[Kernel] = []
-    done: list[Value] = apart
+    done = list(apart)
     if done:
         found.append(kernel_of(done))
     plain: list[Value] = []
@@ -271,7 +271,7 @@ class _RowWriter(Writer):
             row = f"const unsigned int row = blockIdx.x - ({begin}), start = row * {segment.columns}u;"
             self._line(row)
             scope: Scope = {}
-            self._staged.clear()
+            self._staged = {}
             if staged[number]:
                 ahead += [f"{'else ' if ahead else ''}if (blockIdx.x >= {begin} && blockIdx.x < {end}) {{", row]
                 ahead += [*self._stage(segment, staged[number], block), "}"]
@@ -316,10 +316,10 @@ class _RowWriter(Writer):
         scope: Scope = {}
         for number, value in enumerate(values):
             self._line(f"staged[{number * columns}u + at] = {self._value(value, 'i', scope)};")
-            self._staged[id(value)] = f"staged[{number * columns}u + {{}} - start]"
         self._line("} }")
         self._line("__syncthreads();")
         self._ahead.clear()
+        self._staged = {id(value): f"staged[{at * columns}u + {{}} - start]" for at, value in enumerate(values)}
         return ahead
 
     def _stores(self, segment: Segment, found: reductions.Order, scope: Scope, numbers: dict[int, int]) -> None:
