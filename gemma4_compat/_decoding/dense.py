@@ -4,8 +4,8 @@ Each row of the input is multiplied as if it were the only one, so a sequence ha
 batch; cuBLAS chooses another kernel for each number of rows. Products are exact and sums are in ``float``; only the
 result is rounded. There are three kernels, and the weight decides which: a *short* product has at most ``SHORT``
 inputs, like LoRA's B, and is a pointwise operation (``"dot"`` in :mod:`pointwise`), computed where its result is used;
-of the others, a block takes a few rows of a *small* weight, like LoRA's A, and a warp takes four rows of a large one,
-like the head.
+of the others, a block takes a row of a *small* weight, like LoRA's A, and a warp takes four rows of a large one, like
+the head.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ MAX_WEIGHTS = 8
 _SMALL = 512  # rows of a weight
 _THREADS = 256
 _WARP_ROWS = 4  # of a large weight, that a warp takes
-_BLOCK_ROWS = 4  # of a small weight, that a block takes at most
-_BLOCK_WORDS = 16  # of them, that a thread has in registers
 
 
 class Format(NamedTuple):
@@ -41,7 +39,7 @@ class Format(NamedTuple):
         weight: dtype of the weight and the result.
         rows: of the input.
         inputs: of each row.
-        small: whether a block takes a few rows of the weight.
+        small: whether a block takes a row of the weight.
         bias: whether there is one.
         aligned: whether input and weight can be read in words of 16 bytes. The bits are the same.
     """
@@ -120,7 +118,7 @@ def go_together(one: Product, other: Product) -> bool:
 def kernel_of(products: Sequence[Product], results: Sequence[Any]) -> Kernel:
     """The kernel that writes the results of products that :func:`go_together`."""
     layout = products[0].format
-    per_block = _rows_of_a_block(layout) if layout.small else _THREADS // 32 * _WARP_ROWS
+    per_block = 1 if layout.small else _THREADS // 32 * _WARP_ROWS
     sizes: list[int | float] = []
     blocks = 0
     for one in products:
@@ -192,51 +190,36 @@ def _result(layout: Format, row: str, value: str, m: str) -> str:
     return f"output[(unsigned long long){m} * outputs + {row}] = {stored};"
 
 
-def _rounds(layout: Format) -> int:
-    """How many words of a row each thread of a block takes."""
-    return -(-layout.inputs // _each(layout) // _THREADS)
-
-
-def _rows_of_a_block(layout: Format) -> int:
-    """How many rows of a small weight a block takes: few blocks find room beside those of the weight that A adapts."""
-    most = _BLOCK_ROWS if layout.rows == 1 else 1
-    return max(1, min(most, _BLOCK_WORDS // _rounds(layout)))
-
-
 def _small(layout: Format) -> list[str]:
-    """A block takes a few rows of the weight; each thread takes every 256th word of each."""
+    """A block takes a row of the weight; each thread takes every 256th word."""
     each, words = _each(layout), layout.inputs // _each(layout)
-    rounds, rows = _rounds(layout), _rows_of_a_block(layout)
-    at = f"const unsigned int at = threadIdx.x + turn * {_THREADS}u;"
-    lines = [f"const unsigned int first = block * {rows}u;", _words(layout, "first")]
-    lines.append(f"const unsigned int rows = min({rows}u, outputs - first);")
-    lines.append(f"Word16 w[{rows}][{rounds}];")
-    lines += ["#pragma unroll", f"for (int r = 0; r < {rows}; ++r)", "#pragma unroll"]
-    lines += [f"for (int turn = 0; turn < {rounds}; ++turn) {{", at]
-    lines.append(f"if (r < rows && at < {words}u) w[r][turn] = word(r * {words}u + at);\n}}")
+    rounds = -(-words // _THREADS)
+    lines = [_words(layout, "block")]
+    lines.append(f"Word16 w[{rounds}];")
+    lines += ["#pragma unroll", f"for (int turn = 0; turn < {rounds}; ++turn) {{"]
+    lines.append(f"const unsigned int at = threadIdx.x + turn * {_THREADS}u;")
+    lines.append(f"if (at < {words}u) w[turn] = word(at);\n}}")
     lines += ["let_next_kernel_begin();", "wait_for_kernel_before();"]
-    lines.append(f"float sums[{rows}][{layout.rows}];")
-    lines += [f"sums[{r}][{m}] = 0.0f;" for r in range(rows) for m in range(layout.rows)]
-    lines += ["#pragma unroll", f"for (int turn = 0; turn < {rounds}; ++turn) {{", at]
+    lines.append(f"float sums[{layout.rows}];")
+    lines += [f"sums[{m}] = 0.0f;" for m in range(layout.rows)]
+    lines += ["#pragma unroll", f"for (int turn = 0; turn < {rounds}; ++turn) {{"]
+    lines.append(f"const unsigned int at = threadIdx.x + turn * {_THREADS}u;")
     lines.append(f"if (at < {words}u) {{ float x[{each}];")
     for m in range(layout.rows):
-        lines += ["{", *_given(layout, f"{m * layout.inputs}u + at * {each}u"), "#pragma unroll"]
-        lines.append(f"for (int r = 0; r < {rows}; ++r) {{")
-        for k, value in enumerate(unpacked(layout.weight, "w[r][turn]", each)):
-            lines.append(f"sums[r][{m}] = __fmaf_rn(x[{k}], {value}, sums[r][{m}]);")
-        lines.append("} }")
+        lines += ["{", *_given(layout, f"{m * layout.inputs}u + at * {each}u")]
+        for k, value in enumerate(unpacked(layout.weight, "w[turn]", each)):
+            lines.append(f"sums[{m}] = __fmaf_rn(x[{k}], {value}, sums[{m}]);")
+        lines.append("}")
     lines.append("}\n}")
-    lines.append(f"__shared__ float of_warps[{rows}][{layout.rows}][{_THREADS // 32}];")
-    for r in range(rows):
-        for m in range(layout.rows):
-            lines += _over_lanes(f"sums[{r}][{m}]")
-            lines.append(f"if ((threadIdx.x & 31u) == 0u) of_warps[{r}][{m}][threadIdx.x >> 5] = sums[{r}][{m}];")
+    lines.append(f"__shared__ float of_warps[{layout.rows}][{_THREADS // 32}];")
+    for m in range(layout.rows):
+        lines += _over_lanes(f"sums[{m}]")
+        lines.append(f"if ((threadIdx.x & 31u) == 0u) of_warps[{m}][threadIdx.x >> 5] = sums[{m}];")
     lines.append("__syncthreads();")
-    lines.append(f"const unsigned int r = threadIdx.x / {layout.rows}u, m = threadIdx.x % {layout.rows}u;")
-    lines.append("if (r < rows) { float whole = of_warps[r][m][0];")
+    lines.append(f"if (threadIdx.x < {layout.rows}u) {{ float whole = of_warps[threadIdx.x][0];")
     lines += ["#pragma unroll", f"for (int warp = 1; warp < {_THREADS // 32}; ++warp)"]
-    lines.append("whole = __fadd_rn(whole, of_warps[r][m][warp]);")
-    lines.append(_result(layout, "first + r", "whole", "m") + "\n}")
+    lines.append("whole = __fadd_rn(whole, of_warps[threadIdx.x][warp]);")
+    lines.append(_result(layout, "block", "whole", "threadIdx.x") + "\n}")
     return lines
 
 

@@ -109,7 +109,7 @@ def _staged_in(values: Sequence[Value], staged: Sequence[Value]) -> list[Value]:
 
 
 def _threads(columns: int) -> int:
-    """Of a block that stages a row."""
+    """How many a block that stages a row has."""
     return min(_MOST_THREADS, -(-columns // reductions.WARP) * reductions.WARP)
 
 
@@ -287,8 +287,8 @@ class _RowWriter(Writer):
             bounds = f"__launch_bounds__({block}) "
             words = max(_words(segment, self._to_stage) for segment in segments)
             shared = max(segment.columns * len(some) for segment, some in zip(segments, staged, strict=True))
-            ahead[:0] = [f"__shared__ float staged[{shared}];", f"Word16 ahead[{words}];"]
-        text = self._text(f"{bounds}{NAME}", "\n".join([*self._fetched(block), *ahead]), values, len(sizes))
+            ahead[:0] = [*self._fetched(block), f"__shared__ float staged[{shared}];", f"Word16 ahead[{words}];"]
+        text = self._text(f"{bounds}{NAME}", "\n".join(ahead), values, len(sizes))
         return Kernel(text, self._tensors(values), len(values), sizes, block, (sum(sizes), 1))
 
     def _fetched(self, block: int) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from gemma4_compat._decoding.pointwise import DOT, Load, Part, Value, everything, index_in
 
 #: Words of 16 bytes that a thread reads ahead at most: four registers each.
-WORDS = 20
+WORDS = 24
 
 
 def dots_of(values: Sequence[Value], done: Collection[int]) -> list[Value]:

@@ -55,10 +55,11 @@ def _rows() -> Iterator[Kernel]:
         )
     for dtype, rank, rows, columns in (
         (torch.float32, 16, 1, 1536),
-        (torch.float32, 16, 1, 2560),  # as many registers as there are
+        (torch.float32, 16, 1, 2560),
+        (torch.bfloat16, 64, 1, 1536),  # as many registers as a thread may have
         (torch.bfloat16, 16, 1, 5376),
         (torch.float32, 64, 8, 512),
-        (torch.float16, 64, 1, 1536),
+        (torch.float16, 24, 1, 3840),
         (torch.float32, 4, 1, 5376),
     ):
         yield from row_source.kernels_of([_normed(Part(_adapted(dtype, rank, rows, columns), 0, (columns, 1)))])

@@ -96,7 +96,8 @@ def launched(sink: Any, run: Callable[[Any, Callable[[Any], Any]], Any], hidden:
     [
         ("E2B", 16, torch.float32, 0),
         ("E2B", 16, torch.bfloat16, 0),
-        ("E2B", 64, torch.bfloat16, 2),  # B of o_proj and of down_proj
+        ("E2B", 64, torch.bfloat16, 0),
+        ("E2B", 64, torch.float32, 2),  # B of o_proj and of down_proj
         ("E4B", 16, torch.float32, 0),
         ("12B", 16, torch.bfloat16, 0),
         ("12B", 16, torch.float32, 2),

@@ -232,5 +232,5 @@ def test_two_kernels_side_by_side_do_what_each_does(on_host: kernels.Kernels) ->
     on_host.prepare([*(kernel.text for kernel in pairs[0]), joint.text], [])
     for kernel in (*pairs[0], joint):
         on_host.launch(kernel)
-    assert joint.blocks == (10 + 3, 1)
+    assert joint.blocks == (49, 1)
     assert all(torch.equal(one, other) for one, other in zip(apart, together, strict=True))
