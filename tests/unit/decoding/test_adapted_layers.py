@@ -112,7 +112,7 @@ def test_an_adapter_adds_no_launches_up_to_a_rank(shape: str, rank: int, dtype: 
     assert counts == [13, 13 + more]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
 def test_a_layer_with_an_adapter_has_the_bits_of_its_operations(on_host: kernels.Kernels, dtype: Any) -> None:
     run = layer(**SMALL, rank=8, dtype=dtype)
     with torch.no_grad(), own.Own(CPU):

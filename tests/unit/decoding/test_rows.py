@@ -154,9 +154,15 @@ def as_alone(on_host: kernels.Kernels, run: Callable[[Callable[[Any], Any]], Any
     return launched
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize(
-    ("rank", "dtype"), [(4, torch.float32), (16, torch.float32), (16, torch.bfloat16), (24, torch.bfloat16)], ids=str
+    ("rank", "dtype", "tokens"),
+    [
+        (16, torch.float32, 1),
+        (24, torch.bfloat16, 3),
+        pytest.param(4, torch.float32, 3, marks=pytest.mark.full),
+        pytest.param(16, torch.bfloat16, 1, marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 def test_an_adapters_product_is_computed_by_the_block_of_the_norm(
     on_host: kernels.Kernels, rank: int, dtype: Any, tokens: int
