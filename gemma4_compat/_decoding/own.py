@@ -349,7 +349,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 def dot(given: Any, weight: Any, bias: Any = None) -> Value:
     """A short product as a pointwise operation."""
-    operands = [Load(given, (weight.shape[1], 1)), Load(weight.detach(), (weight.shape[1], 1))]
+    is_constant = isinstance(weight, torch.nn.Parameter)
+    operands = [Load(given, (weight.shape[1], 1)), Load(weight.detach(), (weight.shape[1], 1), is_constant)]
     if bias is not None:
         operands.append(Load(bias.detach(), (1,)))
     shape = (*given.shape[:-1], weight.shape[0])
