@@ -17,7 +17,7 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
 * :mod:`own`: kernels with an arithmetic of their own, in place of PyTorch's, unless ``decode_fast(exact=True)`` or no
   ``decode_fast`` asked for PyTorch's bits. :mod:`attention` (its CUDA C: :mod:`attention_source`, with matrix units
   :mod:`attention_tensor_source`); :mod:`matrix_products`: 4-bit weights (CUDA C: :mod:`matrix_source`); :mod:`dense`:
-  weights that are not quantized.
+  weights that are not quantized. :mod:`reading`: attention of prompts, by :mod:`flash` (CUDA C: :mod:`flash_source`).
 * :mod:`fused_steps`: captures a step again with fewer kernels and keeps that if the bits are the same. Its parts are
   :mod:`fusing` (defers operations), :mod:`pointwise` (what they compute), :mod:`kernel_source` (their CUDA C),
   :mod:`short_products` (what of LoRA's B is read early), :mod:`kernels` (tries and launches them) and :mod:`bits`

@@ -3,11 +3,12 @@
 PyTorch's kernel with a mask computes the scores of all keys that are allocated, has no fast way for heads that are
 512 wide, and needs a copy of keys and values for each query head. Here the rows of a block are the query heads of
 consecutive tokens that share keys, and a block walks over the keys from the first to the last one that its mask lets
-through, in tiles (FlashAttention: Dao et al. 2022). Scores and sums are in ``float``. Shares of the softmax are rounded
-to the dtype of the values before they are multiplied, as in PyTorch's, and divided by the sum of what was rounded.
+through, in tiles (FlashAttention: Dao et al. 2022). Scores and sums are in ``float``. Shares of the softmax are
+rounded to the dtype of the values before they are multiplied, as in PyTorch's; their sum is that of what was rounded.
 
-A result has the same bits whatever the length of the cache, the other sequences, and the way in which a prompt was cut:
-tiles count from the first valid key, and what others of a block see does not change a row.
+A result has the same bits whatever the length of the cache, the other sequences, and where a prompt was cut: tiles
+count from the first valid key, and what others of a block see does not change a row. (In a sliding layer tiles count
+from the first key of a block of 64 or 128 rows: cuts at multiples of 128 tokens change nothing.)
 """
 
 from __future__ import annotations

@@ -375,7 +375,7 @@ RESULT = {
         @PAIR@(value[i / 2][n][i % 2 * 2] * by, value[i / 2][n][i % 2 * 2 + 1] * by);""",
 }
 PART = {
-    "SEGMENTS": r"""float* const behind = (float*)(room + BEHIND_AT);  // what the sums in memory are to be multiplied by
+    "SEGMENTS": r"""float* const behind = (float*)(room + BEHIND_AT);  // a factor of the sums in memory
   bool is_kept = false;
   auto keep = [&](int i) {
     const int r = pr * PT * 16 + i * 8 + row;
