@@ -12,8 +12,10 @@ kernel adds the same numbers in the same order. Whether a result has the bits of
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._accelerate import attached
@@ -34,9 +36,20 @@ LEAST_ON_GPU = 16_384
 #: Units of keys after a block that may be tried: an image has at most 1,120 tokens.
 _AFTER = range(4)
 
+_inside = threading.local()
 #: What was tried, and whether it had the same bits.
 _tried: dict[Any, bool] = {}
 _TRIED = 1024
+
+
+@contextlib.contextmanager
+def each_inside(manager: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """Inside, this thread enters ``manager`` around each call of attention of a Gemma 4, once the patch is awake."""
+    _inside.manager = manager
+    try:
+        yield
+    finally:
+        del _inside.manager
 
 
 @functools.lru_cache(maxsize=16)
@@ -67,6 +80,16 @@ def attention(
 
     Without the opt-in, by windows only if no gradient is needed and the bits are the same.
     """
+    manager = getattr(_inside, "manager", None)
+    if manager is None or not layers.is_text(module):
+        return _attention(whole, module, query, key, value, attention_mask, **kwargs)
+    with manager:
+        return _attention(whole, module, query, key, value, attention_mask, **kwargs)
+
+
+def _attention(
+    whole: Callable[..., Any], module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+) -> Any:
     given = (module, query, key, value, attention_mask)
     if query.shape[2] == 1 or attention_mask is None or not _can_be(*given, **kwargs):
         return whole(*given, **kwargs)

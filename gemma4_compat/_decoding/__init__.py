@@ -20,7 +20,8 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
   weights that are not quantized.
 * :mod:`fused_steps`: captures a step again with fewer kernels and keeps that if the bits are the same. Its parts are
   :mod:`fusing` (defers operations), :mod:`pointwise` (what they compute), :mod:`kernel_source` (their CUDA C),
-  :mod:`kernels` (tries and launches them) and :mod:`bits` (equality).
+  :mod:`short_products` (what of LoRA's B is read early), :mod:`kernels` (tries and launches them) and :mod:`bits`
+  (equality).
 * With the bits of the original: :mod:`products` (4-bit weights; CUDA C: :mod:`product_source`), :mod:`reductions` (the
   means of norms; CUDA C of a whole row: :mod:`row_source`), :mod:`expert_rows` (4-bit weights of the experts that a
   token is routed to). :mod:`several`: what kernels of several weights share.

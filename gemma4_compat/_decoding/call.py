@@ -91,13 +91,17 @@ class Decoder:
             prompts.make_room(self._decoding, self.model, inputs)
         again = static_caches.is_static(cache) and static_caches.held(cache) == 0
         try:
-            return self.model(**inputs)
+            return self._model_reads(inputs)
         except torch.OutOfMemoryError:
             with self._decoding.lock:
                 if not prompts.release(self._decoding) or not again:
                     raise
         static_caches.empty(cache)  # not in the handler: the error holds what the forward had
-        return self.model(**inputs)
+        return self._model_reads(inputs)
+
+    def _model_reads(self, inputs: dict[str, Any]) -> Any:
+        with self._decoding.reading(self.model.device, cache_names.cache_in(inputs)):
+            return self.model(**inputs)
 
     def read_piece(self, piece: pieces.Piece, *, first: bool) -> bool:
         """Read a piece of a prompt. False, and nothing has run, if the ``first`` one shows that it cannot be done."""
@@ -111,7 +115,8 @@ class Decoder:
             return False
         with decoding.lock:
             prompts.make_room(decoding, model, piece.inputs)
-        piece.forward(model, piece.inputs)
+        with decoding.reading(piece.device, piece.cache):
+            piece.forward(model, piece.inputs)
         self.alone(lambda: prompts.has_run(decoding, model, piece))
         return True
 

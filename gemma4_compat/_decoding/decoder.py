@@ -130,6 +130,16 @@ class Decoding:
         self.reason_not_fused(obstacle, "with PyTorch's bits")
         return contextlib.nullcontext()
 
+    def reading(self, device: Any, cache: Any) -> contextlib.AbstractContextManager[Any]:
+        """To be entered around each forward of a prompt: kernels of our own may compute its attention."""
+        if not self.own or not static_caches.is_static(cache):
+            return contextlib.nullcontext()
+        from gemma4_compat._decoding import own, reading
+
+        if static_caches.length(cache) < reading.POSITIONS or own.obstacle(device) is not None:
+            return contextlib.nullcontext()
+        return reading.read(device)
+
     def tidy(self, cache: Any) -> None:
         """Before a ``generate``: release caches that are gone, except one, which lends its memory to ``cache``."""
         with self.lock:
@@ -312,8 +322,12 @@ class Decoding:
 
         def forward() -> Any:
             with contextlib.ExitStack() as stack:
-                if step.decodes:
-                    stack.enter_context(self.arithmetic(step.device, step.tokens))
+                how = (
+                    self.arithmetic(step.device, step.tokens)
+                    if step.decodes
+                    else self.reading(step.device, step.cache)
+                )
+                stack.enter_context(how)
                 for streamer in streamers:
                     stack.enter_context(streamer.forked())
                 settle = stack.enter_context(within())

@@ -35,8 +35,8 @@ from gemma4_compat._decoding.pointwise import Call, Load, Number, Operand, Part,
 
 #: What is computed by kernels of ours, beside pointwise operations. A benchmark takes some away.
 KINDS = frozenset({"products", "rows"})
-#: The most arguments of a kernel.
-_MAX_TENSORS = 60
+#: The most arguments of a kernel: more than q, k and v with an adapter and their norms need, in 1 of CUDA's 4 KiB.
+_MAX_TENSORS = 120
 #: Views that do not say so in their schema.
 _OTHER_VIEWS = ("aten::_unsafe_view", "aten::lift_fresh")
 
@@ -151,6 +151,8 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
 
     def _put_off_dense(self, given: Any, weight: Any, bias: Any) -> Any:
         """The result of a product with a weight that is not quantized."""
+        if any(self._is_deferred(tensor) for tensor in (weight, bias) if tensor is not None):
+            self.settle()
         given = self._before_cast(given)
         if weight.shape[1] > dense.SHORT:
             return self._put_off_product(dense.product(given, weight, bias), dense)
@@ -254,7 +256,9 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             return Number(float(operand))
         strides = pointwise.strides_in(operand, shape)
         value = self._pending.get(_storage(operand))
-        return Load(operand, strides) if value is None else Part(value, operand.storage_offset(), strides)
+        if value is not None:
+            return Part(value, operand.storage_offset(), strides)
+        return Load(operand, strides, isinstance(operand, torch.nn.Parameter))
 
     def _add(self, value: Value, result: Any) -> None:
         for operand in value.operands:

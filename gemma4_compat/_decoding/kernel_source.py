@@ -14,7 +14,8 @@ from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._decoding.pointwise import DOT, Load, Number, Operand, Part, Value, operation
+from gemma4_compat._decoding.pointwise import DOT, Load, Number, Operand, Part, Value, index_in, operation
+from gemma4_compat._decoding.short_products import WORDS, dots_of, words_of, words_of_a_row
 
 NAME = "fused"
 #: Threads of a block, unless a kernel says otherwise.
@@ -72,6 +73,10 @@ __device__ __forceinline__ Word16 load_once(const void* at) {
     : "=r"(word.part[0]), "=r"(word.part[1]), "=r"(word.part[2]), "=r"(word.part[3]) : "l"(at));
   return word;
 }
+// Have the line of 128 bytes with this address on its way to the cache that all multiprocessors share.
+__device__ __forceinline__ void fetch_ahead(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" :: "l"(at));
+}
 // Before this, a kernel that was launched early must read only what no kernel of the step writes.
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
@@ -94,7 +99,13 @@ __device__ __forceinline__ unsigned int pair_bf16(float low, float high) {
 #endif
 }
 __device__ __forceinline__ unsigned int pair_f16(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+  unsigned int x;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+#else
   return (unsigned int)to_f16(low) | ((unsigned int)to_f16(high) << 16);
+#endif
 }
 __device__ __forceinline__ unsigned int multiply_pairs_bf16(unsigned int a, unsigned int b) {
   unsigned int x;
@@ -170,6 +181,7 @@ class Kernel:
             results' element counts, each number once, the largest first.
         block: threads of a block.
         grid: blocks in x and y; None for as many as have a thread for each of the first of ``sizes``.
+        shared: bytes of shared memory of a block, beyond that in the text.
     """
 
     text: str
@@ -178,6 +190,7 @@ class Kernel:
     sizes: tuple[int | float, ...]
     block: int = BLOCK
     grid: tuple[int, int] | None = None
+    shared: int = 0
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -257,10 +270,17 @@ class Writer:
         self._count = 0
         self._reads: dict[tuple[int, Any], tuple[str, Any]] = {}  # by address and dtype: parameter and tensor
         self._values: dict[int, Value] = {}  # whose numbers are in a scope: alive until the end
+        self._ahead: dict[int, str] = {}  # by short product: C for a word of its weight that is read already
+        self._constant: dict[str, Any] = {}  # by parameter: a tensor that no kernel of a step writes
 
     def kernel(self, values: Sequence[Value]) -> Kernel:
         # Sizes are arguments: the text is the same for every length of a cache.
         sizes = tuple(sorted({value.elements for value in values}, reverse=True))
+        begin = "unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;"
+        words = words_of(values, self._done) if len(sizes) == 1 else 0
+        if 0 < words <= WORDS:
+            reads = "\n".join(self._read_ahead(values, ""))
+            begin += f"\nWord16 ahead[{words}];\nif (i < n0) {{\n{reads}\n}}"
         for number, elements in enumerate(sizes):
             self._line(f"if (i < n{number}) {{")
             scope: Scope = {}
@@ -268,8 +288,25 @@ class Writer:
                 if value.elements == elements:
                     self._line(self._stored(value, position, "i", scope))
             self._line("}")
-        begin = "unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;"
         return Kernel(self._text(NAME, begin, values, len(sizes)), self._tensors(values), len(values), sizes)
+
+    def _read_ahead(self, values: Sequence[Value], first: str) -> list[str]:
+        """Lines that read what the short products in element ``i`` of these values need of weights, into ``ahead``.
+
+        They may come before ``wait_for_kernel_before()``. ``first`` is C for the number of the first word.
+        """
+        lines, number = [], 0
+        for dot in dots_of(values, self._done):
+            weight = dot.operands[1]
+            assert isinstance(weight, Load)
+            count, name = words_of_a_row(dot), self._read(weight)
+            row = f"{name} + i % {dot.shape[-1]}u * {dot.columns}u"
+            place = f"ahead[{first}{number} + word]"
+            lines.append(f"#pragma unroll\nfor (int word = 0; word < {count}; ++word)")
+            lines.append(f"{place} = ((const Word16*)({row}))[word];")
+            self._ahead[id(dot)] = place
+            number += count
+        return lines
 
     def _text(self, name: str, begin: str, values: Sequence[Value], sizes: int) -> str:
         """The kernel with the lines so far, which stores these values."""
@@ -322,17 +359,16 @@ class Writer:
         row = self._index(f"{at} % {outputs}u", scope)
         of_input = self._index(f"({at} / {outputs}u) * {value.columns}u", scope)
         result = self._new("float", "0.0f")
-        each = 16 // max(weight.dtype.itemsize, given.dtype.itemsize)
-        aligned = not any(operand.tensor.data_ptr() % 16 for operand in (given, weight))
-        each *= 1 if aligned and given.dtype == weight.dtype and not value.columns % each else 0
+        each = 16 // weight.dtype.itemsize if words_of_a_row(value) else 0
+        read = self._ahead.get(id(value)) if at == "i" else None
         self._line("{")
         if each:
-            for operand, name, first in ((weight, names[1], f"{row} * {value.columns}u"), (given, names[0], of_input)):
-                words = "words_of_weight" if operand is weight else "words_of_input"
-                self._line(f"const Word16* {words} = (const Word16*)({name} + {first});")
+            self._line(f"const Word16* words_of_input = (const Word16*)({names[0]} + {of_input});")
+            if not read:
+                self._line(f"const Word16* words_of_weight = (const Word16*)({names[1]} + {row} * {value.columns}u);")
             self._line("#pragma unroll")
             self._line(f"for (int word = 0; word < {value.columns // each}; ++word) {{")
-            self._line("const Word16 x = words_of_input[word], w = words_of_weight[word];")
+            self._line(f"const Word16 x = words_of_input[word], w = {read or 'words_of_weight[word]'};")
             for a, b in zip(unpacked(given.dtype, "x", each), unpacked(weight.dtype, "w", each), strict=True):
                 self._line(f"{result} = __fmaf_rn({a}, {b}, {result});")
         else:
@@ -367,7 +403,7 @@ class Writer:
         if isinstance(operand, Number):
             return _literal(operand.value)
         offset = operand.offset if isinstance(operand, Part) else 0
-        index = self._index(_index(shape, operand.strides, offset, at), scope)
+        index = self._index(index_in(shape, operand.strides, offset, at), scope)
         if isinstance(operand, Part):
             if id(operand.value) not in self._done:
                 return self._value(operand.value, index, scope)
@@ -389,6 +425,8 @@ class Writer:
 
     def _loaded(self, operand: Load, index: str, scope: Scope) -> str:
         name = self._read(operand)
+        if operand.constant:
+            self._constant[name] = operand.tensor
         key = (name, index)
         if key not in scope:
             scope[key] = self._new("float", self._kinds[operand.dtype].load.format(f"{name}[{index}]"))
@@ -402,27 +440,3 @@ def _literal(value: float) -> str:
     except OverflowError:
         bits = struct.pack("<f", math.copysign(math.inf, value))
     return f"__uint_as_float(0x{int.from_bytes(bits, 'little'):08x}u)"
-
-
-def _index(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, at: str) -> str:
-    """Where the element with number ``at``, counted in ``shape``, is with these strides."""
-    merged: list[tuple[int, int]] = []  # sizes and strides, from the innermost dimension outwards
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size == 1:
-            continue
-        if merged and stride == merged[-1][0] * merged[-1][1]:
-            merged[-1] = (merged[-1][0] * size, merged[-1][1])
-        else:
-            merged.append((size, stride))
-    terms = []
-    inner = 1
-    for number, (size, stride) in enumerate(merged):
-        if stride:
-            coordinate = at if inner == 1 else f"({at} / {inner}u)"
-            if number < len(merged) - 1:
-                coordinate = f"({coordinate} % {size}u)"
-            terms.append(coordinate if stride == 1 else f"{coordinate} * {stride}u")
-        inner *= size
-    if offset or not terms:
-        terms.append(f"{offset}u")
-    return " + ".join(terms)

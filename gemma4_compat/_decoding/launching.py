@@ -23,6 +23,8 @@ _EARLY_CAPABILITY = (9, 0)
 _EARLY_DRIVER = 12030  # CUDA 12.3: the first that captures early launches in a graph
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _SLOT = 8  # bytes of an argument in the buffer
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_UNASKED = 48 << 10  # bytes of shared memory that a block may have in any case
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -92,8 +94,15 @@ class Driver:
             device: ``torch.device`` with an index.
             early: whether it may start before the kernel before it has ended.
         """
+        allowed = _UNASKED
 
         def launch(memory: _Memory) -> None:
+            nonlocal allowed
+            wanted = memory.values.shared_bytes
+            if wanted > allowed:
+                set_attribute = self._library.cuFuncSetAttribute
+                self._check(set_attribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, wanted), name)
+                allowed = wanted
             self._check(self._library.cuLaunchKernelEx(memory.config, function, memory.addresses, None), name)
 
         return Launcher(launch, device, early=early)
@@ -194,6 +203,7 @@ class _Memory:
         self._layout.pack_into(self._arguments, 0, *[tensor.data_ptr() for tensor in kernel.tensors], *kernel.sizes)
         self.values.grid[:] = (*kernel.blocks, 1)
         self.values.block[:] = (kernel.block, 1, 1)
+        self.values.shared_bytes = kernel.shared
 
     def address_of(self, number: int) -> Any:
         """Where the address of a tensor is written."""

@@ -20,6 +20,7 @@ from torch.utils import _pytree
 from gemma4_compat._decoding import (
     attention,
     dense,
+    flash,
     kernel_source,
     kernels,
     matrix_products,
@@ -42,13 +43,81 @@ _SCHEMAS = {
     "product": "(Tensor given, Tensor packed, int[] shape, Tensor absmax, int blocksize, str quant_type,"
     " Tensor? bias=None, Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None) -> Tensor",
     "means": "(Tensor given, int parts) -> Tensor",
+    "flash_bounds": "(Tensor mask) -> Tensor",
+    "flash": "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bounds, float scale) -> Tensor",
     "shift": "(Tensor(a!) keys, Tensor(b!) values, Tensor new_keys, Tensor new_values, bool by_kernel) -> ()",
 }
 _defining = threading.Lock()
 _broken: dict[Any, str] = {}  # by device: why these kernels do not run there; decoder.py says it
 
 
-class Own(TorchFunctionMode):  # type: ignore[misc]
+class Repeats(TorchFunctionMode):  # type: ignore[misc]
+    """Inside, transformers' ``repeat_kv`` copies no key-value head: something without memory stands for the copies.
+
+    Args:
+        device: whose tensors.
+    """
+
+    def __init__(self, device: Any) -> None:
+        super().__init__()
+        self._device = device
+        self._repeated: dict[int, tuple[Any, Any]] = {}  # by id: what stands for repeated heads, and those heads
+
+    def repeated(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What stands for the copies that this call would make; None if it is another call."""
+        if func is torch.Tensor.reshape and args[0].ndim == 5 and not args[0].stride(2) and args[0].shape[2] > 1:
+            return self._stands_for(*args, **kwargs)
+        if func is torch.Tensor.contiguous and id(args[0]) in self._repeated:
+            return args[0]
+        if func is torch.Tensor.__getitem__ and id(args[0]) in self._repeated:
+            return self._cut(*args)
+        return None
+
+    def shared(self, key: Any, value: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+        """Keys, values and options of a call of attention, without copies where something stands for both."""
+        if id(key) not in self._repeated or id(value) not in self._repeated:
+            return key, value, kwargs
+        key, value = (self._repeated[id(tensor)][1][:, :, 0] for tensor in (key, value))
+        return key, value, {**kwargs, "enable_gqa": True}
+
+    def called(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """The call, with copies after all where something stands for them."""
+        if self._repeated and getattr(getattr(func, "__self__", None), "__name__", "") not in _PROPERTIES:
+            args, kwargs = _pytree.tree_map(self._as_it_is, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def forget(self) -> None:
+        """Nothing stands for copies any more."""
+        self._repeated.clear()
+
+    def _stands_for(self, heads: Any, *shape: Any) -> Any:
+        size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        batch, groups, repeats, length, width = heads.shape
+        if heads.device != self._device or tuple(size) != (batch, groups * repeats, length, width):
+            return None
+        return self._stand_in(heads)
+
+    def _stand_in(self, heads: Any) -> Any:
+        stand_in = heads.new_empty(()).expand(len(heads), heads.shape[1] * heads.shape[2], *heads.shape[3:])
+        self._repeated[id(stand_in)] = stand_in, heads
+        return stand_in
+
+    def _cut(self, stand_in: Any, index: Any) -> Any:
+        """The same keys or values of fewer positions, where no mask is needed; None for another index."""
+        every, heads = slice(None), self._repeated[id(stand_in)][1]
+        if not isinstance(index, tuple) or len(index) != 4 or index[:2] != (every, every) or index[3] != every:
+            return None
+        return self._stand_in(heads[:, :, :, index[2]]) if isinstance(index[2], slice) else None
+
+    def _as_it_is(self, value: Any) -> Any:
+        """The tensor itself where something stands for one."""
+        if id(value) not in self._repeated:
+            return value
+        stand_in, heads = self._repeated[id(value)]
+        return heads.reshape(stand_in.shape)
+
+
+class Own(Repeats):
     """Inside one forward of a decoding step, these kernels compute what they can.
 
     Args:
@@ -57,12 +126,11 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
     """
 
     def __init__(self, device: Any, tokens: int = 1) -> None:
-        super().__init__()
-        self._device, self._tokens = device, tokens
+        super().__init__(device)
+        self._tokens = tokens
         operators()
         self._gemm_4bit = _gemm_4bit()
         self._valid: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # by mask: it, and where its keys begin and end
-        self._repeated: dict[int, tuple[Any, Any]] = {}  # by id: what stands for repeated heads, and those heads
 
     def __torch_function__(
         self, func: Callable[..., Any], _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -77,36 +145,11 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
             found = self._attention(*args, **kwargs)
         elif func is torch.Tensor.mean:
             found = self._means(*args, **kwargs)
-        elif func is torch.Tensor.reshape and args[0].ndim == 5 and not args[0].stride(2) and args[0].shape[2] > 1:
-            found = self._stands_for_repeated(*args, **kwargs)
-        elif func is torch.Tensor.contiguous and id(args[0]) in self._repeated:
-            return args[0]
         elif func is operator("shift") and args[0].device == self._device:
             found = self._computed(_shifted_by_kernel, *args[:4])
-        if found is not None:
-            return found
-        if self._repeated and getattr(getattr(func, "__self__", None), "__name__", "") not in _PROPERTIES:
-            args, kwargs = _pytree.tree_map(self._as_it_is, (args, kwargs))
-        return func(*args, **kwargs)
-
-    def _stands_for_repeated(self, heads: Any, *shape: Any) -> Any:
-        """In place of a copy of each key-value head for each query head (transformers' ``repeat_kv``), which attention
-        does not need: a tensor of that shape without memory.
-        """
-        size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        batch, groups, repeats, length, width = heads.shape
-        if heads.device != self._device or tuple(size) != (batch, groups * repeats, length, width):
-            return None
-        stand_in = heads.new_empty(()).expand(tuple(size))
-        self._repeated[id(stand_in)] = stand_in, heads
-        return stand_in
-
-    def _as_it_is(self, value: Any) -> Any:
-        """The tensor itself where something stands for one."""
-        if id(value) not in self._repeated:
-            return value
-        stand_in, heads = self._repeated[id(value)]
-        return heads.reshape(stand_in.shape)
+        else:
+            found = self.repeated(func, args, kwargs)
+        return self.called(func, args, kwargs) if found is None else found
 
     def _linear(self, given: Any, weight: Any, bias: Any = None) -> Any:
         if given.device != self._device or torch.is_grad_enabled() or not dense.suits(given, weight, bias):
@@ -130,9 +173,7 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
         return self._computed(torch.ops.gemma4_compat.product, given, *args, **kwargs)
 
     def _attention(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(key) in self._repeated and id(value) in self._repeated:
-            key, value = (self._repeated[id(tensor)][1][:, :, 0] for tensor in (key, value))
-            kwargs["enable_gqa"] = True
+        key, value, kwargs = self.shared(key, value, kwargs)
         if query.device != self._device or torch.is_grad_enabled():
             return None
         call = attention.understood(query, key, value, *args, **kwargs)
@@ -203,7 +244,8 @@ def _gemm_4bit() -> Any:
     return None if found is None else found.default
 
 
-def _launch(device: Any, *launched: Any) -> None:
+def launch(device: Any, *launched: Any) -> None:
+    """Launch kernels in order, compiled before if they are new."""
     known = kernels.of(device)
     known.prepare([kernel.text for kernel in launched], [])
     for kernel in launched:
@@ -220,13 +262,26 @@ def _valid_keys(query: Any, key: Any, value: Any, mask: Any, scale: float, gqa: 
     found = attention.bounds(_call(query, key, value, mask, scale, gqa))
     assert found is not None  # there is a mask
     kernel, result = found
-    _launch(query.device, kernel)
+    launch(query.device, kernel)
     return result
 
 
 def _attend(query: Any, key: Any, value: Any, mask: Any, valid: Any, scale: float, gqa: bool) -> Any:
     wanted, result = attention.kernels(_call(query, key, value, mask, scale, gqa), valid)
-    _launch(query.device, *wanted)
+    launch(query.device, *wanted)
+    return result
+
+
+def _flash_bounds(mask: Any) -> Any:
+    kernel, result = flash.bounds(mask)
+    launch(mask.device, kernel)
+    return result
+
+
+def _flash(query: Any, key: Any, value: Any, mask: Any, bounds: Any, scale: float) -> Any:
+    call = flash.Call(query, key, value, mask, scale)
+    wanted, result = flash.kernels(call, bounds)
+    launch(query.device, *wanted)
     return result
 
 
@@ -234,11 +289,11 @@ def _dense(given: Any, weight: Any, bias: Any) -> Any:
     if weight.shape[1] <= dense.SHORT:
         value = dot(given, weight, bias)
         value.memory = given.new_empty(value.shape)
-        _launch(given.device, kernel_source.kernel_of([value]))
+        launch(given.device, kernel_source.kernel_of([value]))
         return value.memory
     product = dense.product(given, weight, bias)
     result = product.empty()
-    _launch(given.device, dense.kernel_of([product], [result]))
+    launch(given.device, dense.kernel_of([product], [result]))
     return result
 
 
@@ -246,7 +301,7 @@ def _product(*args: Any, **kwargs: Any) -> Any:
     product = matrix_products.understood(*args, **kwargs)
     assert product is not None  # or Own would not have asked
     result = product.empty()
-    _launch(result.device, matrix_products.kernel_of([product], [result]))
+    launch(result.device, matrix_products.kernel_of([product], [result]))
     return result
 
 
@@ -286,13 +341,16 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "dense": _dense,
     "product": _product,
     "means": _means,
+    "flash_bounds": _flash_bounds,
+    "flash": _flash,
     "shift": _shift,
 }
 
 
 def dot(given: Any, weight: Any, bias: Any = None) -> Value:
     """A short product as a pointwise operation."""
-    operands = [Load(given, (weight.shape[1], 1)), Load(weight.detach(), (weight.shape[1], 1))]
+    is_constant = isinstance(weight, torch.nn.Parameter)
+    operands = [Load(given, (weight.shape[1], 1)), Load(weight.detach(), (weight.shape[1], 1), is_constant)]
     if bias is not None:
         operands.append(Load(bias.detach(), (1,)))
     shape = (*given.shape[:-1], weight.shape[0])

@@ -83,10 +83,15 @@ class Number:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """An operand in memory: for an index of the result, the element of ``tensor`` at these ``strides``."""
+    """An operand in memory: for an index of the result, the element of ``tensor`` at these ``strides``.
+
+    Attributes:
+        constant: whether no kernel of a step writes it, so that it can be read before the kernel in front has ended.
+    """
 
     tensor: Any
     strides: tuple[int, ...]
+    constant: bool = False
 
     @property
     def dtype(self) -> Any:
@@ -323,6 +328,30 @@ def strides_in(tensor: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     missing = len(shape) - tensor.ndim
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return (*(0,) * missing, *(0 if size == 1 else int(stride) for size, stride in pairs))
+
+
+def index_in(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, at: str) -> str:
+    """C for where the element with number ``at``, counted in ``shape``, is with these strides."""
+    merged: list[tuple[int, int]] = []  # sizes and strides, from the innermost dimension outwards
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if merged and stride == merged[-1][0] * merged[-1][1]:
+            merged[-1] = (merged[-1][0] * size, merged[-1][1])
+        else:
+            merged.append((size, stride))
+    terms = []
+    inner = 1
+    for number, (size, stride) in enumerate(merged):
+        if stride:
+            coordinate = at if inner == 1 else f"({at} / {inner}u)"
+            if number < len(merged) - 1:
+                coordinate = f"({coordinate} % {size}u)"
+            terms.append(coordinate if stride == 1 else f"{coordinate} * {stride}u")
+        inner *= size
+    if offset or not terms:
+        terms.append(f"{offset}u")
+    return " + ".join(terms)
 
 
 def everything(values: Sequence[Value]) -> Iterator[Value]:

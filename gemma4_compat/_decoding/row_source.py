@@ -3,6 +3,10 @@
 A norm is a cast, a square, a mean and some more pointwise operations; the next norm's mean often needs the result. A
 row kernel computes the whole chain, with as few barriers as there are means. Each thread has the elements that
 PyTorch's reduction gives it (:mod:`reductions`), in all phases, so that the compiler may keep them in registers.
+
+An adapter's B is often computed just before a norm. If what a thread reads of it fits in registers, the row's block
+reads it while the kernel in front is still running, and adds it up in shared memory (it is *staged*). A larger B is
+computed by a kernel with many blocks.
 """
 
 from __future__ import annotations
@@ -15,10 +19,16 @@ from typing import Any
 from gemma4_compat._decoding import reductions
 from gemma4_compat._decoding.kernel_source import Kernel, Scope, Writer, kernel_of
 from gemma4_compat._decoding.pointwise import DOT, Part, Value, everything
+from gemma4_compat._decoding.short_products import WORDS, is_read_ahead, words_of
 
 NAME = "rows"
 #: Rows of a kernel: beyond, a block a row is no small kernel.
 _MAX_ROWS = 1 << 16
+#: Threads of a block that stages: at most.
+_MOST_THREADS = 512
+#: Numbers that a block stages at most: 32 KiB.
+_MOST_STAGED = 1 << 13
+_LINE = 128  # bytes of a cache
 
 
 @dataclass
@@ -48,8 +58,23 @@ def _join(segments: list[Segment], new: Segment) -> None:
 
 def kernels_of(values: Sequence[Value]) -> list[Kernel]:
     """The kernels that compute these values into their memory, in order."""
+    sums = _before_norms(values)
+    staged = [one for one in sums if is_read_ahead(one) and not any(one is value for value in values)]
+    if staged:
+        found = _kernels_of(values, [one for one in sums if all(one is not other for other in staged)], staged)
+        if found is not None:
+            return found
+    found = _kernels_of(values, sums, [])
+    assert found is not None  # nothing is staged
+    return found
+
+
+def _kernels_of(values: Sequence[Value], apart: list[Value], staged: Sequence[Value]) -> list[Kernel] | None:
+    """The kernels, where ``apart`` is computed before all others, and every row's block computes its part of
+    ``staged``; None if that does not suit.
+    """
     found: list[Kernel] = []
-    done: list[Value] = _spread(values)
+    done = list(apart)
     if done:
         found.append(kernel_of(done))
     plain: list[Value] = []
@@ -57,27 +82,51 @@ def kernels_of(values: Sequence[Value]) -> list[Kernel]:
     for value in values:
         means = _means([value], done)
         shapes = {(mean.elements, mean.columns) for mean in means}
-        if len(shapes) == 1 and _is_by_rows(value, *next(iter(shapes)), done):
+        if len(shapes) == 1 and _is_by_rows(value, *next(iter(shapes)), done, staged):
             _join(segments, Segment(*next(iter(shapes)), [value], set(map(id, means))))
             continue
         if any(value is other for other in done):
             continue
+        if _staged_in([value], staged):
+            return None
         for mean in means:  # it needs means of several rows: they are computed before
             found.append(_RowWriter(done).kernel_of_rows([Segment(mean.elements, mean.columns, [mean])]))
             done.append(mean)
         plain.append(value)
+    if any(not _fits(segment, staged) for segment in segments):
+        return None
     if segments:
-        found.append(_RowWriter(done).kernel_of_rows(segments))
+        found.append(_RowWriter(done, staged).kernel_of_rows(segments))
     if plain:
         found.append(Writer(done).kernel(plain) if done else kernel_of(plain))
     return found
 
 
-def _spread(values: Sequence[Value]) -> list[Value]:
-    """What rows need of an adapter's B, to be computed before, by many blocks: a row's one block would read all of B.
+def _staged_in(values: Sequence[Value], staged: Sequence[Value]) -> list[Value]:
+    """What these values need of what is staged."""
+    needed = set(map(id, everything(values)))
+    return [one for one in staged if id(one) in needed]
 
-    These are the sums that have such a product in them, before a norm casts and squares them.
-    """
+
+def _threads(columns: int) -> int:
+    """How many a block that stages a row has."""
+    return min(_MOST_THREADS, -(-columns // reductions.WARP) * reductions.WARP)
+
+
+def _words(segment: Segment, staged: Sequence[Value]) -> int:
+    """How many words of weights a thread reads ahead."""
+    turns = -(-segment.columns // _threads(segment.columns))
+    return turns * words_of(_staged_in(segment.values, staged))
+
+
+def _fits(segment: Segment, staged: Sequence[Value]) -> bool:
+    """Whether a block has the registers and the shared memory."""
+    columns = segment.columns * len(_staged_in(segment.values, staged))
+    return columns <= _MOST_STAGED and _words(segment, staged) <= WORDS
+
+
+def _before_norms(values: Sequence[Value]) -> list[Value]:
+    """The sums that have an adapter's B in them, before a norm casts and squares them."""
     has_dot: dict[int, bool] = {}
     has_mean: dict[int, bool] = {}
 
@@ -125,8 +174,8 @@ def _means(values: Sequence[Value], done: Sequence[Value]) -> list[Value]:
     return list(order.values())
 
 
-def _is_by_rows(value: Value, rows: int, columns: int, done: Sequence[Value]) -> bool:
-    """Whether each element needs only means of its own row, and so do those means."""
+def _is_by_rows(value: Value, rows: int, columns: int, done: Sequence[Value], staged: Sequence[Value] = ()) -> bool:
+    """Whether each element needs only means of its own row, and of ``staged`` only that row; and so do those means."""
     import numpy as np  # a dependency of transformers; operations of torch would be seen by the capture
 
     if rows > _MAX_ROWS or value.elements not in (rows, rows * columns):
@@ -138,6 +187,8 @@ def _is_by_rows(value: Value, rows: int, columns: int, done: Sequence[Value]) ->
     def holds(value: Value, at: Any, own: Any) -> bool:
         if any(value is other for other in done):
             return True
+        if any(value is other for other in staged):
+            return value.elements == rows * columns and bool((at // columns == own).all())
         if value.is_mean:
             return bool((at == own).all()) and mean_holds(value)
         for operand, where, whose in _read_by(value, at, own):
@@ -191,24 +242,39 @@ def _indices(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, at: 
 
 
 class _RowWriter(Writer):
-    """Writes kernels of rows."""
+    """Writes kernels of rows.
 
-    def __init__(self, done: Sequence[Value] = ()) -> None:
+    Args:
+        done: values that are in memory, although they are deferred.
+        staged: values that the block of a row computes into shared memory.
+    """
+
+    def __init__(self, done: Sequence[Value] = (), staged: Sequence[Value] = ()) -> None:
         super().__init__(done)
         self._means = 0
+        self._to_stage = staged
+        self._staged: dict[int, str] = {}  # by id: where the row that begins at ``start`` is
 
     def kernel_of_rows(self, segments: Sequence[Segment]) -> Kernel:
         """The kernel that stores the values of these segments."""
         values = [value for segment in segments for value in segment.values]
-        block = reductions.WARP
+        staged = [_staged_in(segment.values, self._to_stage) for segment in segments]
+        block = max(reductions.WARP, *(self._order(segment.values).threads for segment in segments))
+        for segment, some in zip(segments, staged, strict=True):
+            block = max(block, _threads(segment.columns) if some else 0)
         begin = "0u"
+        ahead: list[str] = []
         for number, segment in enumerate(segments):
             found = self._order(segment.values)
-            block = max(block, found.threads)
             end = " + ".join(f"n{other}" for other in range(number + 1))
             self._line(f"{'else ' if number else ''}if (blockIdx.x < {end}) {{")
-            self._line(f"const unsigned int row = blockIdx.x - ({begin}), start = row * {segment.columns}u;")
+            row = f"const unsigned int row = blockIdx.x - ({begin}), start = row * {segment.columns}u;"
+            self._line(row)
             scope: Scope = {}
+            self._staged = {}
+            if staged[number]:
+                ahead += [f"{'else ' if ahead else ''}if (blockIdx.x >= {begin} && blockIdx.x < {end}) {{", row]
+                ahead += [*self._stage(segment, staged[number], block), "}"]
             done = [value for value in everything(segment.values) if id(value) in self._done]
             for mean in _means(segment.values, done):
                 self._reduced(mean, found, scope)
@@ -216,8 +282,45 @@ class _RowWriter(Writer):
             self._line("}")
             begin = end
         sizes = tuple(segment.rows for segment in segments)
-        text = self._text(NAME, "", values, len(sizes))
+        bounds = ""
+        if ahead:
+            bounds = f"__launch_bounds__({block}) "
+            words = max(_words(segment, self._to_stage) for segment in segments)
+            shared = max(segment.columns * len(some) for segment, some in zip(segments, staged, strict=True))
+            ahead[:0] = [*self._fetched(block), f"__shared__ float staged[{shared}];", f"Word16 ahead[{words}];"]
+        text = self._text(f"{bounds}{NAME}", "\n".join(ahead), values, len(sizes))
         return Kernel(text, self._tensors(values), len(values), sizes, block, (sum(sizes), 1))
+
+    def _fetched(self, block: int) -> list[str]:
+        """Lines that have the weights of norms on their way before the kernel in front has ended."""
+        lines = []
+        for name, tensor in self._constant.items():
+            count = -(-tensor.numel() * tensor.itemsize // _LINE)
+            if tensor.is_contiguous() and count <= block:
+                lines.append(f"if (threadIdx.x < {count}u) fetch_ahead((const char*){name} + threadIdx.x * {_LINE}u);")
+        return lines
+
+    def _stage(self, segment: Segment, values: Sequence[Value], block: int) -> list[str]:
+        """Compute these values of a row into shared memory; the lines that read ahead what they need."""
+        columns = segment.columns
+        turns = -(-columns // block)
+        loop = [
+            "#pragma unroll",
+            f"for (int turn = 0; turn < {turns}; ++turn) {{",
+            f"const unsigned int at = threadIdx.x + turn * {block}u, i = start + at;",
+            f"if (at < {columns}u) {{",
+        ]
+        ahead = [*loop, *self._read_ahead(values, f"turn * {words_of(values)} + "), "} }"]
+        for line in loop:
+            self._line(line)
+        scope: Scope = {}
+        for number, value in enumerate(values):
+            self._line(f"staged[{number * columns}u + at] = {self._value(value, 'i', scope)};")
+        self._line("} }")
+        self._line("__syncthreads();")
+        self._ahead.clear()
+        self._staged = {id(value): f"staged[{at * columns}u + {{}} - start]" for at, value in enumerate(values)}
+        return ahead
 
     def _stores(self, segment: Segment, found: reductions.Order, scope: Scope, numbers: dict[int, int]) -> None:
         """Store what is computed: one number a row, or as many as it has columns."""
@@ -279,4 +382,11 @@ class _RowWriter(Writer):
 
     def _value(self, value: Value, at: str, scope: Scope) -> str:
         """As in other kernels; a mean is that of the block's row."""
-        return scope[id(value), ""] if value.is_mean else super()._value(value, at, scope)
+        if value.is_mean:
+            return scope[id(value), ""]
+        if id(value) in self._staged:
+            key = (id(value), at)
+            if key not in scope:
+                scope[key] = self._new("float", self._staged[id(value)].format(at))
+            return scope[key]
+        return super()._value(value, at, scope)

@@ -335,6 +335,7 @@ static inline float fma_flushed(float a, float b, float c) {
 }
 static inline void wait_for_kernel_before() {}
 static inline void let_next_kernel_begin() {}
+static inline void fetch_ahead(const void*) {}
 static inline Word16 load_once(const void* at);
 static inline unsigned int pair_bf16(float low, float high);
 static inline unsigned int pair_f16(float low, float high);

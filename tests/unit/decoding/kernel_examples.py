@@ -13,8 +13,10 @@ from gemma4_compat._decoding import (
     dense,
     dequantizing_source,
     expert_rows,
+    flash,
     kernel_source,
     matrix_products,
+    own,
     pointwise,
     products,
     reductions,
@@ -43,20 +45,51 @@ def _pointwise() -> Iterator[Kernel]:
         turned = Value("concatenate", halves, (6, 8), dtype, sizes=(4, 4), dim=1)
         out = Value("add", (Part(turned, 0, (8, 1)), rows), (6, 8), dtype, memory=torch.zeros(6, 8, dtype=dtype))
         yield kernel_source.kernel_of([out])
+        yield kernel_source.kernel_of([_adapted(dtype, 16, 8, 256), _adapted(dtype, 16, 8, 256)])
 
 
 def _rows() -> Iterator[Kernel]:
     """A norm, for rows that PyTorch adds in different ways."""
     for rows, columns in ((1, 1536), (1, 5376), (8, 256), (16, 512)):
-        shape, dtype = (rows, columns), torch.bfloat16
-        given = Load(torch.zeros(shape, dtype=dtype), (columns, 1))
-        wide = Value("cast", (given,), shape, torch.float32)
-        square = Value("square", (Part(wide, 0, (columns, 1)),), shape, torch.float32)
-        mean = Value(reductions.MEAN, (Part(square, 0, (columns, 1)),), (rows, 1), torch.float32, columns=columns)
-        root = Value("power_of_minus_half", (Part(mean, 0, (1, 0)),), (rows, 1), torch.float32)
-        scaled = Value("multiply", (Part(wide, 0, (columns, 1)), Part(root, 0, (1, 0))), shape, torch.float32)
-        out = Value("cast", (Part(scaled, 0, (columns, 1)),), shape, dtype, memory=torch.zeros(shape, dtype=dtype))
-        yield from row_source.kernels_of([out])
+        yield from row_source.kernels_of(
+            [_normed(Load(torch.zeros(rows, columns, dtype=torch.bfloat16), (columns, 1)))]
+        )
+    for dtype, rank, rows, columns in (
+        (torch.float32, 16, 1, 1536),
+        (torch.float32, 16, 1, 2560),
+        (torch.bfloat16, 64, 1, 1536),  # as many registers as a thread may have
+        (torch.bfloat16, 16, 1, 5376),
+        (torch.float32, 64, 8, 512),
+        (torch.float16, 24, 1, 3840),
+        (torch.float32, 4, 1, 5376),
+    ):
+        yield from row_source.kernels_of([_normed(Part(_adapted(dtype, rank, rows, columns), 0, (columns, 1)))])
+
+
+def _normed(given: Load | Part) -> Value:
+    """A norm of a tensor in bfloat16."""
+    dtype = torch.bfloat16
+    columns = given.strides[0]
+    shape = tuple(given.tensor.shape if isinstance(given, Load) else (given.value.elements // columns, columns))
+    wide = Value("cast", (given,), shape, torch.float32)
+    square = Value("square", (Part(wide, 0, (columns, 1)),), shape, torch.float32)
+    mean = Value(reductions.MEAN, (Part(square, 0, (columns, 1)),), (shape[0], 1), torch.float32, columns=columns)
+    root = Value("power_of_minus_half", (Part(mean, 0, (1, 0)),), (shape[0], 1), torch.float32)
+    scaled = Value("multiply", (Part(wide, 0, (columns, 1)), Part(root, 0, (1, 0))), shape, torch.float32)
+    weight = Load(torch.zeros(columns, dtype=torch.float32), (0, 1), True)
+    weighted = Value("multiply", (Part(scaled, 0, (columns, 1)), weight), shape, torch.float32)
+    return Value("cast", (Part(weighted, 0, (columns, 1)),), shape, dtype, memory=torch.zeros(shape, dtype=dtype))
+
+
+def _adapted(dtype: Any, rank: int, rows: int, columns: int) -> Value:
+    """A result in bfloat16 and what an adapter adds: one row, whose parts are the rows of the norm."""
+    shape, inner = (1, rows * columns), (rows * columns, 1)
+    weight = torch.nn.Parameter(torch.zeros(rows * columns, rank, dtype=dtype))
+    dot = own.dot(torch.zeros(1, rank, dtype=dtype), weight)
+    scaled = Value("multiply", (Part(dot, 0, inner), Number(2.0)), shape, dtype)
+    cast = Value("cast", (Part(scaled, 0, inner),), shape, torch.bfloat16)
+    given = Load(torch.zeros(shape, dtype=torch.bfloat16), inner)
+    return Value("add", (given, Part(cast, 0, inner)), shape, torch.bfloat16, memory=torch.zeros(shape).bfloat16())
 
 
 def _products() -> Iterator[Kernel]:
@@ -82,7 +115,10 @@ def _matrix_products() -> Iterator[Kernel]:
         given = asked(dtype, inputs, outputs, rows=rows, bias=rows == 1)
         one = matrix_products.understood(**given)
         assert one is not None
-        yield matrix_products.kernel_of([one] * count, [one.empty()] * count)
+        kernel = matrix_products.kernel_of([one] * count, [one.empty()] * count)
+        yield kernel
+        low = dense.product(given["given"], torch.zeros(16, inputs, dtype=torch.float32 if rows == 1 else dtype))
+        yield kernel_source.side_by_side(kernel, dense.kernel_of([low] * count, [low.empty()] * count))
 
 
 def _expert_rows() -> Iterator[Kernel]:
@@ -148,6 +184,19 @@ def _matrix_attention() -> Iterator[Kernel]:
     )
 
 
+def _flash() -> Iterator[Kernel]:
+    """Heads of every width in every amount of shared memory: of models with 8 heads, and with 16."""
+    for (dtype, heads), (width, ways) in itertools.product(
+        ((torch.bfloat16, 8), (torch.float16, 16)), flash._TILINGS.items()
+    ):
+        query, keys = torch.empty(1, heads, 20, width, dtype=dtype), torch.empty(1, 2, 9000, width, dtype=dtype)
+        masked = flash.understood(query, keys, keys, torch.empty(20, 9000, dtype=torch.bool), enable_gqa=True)
+        causal = flash.understood(query, keys[:, :, :20], keys[:, :, :20], is_causal=True, enable_gqa=True)
+        for how, call in itertools.product(ways, (masked, causal)):
+            assert call is not None
+            yield from flash.kernels(call, layout=flash.layout_of(call, how))[0]
+
+
 #: By the name of the module in ``gemma4_compat/_decoding``. Of a kernel the text and the threads of a block count.
 EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "kernel_source": _pointwise,
@@ -157,7 +206,10 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "dense": _dense,
     "attention_source": _plain_attention,
     "attention_tensor_source": _matrix_attention,
+    "flash_source": _flash,
     "expert_rows": _expert_rows,
     "shifting": _shifting,
     "dequantizing_source": _dequantizing,
 }
+#: The first compute capability of modules whose kernels older GPUs do not get.
+FROM = {"flash_source": (8, 0)}

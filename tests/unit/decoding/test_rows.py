@@ -129,20 +129,100 @@ def test_a_mean_of_other_rows_is_computed_before(on_host: kernels.Kernels) -> No
     assert launched
 
 
-def test_an_adapters_product_is_computed_by_blocks_of_its_own(on_host: kernels.Kernels) -> None:
-    """Not by the one block of a row. A and B are products of ours, B where its result is used."""
-    given, weight = drawn(1, 1, 256), drawn(256, seed=5)
-    low, high = drawn(4, 256, seed=6), drawn(256, 4, seed=7)
+def low_rank(outputs: int, inputs: int, rank: int = 4, dtype: Any = torch.float32, seed: int = 6) -> tuple[Any, Any]:
+    """An adapter's A and B, as parameters."""
+    shapes = (rank, inputs), (outputs, rank)
+    return tuple(torch.nn.Parameter(drawn(*shape, seed=seed + at).to(dtype)) for at, shape in enumerate(shapes))  # type: ignore[return-value]
 
-    def run(mean: Callable[[Any], Any]) -> Any:
-        adapted = given + torch.nn.functional.linear(torch.nn.functional.linear(given, low), high) * 2.0
-        return norm(adapted, weight, mean)
 
+def adapted(result: Any, given: Any, *adapters: tuple[Any, Any], bias: Any = None) -> Any:
+    """What PEFT adds to a layer's result."""
+    linear = torch.nn.functional.linear
+    for low, high in adapters:
+        found = linear(linear(given.to(low.dtype), low), high, bias) * 2.0
+        result = result + found.to(result.dtype)
+    return result
+
+
+def as_alone(on_host: kernels.Kernels, run: Callable[[Callable[[Any], Any]], Any]) -> list[Kernel]:
+    """The kernels of a run, after comparing it with its operations one by one."""
     with torch.no_grad(), own.Own(CPU):
         expected = run(mean)
         found, launched = fused(on_host, lambda: run(pytorchs))
-    assert torch.equal(found, expected)
-    assert [kernel.text.count("__shared__") > 0 for kernel in launched] == [True, False, True]  # A, the sum, the norm
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    return launched
+
+
+@pytest.mark.parametrize(
+    ("rank", "dtype", "tokens"),
+    [
+        (16, torch.float32, 1),
+        (24, torch.bfloat16, 3),
+        pytest.param(4, torch.float32, 3, marks=pytest.mark.full),
+        pytest.param(16, torch.bfloat16, 1, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_an_adapters_product_is_computed_by_the_block_of_the_norm(
+    on_host: kernels.Kernels, rank: int, dtype: Any, tokens: int
+) -> None:
+    given, weight, residual = drawn(1, tokens, 256), drawn(256, seed=5), drawn(1, tokens, 256, seed=9)
+    pairs = low_rank(256, 256, rank, dtype), low_rank(256, 256, rank, dtype, seed=20)
+    bias = drawn(256, seed=30).to(dtype)
+
+    def run(mean: Callable[[Any], Any]) -> Any:
+        found = residual + norm(adapted(given, given, *pairs, bias=bias), weight, mean)
+        return found, norm(found, weight, mean)
+
+    a, norms = as_alone(on_host, run)
+    assert ("staged" in a.text, "staged" in norms.text) == (False, True)
+    assert norms.blocks == (tokens, 1)
+
+
+def test_heads_with_an_adapter_are_one_kernel(on_host: kernels.Kernels) -> None:
+    """Queries with rotary embeddings, keys, and values, which in some layers are the keys before their norm."""
+    given, weight = drawn(1, 1, 128), drawn(64, seed=5)
+    q, k = low_rank(256, 128), low_rank(128, 128, seed=20)
+    plain = drawn(1, 1, 256, seed=7), drawn(1, 1, 128, seed=8)
+
+    def run(mean: Callable[[Any], Any]) -> Any:
+        heads = adapted(plain[0], given, q).view(1, 1, 4, 64)
+        keys = adapted(plain[1], given, k).view(1, 1, 2, 64)
+        found = turned(norm(heads, weight, mean)), turned(norm(keys, weight, mean)), norm(keys, weight.square(), mean)
+        return [one.transpose(1, 2) for one in found]
+
+    a, heads = as_alone(on_host, run)
+    assert a.written == 2
+    assert (heads.written, heads.blocks) == (3, (4 + 2 + 2, 1))
+
+
+@pytest.mark.parametrize("why", ["registers", "held", "not constant", "words"])
+def test_other_products_of_adapters_are_computed_by_blocks_of_their_own(on_host: kernels.Kernels, why: str) -> None:
+    """Not by the one block of a row."""
+    given, weight = drawn(1, 1, 1024), drawn(1024, seed=5)
+    rank = {"registers": 64, "words": 3}.get(why, 4)
+    pair = low_rank(1024, 1024, rank)
+    if why == "not constant":
+        pair = pair[0], pair[1].detach()
+
+    def run(mean: Callable[[Any], Any]) -> Any:
+        result = adapted(given, given, pair)
+        normed = norm(result, weight, mean)
+        return (result, normed) if why == "held" else (normed,)
+
+    launched = as_alone(on_host, run)
+    assert ["shared" in kernel.text for kernel in launched] == [True, False, True]  # A, the sum, the norm
+    assert ("ahead" in launched[1].text) == (why in ("registers", "held"))
+
+
+def test_a_weight_that_is_deferred_is_computed_first(on_host: kernels.Kernels) -> None:
+    given, weight = drawn(1, 8), drawn(16, 8, seed=1)
+
+    def run(_mean: Callable[[Any], Any]) -> Any:
+        return (torch.nn.functional.linear(given, weight * 2.0, weight[:, 0] * 3.0),)
+
+    assert as_alone(on_host, run)
 
 
 def test_two_kernels_side_by_side_do_what_each_does(on_host: kernels.Kernels) -> None:
