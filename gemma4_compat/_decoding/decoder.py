@@ -50,6 +50,7 @@ class Decoding:
         self.waiting: weakref.ref[Any] | None = None  # the `call.Decoder` that was made last
         self.prompt_pool: Any = None  # of the graphs of prompts, and how many bytes it takes
         self.prompt_bytes = 0
+        self.largest_pieces: dict[int, int] = {}  # of prompts, in tokens, by the number of rows
         self.shapes: Any = None  # of the model and where it is, for `_planner.reading`
         self._pool: Any = None
         self._stream: Any = None  # of the last replay
@@ -164,6 +165,7 @@ class Decoding:
             if self._variants:
                 self._lost = Recapture(Cause.TURNED_OFF, "")
             self._variants, self.memories, self.shapes = [], [], None
+            self.largest_pieces = {}
             for assistant in self.known_assistants:
                 of(assistant).clear()
             self.known_assistants.clear()

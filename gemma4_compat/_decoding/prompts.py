@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gemma4_compat._decoding.decoder import Decoding
 
 #: Graphs of prompts that are kept for one model. The least recently used one goes first.
-MAX_GRAPHS = 8
+MAX_GRAPHS = 16
 #: Tokens of a forward, over all rows of a batch: more keep the GPU busy for longer than Python takes, and their
 #: activations would fill the pool.
 MAX_TOKENS = 2048
@@ -139,7 +139,7 @@ def _captured(decoding: Decoding, model: Any, prompt: Prompt, variant: Variant) 
         return None
     while sum(len(other.prompts) for other in decoding.variants) >= MAX_GRAPHS:
         next(other for other in reversed(decoding.variants) if other.prompts).prompts.popitem(last=False)
-    if not _has_room(decoding, model, prompt.device, prompt.inputs["input_ids"].numel()):
+    if not has_room(decoding, model, prompt.device, prompt.inputs["input_ids"].numel()):
         return None
     begun, before = time.perf_counter(), _reserved(prompt.device)
     try:
@@ -179,12 +179,12 @@ def make_room(decoding: Decoding, model: Any, inputs: dict[str, Any]) -> None:
     ids = inputs.get("input_ids")
     if ids is None or ids.numel() == len(ids) or not any(_all(decoding)):
         return
-    if not _has_room(decoding, model, ids.device, ids.numel()):
+    if not has_room(decoding, model, ids.device, ids.numel()):
         _log.debug("gemma4_compat: the graphs of prompts give back %d bytes", decoding.prompt_bytes)
         release(decoding)
 
 
-def _has_room(decoding: Decoding, model: Any, device: Any, tokens: int) -> bool:
+def has_room(decoding: Decoding, model: Any, device: Any, tokens: int) -> bool:
     """Whether a forward of so many tokens fits twice into the memory that is free."""
     left = free(device, decoding.prompt_bytes if any(_all(decoding)) else 0)
     return left is None or 2 * activations(model, tokens) <= left
