@@ -262,11 +262,17 @@ class Dependencies:
             return False
         if list(map(_dtype, self._metas)) != self._dtypes:
             return False
-        return self._seldom.hold() and self._layouts.hold() and self.memory_holds()
+        return self._seldom.hold() and self._layouts.hold() and self._other_layouts.hold()
 
-    def memory_holds(self) -> bool:
-        """Whether tensors that are no weights are where they were. With :meth:`hold`: all that a replay reads."""
-        return self._other_layouts.hold()
+    def may_be_read(self) -> bool:
+        """Whether all memory that a replay reads is what it was, and the same adapters are active.
+
+        A replay does no harm then, even if it computes what the model no longer does. False if anything is read from
+        the host: that is not looked at.
+        """
+        if self._metas or not (self._hooks_hold() and self._adapters.hold() and self._configs.hold()):
+            return False
+        return self._are_there(self._tensors, self._addresses) and self._other_layouts.hold()
 
     def differences(self) -> list[Whose]:
         """What has changed, by cause and name, after one of the checks failed; nothing of a snapshot that let go."""
