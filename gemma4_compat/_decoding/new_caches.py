@@ -59,7 +59,7 @@ class _Known:
 
 def _copied(layer: tuple[type, dict[str, Any]]) -> Any:
     kind, attributes = layer
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     vars(made).update(_attributes(attributes))
     return made
 
