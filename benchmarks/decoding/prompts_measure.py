@@ -90,7 +90,8 @@ def knows(order: Order) -> Data:
 def read(order: Order) -> Data:
     """Milliseconds from ``generate`` to the first token of a prompt that was not read before.
 
-    ``new`` decodes so many tokens, and their time is in it. With ``peak``, the caching allocator is emptied before it, and what is taken above the loaded model is returned.
+    ``new`` decodes so many tokens, and their time is in it. With ``peak``, the caching allocator is emptied before it,
+    and what is taken above the loaded model is returned.
     """
     import torch
 
