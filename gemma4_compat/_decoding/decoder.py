@@ -146,11 +146,11 @@ class Decoding:
         with self.lock:
             idle = [memory for memory in self.memories if not memory.in_use]
             for memory in idle[:-1]:
-                self._drop(memory)
+                self.drop(memory)
             if idle and static_caches.tensors(cache) is None:
-                idle[-1].lend(cache, self._drop)
+                idle[-1].lend(cache, self.drop)
 
-    def _drop(self, memory: static_caches.Memory) -> None:
+    def drop(self, memory: static_caches.Memory) -> None:
         """Release the memory of a cache, and the graphs that hold its addresses."""
         with self.lock:
             self.memories = [other for other in self.memories if other is not memory]

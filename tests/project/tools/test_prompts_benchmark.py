@@ -32,7 +32,7 @@ class Peer:
 
 def test_ways_take_turns_with_texts_of_their_own() -> None:
     orders: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"lengths": {}}
+    result: dict[str, Any] = {"lengths": {}, "machine": {"device": "CPU"}}
     peers: Any = dict.fromkeys(("default", "chunks", "any_length", prompts.LLAMA), Peer(orders))
     prompts.Measured(result, peers, rounds=2, chunk=8).length(20)
     found = result["lengths"]["20"]
@@ -49,9 +49,20 @@ def test_ways_take_turns_with_texts_of_their_own() -> None:
     assert "chunks" not in result["lengths"]["8"]["summary"]
 
 
+def test_every_way_wakes_its_patches_and_has_its_step_fused_before_its_turns() -> None:
+    orders: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"lengths": {}, "machine": {"device": "H100"}}
+    asked = prompts.Measured(result, dict.fromkeys(("chunks", "any_length"), Peer(orders)), rounds=1, chunk=8)  # type: ignore[arg-type]
+    asked.wake(6)
+    assert [(order["way"], order["prompt"]) for order in orders] == [("chunks", 9), ("any_length", 6)]
+    asked.length(6)
+    decoded = [order.get("new") for order in orders if order["way"] == "any_length"]
+    assert decoded == [None, prompts.DECODED, *[None] * (prompts.FIRST + 2)]
+
+
 def test_a_way_that_fails_takes_no_turn() -> None:
     orders: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"lengths": {}}
+    result: dict[str, Any] = {"lengths": {}, "machine": {"device": "CPU"}}
     peers: Any = dict.fromkeys(("default", "fast"), Peer(orders, fails="fast"))
     prompts.Measured(result, peers, rounds=2, chunk=8).length(20)
     assert list(result["lengths"]["20"]["summary"]) == ["default"]
