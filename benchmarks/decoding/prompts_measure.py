@@ -20,8 +20,8 @@ WAYS: dict[str, tuple[Data | None, bool]] = {
     "upstream": (None, False),
     "default": (None, False),
     "fast": ({}, False),
-    "chunks": ({}, True),
-    "any_length": ({"any_length": True}, False),
+    "at_once": ({"any_length": False}, False),
+    "chunks": ({"any_length": False}, True),
 }
 
 #: Where weights are: those of experts in host memory, everything else on the card.

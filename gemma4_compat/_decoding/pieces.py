@@ -18,7 +18,7 @@ from gemma4_compat._offload import streaming
 
 #: Tokens of a piece, for each row.
 SIZES = (32, 64, 128, 256, 512, 1024, 2048)
-#: Pieces of up to so many tokens take little memory, and more than so many are worth a second piece in place of padding.
+#: Pieces of up to so many tokens take little memory; above, a second piece is better than much padding.
 SMALL = 512
 #: Caches for pieces are as long as a multiple of this, or of a sixteenth of what is needed: graphs serve one length.
 UNIT = 1024
