@@ -79,13 +79,13 @@ def main() -> None:
     model = build()
     with standing_in(recording.RECORDERS):
         for length, options in CASES:
-            for way in ("without replay", "replayed", "any_length"):
+            for way in ("without replay", "replayed", "in pieces"):
                 gemma4_compat.decode_fast(model, enabled=False)
-                gemma4_compat.decode_fast(model, any_length=way == "any_length")
+                gemma4_compat.decode_fast(model, any_length=way == "in pieces")
                 limit = 0 if way == "without replay" else prompts.MAX_TOKENS
                 with mock.patch.object(prompts, "MAX_TOKENS", limit):
-                    given = {} if way == "any_length" else options
-                    found = counted(model, length, vary=way == "any_length", **given)
+                    given = {} if way == "in pieces" else options
+                    found = counted(model, length, vary=way == "in pieces", **given)
                 print(f"{length:5} tokens {given or ''} {way}: {found[0]:,} calls, {found[1]:,} operations")
 
 

@@ -20,8 +20,8 @@ WAYS: dict[str, tuple[Data | None, bool]] = {
     "upstream": (None, False),
     "default": (None, False),
     "fast": ({}, False),
-    "chunks": ({}, True),
-    "any_length": ({"any_length": True}, False),
+    "at_once": ({"any_length": False}, False),
+    "chunks": ({"any_length": False}, True),
 }
 
 #: Where weights are: those of experts in host memory, everything else on the card.
@@ -90,7 +90,8 @@ def knows(order: Order) -> Data:
 def read(order: Order) -> Data:
     """Milliseconds from ``generate`` to the first token of a prompt that was not read before.
 
-    With ``peak``, the caching allocator is emptied before it, and what is taken above the loaded model is returned.
+    ``new`` decodes so many tokens, and their time is in it. With ``peak``, the caching allocator is emptied before it,
+    and what is taken above the loaded model is returned.
     """
     import torch
 
@@ -103,7 +104,8 @@ def read(order: Order) -> Data:
         before = _counted(decoding)
         small_card_device.synchronize()
         started = time.perf_counter()
-        measure.model().generate(**batch, do_sample=False, min_new_tokens=1, max_new_tokens=1, **options)
+        new = order.get("new", 1)
+        measure.model().generate(**batch, do_sample=False, min_new_tokens=new, max_new_tokens=new, **options)
         small_card_device.synchronize()
         found: Data = {"ms": 1000 * (time.perf_counter() - started)}
         found |= {name: value - before[name] for name, value in _counted(decoding).items()}

@@ -28,8 +28,8 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
 * :mod:`dequantizing`: whole 4-bit weights, for prompts and training (CUDA C: :mod:`dequantizing_source`); the patch
   ``bitsandbytes_fused_dequantization`` calls it.
 * :mod:`compiling`: NVRTC. :mod:`kernel_files`: what it compiled, on disk. :mod:`launching`: CUDA's driver.
-* :mod:`static_caches`: the tensors of a static cache, whose addresses graphs hold. :mod:`shifting` moves the rows of a
-  full one.
+* :mod:`static_caches`: the tensors of a static cache, whose addresses graphs hold. :mod:`new_caches` makes one and
+  :mod:`initializing` fills it without upstream's Python. :mod:`shifting` moves the rows of a full one.
 * :mod:`deferral`: when the host waits for a token. :mod:`advancing`: the inputs of a step, made from the last one's.
   :mod:`choosing`: transformers' processors and criteria, called faster.
 * :mod:`assisted`: texts with an assistant model or prompt lookup. :mod:`rounds`: drafts, and the forward that reads

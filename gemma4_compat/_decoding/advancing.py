@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from gemma4_compat._decoding import deferral, static_caches, steps
 from gemma4_compat._decoding.graphs import Graph, Variant
-from gemma4_compat._models import cache_names, family
+from gemma4_compat._models import cache_names, family, walk
 
 #: What :class:`Loop` leaves out.
 _METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "create_masks_for_generate")
@@ -194,6 +194,10 @@ class Loop:
         self._decoder.following = Following()
         return self._call
 
+    def _optimize_model_for_decode(self) -> Any:
+        """What the model's own returns; it looks for submodels once, not twice."""
+        return _with(_Submodels(self._model), "_optimize_model_for_decode")
+
     def prepare_inputs_for_generation(self, input_ids: Any, **given: Any) -> dict[str, Any]:
         """Nothing, if the inputs follow from the last ones."""
         if self._decoder is not None and self._decoder.following.ready:
@@ -220,6 +224,36 @@ class Loop:
         self._kwargs = kwargs
         self._behind += 1
         return kwargs
+
+
+class _Submodels:
+    """A model whose ``set_experts_implementation`` is told which of its 1,600 modules are models."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._found: list[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def set_experts_implementation(self, implementation: Any) -> None:
+        """Have the configurations name another one."""
+        _with(self, "set_experts_implementation", implementation)
+
+    def modules(self) -> list[Any]:
+        """The models in it."""
+        if self._found is None:
+            from transformers import PreTrainedModel
+
+            self._found = [module for module in walk.modules(self._model)[1:] if isinstance(module, PreTrainedModel)]
+        return self._found
+
+
+def _with(view: _Submodels, name: str, *args: Any) -> Any:
+    """Call a method of the model's class with a view of the model, or what the model has in its place."""
+    own = getattr(view._model, name)
+    function = getattr(own, "__func__", None)
+    return own(*args) if function is None else function(view, *args)
 
 
 def serves(model: Any) -> bool:

@@ -120,6 +120,16 @@ class Decoder:
         self.alone(lambda: prompts.has_run(decoding, model, piece))
         return True
 
+    def largest_piece(self, rows: int) -> int:
+        """Tokens of the largest piece of a prompt of so many rows: as much as there was room for, the first time."""
+        known = self._decoding.largest_pieces
+        if rows not in known:
+            *several, small = [size for size in pieces.sizes(rows) if size >= pieces.SMALL] or pieces.sizes(rows)[:1]
+            device = self.model.device
+            fits = (size for size in several if prompts.has_room(self._decoding, self.model, device, rows * size))
+            known[rows] = next(fits, small)
+        return known[rows]
+
     def alone(self, function: Callable[[], Any]) -> Any:
         """Call ``function`` while other threads run no step of this model."""
         with self._held(sys._getframe()):

@@ -50,6 +50,7 @@ class Decoding:
         self.waiting: weakref.ref[Any] | None = None  # the `call.Decoder` that was made last
         self.prompt_pool: Any = None  # of the graphs of prompts, and how many bytes it takes
         self.prompt_bytes = 0
+        self.largest_pieces: dict[int, int] = {}  # of prompts, in tokens, by the number of rows
         self.shapes: Any = None  # of the model and where it is, for `_planner.reading`
         self._pool: Any = None
         self._stream: Any = None  # of the last replay
@@ -145,11 +146,11 @@ class Decoding:
         with self.lock:
             idle = [memory for memory in self.memories if not memory.in_use]
             for memory in idle[:-1]:
-                self._drop(memory)
+                self.drop(memory)
             if idle and static_caches.tensors(cache) is None:
-                idle[-1].lend(cache, self._drop)
+                idle[-1].lend(cache, self.drop)
 
-    def _drop(self, memory: static_caches.Memory) -> None:
+    def drop(self, memory: static_caches.Memory) -> None:
         """Release the memory of a cache, and the graphs that hold its addresses."""
         with self.lock:
             self.memories = [other for other in self.memories if other is not memory]
@@ -164,6 +165,7 @@ class Decoding:
             if self._variants:
                 self._lost = Recapture(Cause.TURNED_OFF, "")
             self._variants, self.memories, self.shapes = [], [], None
+            self.largest_pieces = {}
             for assistant in self.known_assistants:
                 of(assistant).clear()
             self.known_assistants.clear()

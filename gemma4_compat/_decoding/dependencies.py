@@ -68,7 +68,7 @@ class Dependencies:
         self._metas: list[weakref.ref[Any]] = []  # offloaded
         self._whose_tensors: list[Whose] = []
         self._whose_metas: list[Whose] = []
-        self._layouts = Layouts()
+        self._layouts, self._other_layouts = Layouts(), Layouts()
         self._hooks: list[dict[Any, Any]] = []
         self._no_hooks: list[dict[Any, Any]] = []
         self._hooked: list[str] = []  # modules, one for each of `_hooks`
@@ -156,7 +156,7 @@ class Dependencies:
         import torch
 
         if isinstance(value, torch.Tensor):
-            self._layouts.add(value, whose)
+            self._other_layouts.add(value, whose)
         elif not isinstance(value, (dict, list, tuple, set)):
             if type(value).__module__ not in _PLAIN and not isinstance(value, type):
                 self._add_class(type(value))
@@ -262,7 +262,17 @@ class Dependencies:
             return False
         if list(map(_dtype, self._metas)) != self._dtypes:
             return False
-        return self._seldom.hold() and self._layouts.hold()
+        return self._seldom.hold() and self._layouts.hold() and self._other_layouts.hold()
+
+    def may_be_read(self) -> bool:
+        """Whether all memory that a replay reads is what it was, and the same adapters are active.
+
+        A replay does no harm then, even if it computes what the model no longer does. False if anything is read from
+        the host: that is not looked at.
+        """
+        if self._metas or not (self._hooks_hold() and self._adapters.hold() and self._configs.hold()):
+            return False
+        return self._are_there(self._tensors, self._addresses) and self._other_layouts.hold()
 
     def differences(self) -> list[Whose]:
         """What has changed, by cause and name, after one of the checks failed; nothing of a snapshot that let go."""
@@ -276,6 +286,7 @@ class Dependencies:
             self._of_other_types(),
             self._seldom.differences(),
             self._layouts.differences(),
+            self._other_layouts.differences(),
             self._differing_code(),
         )
 

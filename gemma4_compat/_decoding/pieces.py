@@ -1,7 +1,6 @@
-"""Prompts of any length by the graphs of a few sizes: ``decode_fast(any_length=True)``.
+"""Prompts of any length by the graphs of a few sizes, after ``decode_fast`` unless ``any_length=False``.
 
-All tokens but the last are read in pieces of 512 and one shorter piece, padded on the right to a power of two. What a
-piece does to the cache depends on numbers in tensors only: how many of its tokens are real, and where the window of a
+All tokens but the last are read in pieces, each padded on the right to a power of two. What a piece does to the cache depends on numbers in tensors only: how many of its tokens are real, and where the window of a
 sliding layer comes from. So one graph serves a size, whatever the cache holds. KV-shared layers do not run, as nobody
 reads their results. The last token is read as a decoded one.
 """
@@ -12,13 +11,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from gemma4_compat._decoding import static_caches
-from gemma4_compat._decoding.prompts import MASKS, RECORDED, Prompt, is_text
+from gemma4_compat._decoding.prompts import MASKS, MAX_TOKENS, RECORDED, Prompt, is_text
 from gemma4_compat._engine import sleep
 from gemma4_compat._models import cache_names, prefill
 from gemma4_compat._offload import streaming
 
 #: Tokens of a piece, for each row.
-SIZES = (32, 64, 128, 256, 512)
+SIZES = (32, 64, 128, 256, 512, 1024, 2048)
+#: Pieces of up to so many tokens take little memory; above, a second piece is better than much padding.
+SMALL = 512
 #: Caches for pieces are as long as a multiple of this, or of a sixteenth of what is needed: graphs serve one length.
 UNIT = 1024
 _OWN = ("window", "real")  # inputs that the model does not get
@@ -68,7 +69,7 @@ def read(given: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[
     if positions is None or any(tensor.shape[1:] != (held + new,) for tensor in shaped):
         return None
     ids, positions = input_ids[:, -new:], positions[:, -new:]
-    for start, end, size in _cut(new - 1):
+    for start, end, size in cut(new - 1, given.largest_piece(len(input_ids))):
         part = _padded(ids[:, start:end], size), _padded(positions[:, start:end], size)
         piece = Piece(_inputs(model, cache, *part, mask, held + start, end - start), cache, end - start)
         if not given.read_piece(piece, first=start == 0):
@@ -96,11 +97,25 @@ def _is_plain(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) 
     return is_text(model_kwargs) and text._attn_implementation == "sdpa"
 
 
-def _cut(tokens: int) -> Iterator[tuple[int, int, int]]:
-    """Begin, end and padded size of each piece."""
-    for start in range(0, tokens, SIZES[-1]):
-        end = min(start + SIZES[-1], tokens)
-        yield start, end, next(size for size in SIZES if size >= end - start)
+def cut(tokens: int, largest: int) -> Iterator[tuple[int, int, int]]:
+    """Begin, end and padded size of each piece of a row, of at most ``largest`` tokens.
+
+    More than :data:`SMALL` tokens that would fill less than three quarters of a piece are two pieces.
+    """
+    start = 0
+    while start < tokens:
+        left = min(tokens - start, largest)
+        size = next(size for size in SIZES if size >= left)
+        if size > SMALL and 4 * left <= 3 * size:
+            size //= 2
+        end = start + min(left, size)
+        yield start, end, size
+        start = end
+
+
+def sizes(rows: int) -> list[int]:
+    """The sizes of pieces of so many rows, the largest first: long ones have :data:`prompts.MAX_TOKENS` in all."""
+    return [size for size in reversed(SIZES) if size <= SMALL or size * rows <= MAX_TOKENS]
 
 
 def _padded(tokens: Any, size: int) -> Any:

@@ -171,7 +171,7 @@ class Layouts:
     def hold(self) -> bool:
         """Whether all are there, where and as they were."""
         found = [reference() for reference in self._references]
-        return not any(tensor is None for tensor in found) and _layouts(found) == self._layouts
+        return all(map(operator.is_not, found, itertools.repeat(None))) and _layouts(found) == self._layouts
 
     def differences(self) -> Iterator[Whose]:
         """Those that are gone or lie elsewhere or otherwise."""

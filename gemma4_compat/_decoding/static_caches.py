@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._common import in_place
+from gemma4_compat._decoding import initializing
 from gemma4_compat._decoding.bits import same_bits
 
 
@@ -301,6 +302,7 @@ class Memory:
         self.addresses = addresses(found)
         self.windows: Any = None  # a `draft_windows.Windows`, once texts were decoded in rounds
         self._cache = weakref.ref(cache)
+        self._initialized: dict[int, initializing.Initialized | None] = {}  # by layer, once one took its tensors
 
     @property
     def in_use(self) -> bool:
@@ -321,10 +323,31 @@ class Memory:
         Returns:
             the tensors that the cache has now; None if that is not this memory.
         """
-        for layer, keys, values in zip(holding(cache), self.tensors[::3], self.tensors[1::3]):
+        layers = list(holding(cache))
+        lent = [in_place.replacements(vars(layer).get("lazy_initialization")) for layer in layers]
+        known = [self._initialized.get(index) for index in range(len(layers))]
+        if all(each == [_initialize] for each in lent) and initializing.fill(layers, known, self.tensors):
+            for layer in layers:
+                in_place.restore(layer, "lazy_initialization", _initialize)
+            return self.tensors
+        for layer, keys, values in zip(layers, self.tensors[::3], self.tensors[1::3]):
             layer.lazy_initialization(keys[:, :, :0], values[:, :, :0])
         found = tensors(cache)
         return found if found is not None and addresses(found) == self.addresses else None
+
+    def take_back(self, cache: Any, before: list[dict[str, Any]], on_refused: Callable[[Memory], None]) -> None:
+        """Undo :meth:`fill`: the layers have no tensors, and this memory is lent to them.
+
+        Args:
+            cache: that was filled.
+            before: what :func:`attributes` returned before.
+            on_refused: as for :meth:`lend`.
+        """
+        for layer, attributes in zip(holding(cache), before):
+            vars(layer).clear()
+            vars(layer).update(attributes)
+            vars(layer).pop("lazy_initialization", None)
+        self.lend(cache, on_refused)
 
     def lend(self, cache: Any, on_refused: Callable[[Memory], None]) -> None:
         """Have the layers of a new cache use these tensors, zeroed, instead of new ones.
@@ -341,8 +364,14 @@ class Memory:
         self._cache = weakref.ref(cache)
         for index, layer in enumerate(layers):
             own = self.tensors[3 * index : 3 * index + 3]
-            given = functools.partial(_initialize, layer, own, lambda: on_refused(self))
+            note = functools.partial(self._initialized.__setitem__, index)
+            given = functools.partial(_initialize, layer, own, lambda: on_refused(self), note)
             in_place.replace(layer, "lazy_initialization", given)
+
+
+def attributes(cache: Any) -> list[dict[str, Any]]:
+    """Those of each layer that has keys of its own."""
+    return [dict(vars(layer)) for layer in holding(cache)]
 
 
 def layout(found: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -356,13 +385,21 @@ def addresses(found: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _initialize(
-    layer: Any, own: tuple[Any, ...], on_refused: Callable[[], None], below: Any, *args: Any, **kwargs: Any
+    layer: Any,
+    own: tuple[Any, ...],
+    on_refused: Callable[[], None],
+    note: Callable[..., None],
+    below: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """``StaticLayer.lazy_initialization``, then ``own`` in place of its tensors if they match."""
     in_place.restore(layer, "lazy_initialization", _initialize)
+    before = dict(vars(layer))
     below(*args, **kwargs)
     fresh = (layer.keys, layer.values, layer.cumulative_length)
     if all(map(_alike, own, fresh)):
+        note(initializing.Initialized.of(layer, before))
         for tensor in own:
             tensor.zero_()
         layer.keys, layer.values, layer.cumulative_length = own

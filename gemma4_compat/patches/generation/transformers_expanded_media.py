@@ -44,6 +44,8 @@ def expand_inputs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     model = args[0] if args and hasattr(args[0], "config") else _generating.get()
     if model is None or not is_gemma4_config(model.config):
         return original(*args, **kwargs)
+    if kwargs.get("expand_size") == 1:
+        return original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     times, repeated = given.get("expand_size", 1), {}
     if times > 1:

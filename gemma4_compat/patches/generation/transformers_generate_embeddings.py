@@ -15,6 +15,7 @@ releases.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -39,12 +40,17 @@ class _Named:
         """Only its signature is read."""
 
 
+@functools.cache
+def _takes_embeddings(function: Callable[..., Any]) -> bool:
+    """Whether it names them among its parameters."""
+    return "inputs_embeds" in inspect.signature(function).parameters
+
+
 def prepare_model_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     model = self
     # Not for a PEFT model with virtual tokens, whose method replaces it and passes nothing on.
     if is_gemma4_config(self.config) and "prepare_inputs_for_generation" not in vars(self):
-        named = inspect.signature(self.prepare_inputs_for_generation).parameters
-        model = self if "inputs_embeds" in named else _Named(self)
+        model = self if _takes_embeddings(type(self).prepare_inputs_for_generation) else _Named(self)
     return original(model, *args, **kwargs)
 
 

@@ -13,10 +13,11 @@ bit-identical; after a while small kernels are fused if that keeps the bits. Aft
 without ``exact=True``, kernels of this package compute attention and products; after either, prompts are replayed as
 well, by their lengths, with the same bits, and one that does not fit into memory is read in chunks. After
 ``decode_fast(assistants=True)``, calls with an assistant model or prompt lookup are decoded in rounds that are
-replayed, with the tokens of calls without. Weights, hooks, adapters and the cache are checked before each replay.
-Models that transformers compiles itself are left to it, unless
-``decode_fast`` asked for a replay. What cannot be captured (8-bit layers, weights on disk, user hooks, several
-devices) runs as before, and the log says why. ``disable_compile=True`` turns it off.
+replayed, with the tokens of calls without. Weights, hooks, adapters and the cache are checked before each replay. A
+new static cache is a copy of an unused one while the configuration stays as it was (transformers 5.19 and newer).
+Models that transformers compiles itself are left to it, unless ``decode_fast`` asked for a replay. What cannot be
+captured (8-bit layers, weights on disk, user hooks, several devices) runs as before, and the log says why.
+``disable_compile=True`` turns it off.
 
 Remove when: transformers decodes quantized and offloaded models with a static cache faster than one Python call per
 kernel.
@@ -31,7 +32,17 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._common import in_place
-from gemma4_compat._decoding import assisted, call, chunks, decoder, deferral, obstacles, pieces, static_caches
+from gemma4_compat._decoding import (
+    assisted,
+    call,
+    chunks,
+    decoder,
+    deferral,
+    new_caches,
+    obstacles,
+    pieces,
+    static_caches,
+)
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names
@@ -267,6 +278,12 @@ PATCH = Patch(
             module="transformers.generation.utils",
             name="GenerationMixin._assisted_decoding",
             replacement=assisted_decoding,
+        ),
+        Target(
+            module="transformers.cache_utils",
+            name="StaticCache.__init__",
+            replacement=new_caches.construct,
+            affected=">=5.19.0",
         ),
     ),
     reproduce=reproduce,

@@ -32,15 +32,15 @@ class Peer:
 
 def test_ways_take_turns_with_texts_of_their_own() -> None:
     orders: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"lengths": {}}
-    peers: Any = dict.fromkeys(("default", "chunks", "any_length", prompts.LLAMA), Peer(orders))
+    result: dict[str, Any] = {"lengths": {}, "machine": {"device": "CPU"}}
+    peers: Any = dict.fromkeys(("default", "chunks", "fast", prompts.LLAMA), Peer(orders))
     prompts.Measured(result, peers, rounds=2, chunk=8).length(20)
     found = result["lengths"]["20"]
     ways = [order["way"] for order in orders]
     assert ways[12:20] == [*peers, *reversed(peers)]
-    assert ways[20:] == ["default", "chunks", "any_length"]
-    assert [order["prompt"] for order in orders if order["way"] == "any_length"] == [20, 19, 18, 17, 16, 20]
-    assert {order["prompt"] for order in orders if order["way"] != "any_length"} == {20}
+    assert ways[20:] == ["default", "chunks", "fast"]
+    assert [order["prompt"] for order in orders if order["way"] == "fast"] == [20, 19, 18, 17, 16, 20]
+    assert {order["prompt"] for order in orders if order["way"] != "fast"} == {20}
     assert len({order["seed"] for order in orders}) == len(orders)
     assert found["summary"]["default"]["median"] == (13 + 20) / 2
     assert found["replayed"] == dict.fromkeys(peers, 2)
@@ -49,17 +49,28 @@ def test_ways_take_turns_with_texts_of_their_own() -> None:
     assert "chunks" not in result["lengths"]["8"]["summary"]
 
 
+def test_every_way_wakes_its_patches_and_has_its_step_fused_before_its_turns() -> None:
+    orders: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"lengths": {}, "machine": {"device": "H100"}}
+    asked = prompts.Measured(result, dict.fromkeys(("chunks", "fast"), Peer(orders)), rounds=1, chunk=8)  # type: ignore[arg-type]
+    asked.wake(6)
+    assert [(order["way"], order["prompt"]) for order in orders] == [("chunks", 9), ("fast", 6)]
+    asked.length(6)
+    decoded = [order.get("new") for order in orders if order["way"] == "fast"]
+    assert decoded == [None, prompts.DECODED, *[None] * (prompts.FIRST + 2)]
+
+
 def test_a_way_that_fails_takes_no_turn() -> None:
     orders: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"lengths": {}}
-    peers: Any = dict.fromkeys(("default", "fast"), Peer(orders, fails="fast"))
+    result: dict[str, Any] = {"lengths": {}, "machine": {"device": "CPU"}}
+    peers: Any = dict.fromkeys(("default", "at_once"), Peer(orders, fails="at_once"))
     prompts.Measured(result, peers, rounds=2, chunk=8).length(20)
     assert list(result["lengths"]["20"]["summary"]) == ["default"]
-    assert [order["way"] for order in orders].count("fast") == prompts.FIRST
+    assert [order["way"] for order in orders].count("at_once") == prompts.FIRST
     machines = {"machine": {"device": "H100"}}, {"machine": {"device": "CPU"}}
-    lengths = {"lengths": {"20": {"captured": {"default": 0, "fast": 2}}}}
+    lengths = {"lengths": {"20": {"captured": {"default": 0, "at_once": 2}}}}
     assert [prompts.problems(machine | lengths) for machine in machines] == [
-        ["fast at 20: 2 captures in its turns"],
+        ["at_once at 20: 2 captures in its turns"],
         [],
     ]
 
@@ -83,13 +94,13 @@ def test_prompts_are_replayed_in_the_ways_that_do(measure: Any) -> None:
     found: dict[str, list[dict[str, Any]]] = {}
     for number in range(5):
         for way in measure.WAYS:
-            prompt = 20 - number if way == "any_length" else 20
+            prompt = 20 - number if way == "fast" else 20
             found.setdefault(way, []).append(measure.read(ORDER | {"way": way, "prompt": prompt, "seed": number}))
     assert all(said["ms"] > 0 for several in found.values() for said in several)
     replayed = {way: [said.get("prompts_replayed") for said in several] for way, several in found.items()}
     assert replayed["upstream"] == [None] * 5
     assert replayed["default"] == [0] * 5
-    for way in ("fast", "chunks", "any_length"):
+    for way in ("fast", "at_once", "chunks"):
         assert all(replayed[way][3:]), replayed
         assert found[way][-1]["prompts_captured"] == 0
         assert found[way][-1]["reasons"] == []

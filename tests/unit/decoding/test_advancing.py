@@ -312,3 +312,32 @@ def test_the_eager_attention_has_other_masks(models: Models, follows: Follows) -
     model.set_attn_implementation("eager")
     asked(model, padded(model, left=True))
     assert follows.steps == 0
+
+
+def test_implementations_of_experts_are_switched_and_restored(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = models.fresh(), []
+    configs = [module.config for module in model.modules() if hasattr(module, "get_correct_experts_implementation")]
+    implementations = ("grouped_mm", "batched_mm")
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+
+    def now() -> list[Any]:
+        return [config._experts_implementation for config in configs]
+
+    def switched(subject: Any) -> list[list[Any]]:
+        model.set_experts_implementation(dict.fromkeys(model.get_experts_implementation(), "grouped_mm"))
+        found = [now()]
+        with subject._optimize_model_for_decode():
+            found.append(now())
+        return [*found, now()]
+
+    expected = switched(model)
+    assert [implementations[0] in found for found in expected] == [True, False, True]
+    walked = type(model).modules
+    monkeypatch.setattr(type(model), "modules", lambda self: calls.append(1) or walked(self))
+    loop = advancing.Loop(model, call.Decoder)
+    model.set_experts_implementation = lambda wanted: calls.append(wanted)  # the model's own comes first
+    with loop._optimize_model_for_decode():
+        assert len(calls) == 1
+    del model.set_experts_implementation, calls[:]
+    assert switched(loop) == expected
+    assert calls == [1]  # our own call of `set_experts_implementation`

@@ -1,4 +1,4 @@
-"""Prompts in pieces of a few sizes: ``decode_fast(any_length=True)``."""
+"""Prompts in pieces of a few sizes, after ``decode_fast``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._decoding import pieces, prompts
+from gemma4_compat._decoding import decoder, pieces, prompts
 from tests.unit.decoding import calls
 from tests.unit.decoding.calls import WINDOW, Models, assert_equal, generate, steps, text
 
@@ -24,7 +24,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fast(models: Models, *where: Any, single: bool = True) -> Any:
-    model = gemma4_compat.decode_fast(models.fresh(*where), any_length=True)
+    model = gemma4_compat.decode_fast(models.fresh(*where))
     return model.float() if single else model
 
 
@@ -86,7 +86,7 @@ def test_bits_do_not_depend_on_replays_or_on_calls_before(
     assert steps(model).prompts_replayed > 8
     assert steps(model).reasons == ()
     gemma4_compat.decode_fast(model, enabled=False)
-    gemma4_compat.decode_fast(model, any_length=True)
+    gemma4_compat.decode_fast(model)
     monkeypatch.setattr(prompts, "MAX_GRAPHS", 0)
     monkeypatch.setattr(prompts, "run", lambda *_, **__: None)
     expected = [generate(model, text(model, length, seed=length), **options) for length in lengths]
@@ -162,3 +162,36 @@ def test_a_model_that_cannot_be_captured_reads_prompts_at_once(models: Models) -
 def test_exact_prompts_are_not_cut(models: Models) -> None:
     with pytest.raises(gemma4_compat.Gemma4CompatError, match="any_length"):
         gemma4_compat.decode_fast(models(None), exact=True, any_length=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "largest", "expected"),
+    [
+        (1, 2048, [(0, 1, 32)]),
+        (100, 2048, [(0, 100, 128)]),
+        (600, 2048, [(0, 512, 512), (512, 600, 128)]),
+        (800, 2048, [(0, 800, 1024)]),
+        (1100, 2048, [(0, 1024, 1024), (1024, 1100, 128)]),
+        (4000, 2048, [(0, 2048, 2048), (2048, 4000, 2048)]),
+        (1100, 512, [(0, 512, 512), (512, 1024, 512), (1024, 1100, 128)]),
+    ],
+)
+def test_where_a_prompt_is_cut(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, largest: int, expected: list[tuple[int, int, int]]
+) -> None:
+    monkeypatch.setattr(pieces, "SIZES", (32, 64, 128, 256, 512, 1024, 2048))
+    assert list(pieces.cut(tokens, largest)) == expected
+    assert pieces.sizes(1)[0] == 2048
+    assert pieces.sizes(3) == [512, 256, 128, 64, 32]
+
+
+def test_pieces_are_smaller_where_memory_is_short(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first prompt decides, so that bits do not depend on the calls before."""
+    monkeypatch.setattr(pieces, "SMALL", 4)
+    monkeypatch.setattr(prompts, "has_room", lambda _decoding, _model, _device, tokens: tokens <= 4)
+    model = fast(models, None)
+    for seed in range(3):
+        near(model, text(model, 30, seed=seed))
+        assert decoder.of(calls.base(model)).largest_pieces == {1: 4}
+        monkeypatch.setattr(prompts, "has_room", lambda *_: True)
+    assert steps(model).prompts_captured == 1
