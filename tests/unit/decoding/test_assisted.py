@@ -38,8 +38,8 @@ def assistant(workspace: Any) -> Any:
 class AnyPace(pace.Pace):
     """Numbers of drafts at random, whatever rounds take."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(most)
+    def __init__(self, most: int, known: pace.Known | None = None) -> None:
+        super().__init__(most, known)
         self._random = random.Random(most)
 
     def next(self) -> int:
@@ -60,7 +60,8 @@ def drafting(monkeypatch: pytest.MonkeyPatch, text: Any, share: float) -> None:
     dice = random.Random(1)
 
     def drafted(self: assisted.Text, count: int) -> Any:
-        true = text[0, self._held + 1 : self._held + 1 + count].tolist()
+        held = int(self._state["held"])  # the host may not have read it
+        true = text[0, held + 1 : held + 1 + count].tolist()
         true += [0] * (count - len(true))
         found = [token if dice.random() < share else (token + 1) % VOCABULARY for token in true]
         return torch.tensor([found])

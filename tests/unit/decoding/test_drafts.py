@@ -119,7 +119,7 @@ def test_two_tokens_have_the_distribution_of_plain_sampling(case: str, drafter: 
                 drafts.append(token)
             drafted = torch.stack(drafts, dim=1)
             scores = table[torch.cat([text[:, -1:], drafted], dim=1)[0]][None].clone()
-            read = {"scores": scores, "states": torch.zeros(1, DRAFTS + 1, 1)}
+            read = {"scores": scores, "states": torch.zeros(1, DRAFTS + 1, 1), "held": torch.tensor(0)}
             own = noise[place : place + DRAFTS + 1]
             found = rounds.accepted(whole, text, read, drafted, own)
             assert drafter != "perfect" or case == "repetition penalty" or int(found["told"][0, -1]) == DRAFTS
