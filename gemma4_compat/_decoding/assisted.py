@@ -123,7 +123,7 @@ class Text:
         drafter = model if self._lookup is not None else self._assistant
         self._known = self._decoding.paces.setdefault(drafter, pace.Known())
         self._pace = pace.Pace(most, self._known)
-        self._drafters = [self._decoding] if drafter is model else [self._decoding, decoder.of(drafter)]
+        self._counted = [decoder.of(one).statistics for one in dict.fromkeys((model, drafter))]
         self._last: dict[Any, advancing.Replayed] = {}  # steps, by what they are replayed for
         self._launched: list[rounds.Launched] = []  # rounds that were not read, in order
         self._checked: set[int] = set()  # ids of models that were looked at in full
@@ -216,10 +216,12 @@ class Text:
         waiting = self._rounds * deferral.WAITING
         return self._quiet and self._in_graph and self._known.seconds.get(0, float("inf")) <= waiting
 
-    def _unusual(self) -> tuple[float, ...]:
+    def _unusual(self) -> list[float]:
         """What changes with a capture, a step without a graph, and a look at all of a model, which take long."""
-        counted = [one.statistics for one in self._drafters]
-        return (len(self._checked), *(one.eager for one in counted), *(one.capture_seconds for one in counted))
+        found: list[float] = [len(self._checked)]
+        for one in self._counted:
+            found += (one.eager, one.capture_seconds)
+        return found
 
     def _key(self, count: int) -> tuple[Any, ...]:
         """What the first try of so many drafts is known by."""
@@ -257,7 +259,7 @@ class Text:
             self._decoding.reason(found_out, "decoding without drafts")
             self._pace = pace.Pace(0)
 
-    def _launch(self, drafts: Any, begun: float, before: tuple[float, ...]) -> None:
+    def _launch(self, drafts: Any, begun: float, before: list[float]) -> None:
         """A round with these drafts, (1, n), from where the text ends on the device.
 
         Args:

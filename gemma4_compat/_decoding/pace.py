@@ -8,7 +8,7 @@ import statistics
 #: Numbers of drafts that are tried. Each has graphs of its own.
 COUNTS = (2, 4, 7)
 #: Rounds without drafts that are timed before the first one with drafts.
-FIRST = 4
+FIRST = 2
 #: While drafts do not pay: rounds without drafts before some are tried again, at first and at most; the same at the
 #: beginning of a text, where they did not pay in the one before; and how many rounds have them then.
 PAUSE, LONGEST_PAUSE, BEGINNING, ATTEMPT = 64, 1024, 16, 2

@@ -114,7 +114,7 @@ class Launched:
         begun, before: of :class:`assisted.Text`.
     """
 
-    def __init__(self, drafts: int, told: Any, grown: Any, begun: float, before: tuple[float, ...]) -> None:
+    def __init__(self, drafts: int, told: Any, grown: Any, begun: float, before: list[float]) -> None:
         import torch
 
         self.drafts, self.told, self.grown, self.begun, self.before = drafts, told, grown, begun, before
