@@ -104,7 +104,8 @@ class Text:
 
     def __init__(self, model: Any, ids: Any, config: Any, given: dict[str, Any]) -> None:
         self._model, self._config = model, config
-        self._ids, self._added = ids, []  # the text, and what was added since
+        self._ids = ids  # the text, without what was added since
+        self._added: list[Any] = []
         self._decoding = decoder.of(model)
         self._assistant, self._streamer = given.get("assistant_model"), given.get("streamer")
         processors = tuple(given["logits_processor"])
@@ -323,11 +324,11 @@ class Text:
         drafting = decoder.of(self._assistant)
         drafting.own = True
         self._decoding.known_assistants.add(self._assistant)
-        found = self._run(
+        drafted = self._run(
             *(self._assistant, (count, version), inputs),
             lambda: rounds.Draft(inputs, self._cache, self._windows, self._model, version),
         )
-        return found["drafts"]
+        return drafted["drafts"]
 
     def _run(self, model: Any, key: Any, inputs: dict[str, Any], make: Callable[[], Any]) -> dict[str, Any]:
         """Replay a step that :meth:`_run_anew` has replayed before, or make it."""
