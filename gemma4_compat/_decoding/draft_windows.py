@@ -22,6 +22,11 @@ from gemma4_compat._decoding.prompts import MASKS
 _ROOM = 64
 
 
+def rows_of(slots: int) -> int:
+    """Rows of a sliding layer of so many positions."""
+    return slots + max(_ROOM, slots // 4)
+
+
 class Windows:
     """The rows of the sliding layers of a cache, and which keys tokens attend to.
 
@@ -39,7 +44,7 @@ class Windows:
 
         layers = static_caches.sliding(cache)
         self.slots, self._reach, self.begin = static_caches.window(cache), reach, 0
-        self._rows = self.slots + max(_ROOM, self.slots // 4)
+        self._rows = rows_of(self.slots)
         with torch.inference_mode(False), torch.no_grad():
             self._held = [tuple(map(self._roomy, (layer.keys, layer.values))) for layer in layers]
             self._base = torch.zeros((), dtype=torch.long, device=layers[0].keys.device)
