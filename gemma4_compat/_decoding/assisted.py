@@ -13,13 +13,12 @@ bit of the model's states, keys or values differs, there are no drafts: the text
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._decoding import (
     advancing,
     call,
-    choosing,
     decoder,
     deferral,
     obstacles,
@@ -29,6 +28,7 @@ from gemma4_compat._decoding import (
 )
 from gemma4_compat._decoding.bits import same_bits
 from gemma4_compat._decoding.draft_windows import Windows
+from gemma4_compat._decoding.ends import Stop
 from gemma4_compat._decoding.lookup import Lookup
 from gemma4_compat._decoding.noise import Noise
 from gemma4_compat._models import cache_names
@@ -115,7 +115,7 @@ class Text:
         self._in_graph = self._drafting.processors == processors
         self._quiet = decoder.is_quiet(model)
         self._noise = Noise(ids.device) if config.do_sample else None
-        self._stop = _Stop(given["stopping_criteria"], config.max_length)
+        self._stop = Stop(given["stopping_criteria"], config.max_length)
         most, self._lookup = rounds.MAX_TOKENS - 1, None
         if getattr(config, "prompt_lookup_num_tokens", None) is not None:
             most = min(most, int(config.prompt_lookup_num_tokens))
@@ -199,13 +199,36 @@ class Text:
         wanted = self._pace.next() if replayable and "hidden" in self._state else 0
         if (wanted and self._lookup is not None) or not self._fits(wanted):
             self._settle()
-        return wanted if self._fits(wanted) else 0
+        return wanted if self._fits(wanted) and self._is_ready(wanted) else 0
 
     def _fits(self, drafts: int) -> bool:
         """Whether a round with so many drafts has room, and belongs to the text, however many before were right."""
         _, most = self._bounds()
         within = not self._launched or self._windows.has_room(most + drafts + 1)
         return within and most + drafts + 1 <= self._limit
+
+    def _graphs(self, drafts: int) -> list[Any]:
+        """Those that rounds with so many drafts have replayed in this text."""
+        return [last.graph for key, last in self._last.items() if drafts == (key if isinstance(key, int) else key[0])]
+
+    def _are_fused(self, drafts: int) -> bool:
+        return all(graph.progress.is_over for graph in self._graphs(drafts))
+
+    def _is_ready(self, drafts: int) -> bool:
+        """Whether a round with so many drafts may be next.
+
+        Only graphs that are all fused, or all not, can be compared. Those that are behind are fused as soon as their
+        kernels are compiled; until then, rounds are of the other kind.
+        """
+        kinds = self._graphs(0), self._graphs(drafts)
+        plain, drafting = self._are_fused(0), self._are_fused(drafts)
+        if not all(kinds) or plain == drafting:
+            return True
+        behind = kinds[int(plain)]
+        for graph in behind:
+            graph.progress.hasten()
+        compiles = any(graph.progress.awaits for graph in behind)
+        return compiles != plain
 
     def _bounds(self) -> tuple[int, int]:
         """How many tokens are held after what was launched: at least and at most."""
@@ -277,7 +300,10 @@ class Text:
             found = rounds.accepted(self._choice, self._text(), found, drafts, noise)
         self._state = {name: found[name] for name in ("newest", "hidden", "held")}
         self._states = found["states"]
-        self._launched.append(rounds.Launched(tokens - 1, found["told"], found["grown"], begun, before))
+        fused = self._are_fused(tokens - 1)
+        self._known.note_fused(tokens - 1, fused=fused)
+        says = before if fused or not self._are_fused(0) else None
+        self._launched.append(rounds.Launched(tokens - 1, found["told"], found["grown"], begun, says))
 
     def _settle(self, *, leave: int = 0) -> None:
         """Read what was launched, except the newest ``leave`` rounds; nothing after the end of the text."""
@@ -402,42 +428,3 @@ class Text:
         if self._streamer is not None:
             for token in tokens[:count]:
                 self._streamer.put(torch.tensor([token]))
-
-
-class _Stop:
-    """When a text ends.
-
-    Args:
-        criteria: a ``StoppingCriteriaList``.
-        length: tokens of the text at most, if no criterion says so.
-    """
-
-    def __init__(self, criteria: Sequence[Any], length: int) -> None:
-        self.length = min([int(one.max_length) for one in criteria if _is_limit(one)] or [int(length)])
-        ends = [one.eos_token_id for one in criteria if _is_end(one)]
-        self._ends = {int(token) for tensor in ends for token in tensor.flatten().tolist()}
-        self._others = [one for one in criteria if not _is_limit(one) and not _is_end(one)]
-
-    @property
-    def asked(self) -> bool:
-        """Whether there are criteria that are asked for each token."""
-        return bool(self._others)
-
-    def end(self, before: int, tokens: list[int]) -> tuple[int, bool]:
-        """How many of these tokens, after ``before`` others, belong to the text, and whether it ends there."""
-        for place, token in enumerate(tokens, start=1):
-            if token in self._ends or before + place >= self.length:
-                return place, True
-        return len(tokens), False
-
-    def asks(self, ids: Any) -> bool:
-        """Whether one of the other criteria ends the text after these tokens, (1, length)."""
-        return any(bool(one(ids, None).all()) for one in self._others)
-
-
-def _is_limit(criterion: Any) -> bool:
-    return choosing.is_class(criterion, "MaxLengthCriteria")
-
-
-def _is_end(criterion: Any) -> bool:
-    return choosing.is_class(criterion, "EosTokenCriteria")

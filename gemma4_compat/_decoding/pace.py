@@ -39,6 +39,7 @@ class Known:
         self.right, self.seen, self.rounds = _RIGHT * _SEEN, _SEEN, 0
         self.seconds: dict[int, float] = {}
         self._timed: dict[int, collections.deque[float]] = {}
+        self._fused: dict[int, bool] = {}
 
     @property
     def begun(self) -> bool:
@@ -58,6 +59,13 @@ class Known:
                 self.seen + min(right + 1, drafts),
                 self.rounds + 1,
             )
+
+    def note_fused(self, drafts: int, *, fused: bool) -> None:
+        """Whether the graphs of such a round are fused. If that has changed, what was timed is of no use."""
+        if self._fused.get(drafts, fused) != fused:
+            self._timed.pop(drafts, None)
+            self.seconds.pop(drafts, None)
+        self._fused[drafts] = fused
 
     def keep(self, share: float) -> None:
         """Let the drafts that were seen count less."""

@@ -111,10 +111,11 @@ class Launched:
         drafts: that it has.
         told: as :func:`accepted` returns it.
         grown: the same.
-        begun, before: of :class:`assisted.Text`.
+        begun: when it began, in seconds.
+        before: what differs afterwards if it did what other rounds do not; None if its time says nothing.
     """
 
-    def __init__(self, drafts: int, told: Any, grown: Any, begun: float, before: list[float]) -> None:
+    def __init__(self, drafts: int, told: Any, grown: Any, begun: float, before: list[float] | None) -> None:
         import torch
 
         self.drafts, self.told, self.grown, self.begun, self.before = drafts, told, grown, begun, before

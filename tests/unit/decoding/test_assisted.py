@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 from typing import Any
 
 import pytest
@@ -325,6 +326,44 @@ def test_the_next_text_begins_with_what_is_known(models: Models, assistant: Any)
     assert set(known) == {assistant, model}
     gemma4_compat.decode_fast(model, enabled=False)
     assert not known
+
+
+@pytest.mark.parametrize(("plain", "drafting"), [(True, False), (False, True), (True, True), (False, False)])
+def test_graphs_that_are_behind_are_fused_before_rounds_are_compared(*, plain: bool, drafting: bool) -> None:
+    """A fused round without drafts may be faster than one with drafts that is not fused, at any acceptance."""
+    from concurrent.futures import Future
+
+    def graph(*, fused: bool) -> Any:
+        found = types.SimpleNamespace(progress=fused_steps.Progress())
+        if fused:
+            found.progress.hasten()
+            assert found.progress.is_due()
+        return types.SimpleNamespace(graph=found)
+
+    text = assisted.Text.__new__(assisted.Text)
+    text._last = {0: graph(fused=plain), 4: graph(fused=drafting), (4, 1): graph(fused=drafting)}
+    assert text._is_ready(0)
+    if plain == drafting:
+        assert text._is_ready(4)
+        return
+    assert text._is_ready(4) == plain  # a round of the kind that is behind
+    behind = text._last[4 if plain else 0].graph.progress
+    assert behind.is_due()
+    future: Future[None] = Future()
+    behind.postpone([future])
+    assert text._is_ready(4) != plain  # the other kind, while its kernels are compiled
+    future.set_result(None)
+    assert text._is_ready(4) == plain
+    assert behind.is_due()
+
+
+def test_times_from_before_graphs_were_fused_are_dropped() -> None:
+    known = pace.Known()
+    for fused in (False, True):
+        known.note_fused(4, fused=fused)
+        assert known.seconds == {}
+        known.note(4, 0, 2.0 - fused)
+    assert known.seconds == {4: 1.0}
 
 
 @pytest.mark.usefixtures("by_rows", "any_pace")
