@@ -218,7 +218,7 @@ class Text:
         """Whether a round with so many drafts may be next.
 
         Only graphs that are all fused, or all not, can be compared. Those that are behind are fused as soon as their
-        kernels are compiled; until then, rounds are of the other kind.
+        kernels are compiled; until then, rounds have the graphs of the other kind.
         """
         kinds = self._graphs(0), self._graphs(drafts)
         plain, drafting = self._are_fused(0), self._are_fused(drafts)

@@ -18,7 +18,7 @@ AGAIN = 64
 _TIMED = 9
 #: What counts of the rounds before, after each round; and after a pause, since when the text may have become another.
 _KEPT, _KEPT_OF_PAUSE = 0.98, 0.3
-#: Of the texts before, as many drafts count at most.
+#: As many drafts of the texts before count at most.
 _OF_TEXTS = 8.0
 #: Before any was seen: the share of drafts that are right, as if of so many, and what a draft adds to a round without.
 _RIGHT, _SEEN, _ADDED = 0.6, 3.0, 0.06

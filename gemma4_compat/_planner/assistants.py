@@ -31,7 +31,7 @@ def weights(blueprint: Blueprint) -> int:
         heads = sum(one.heads * one.head_dim for one in last)
         found += layers * width * (2 * heads + 3 * _OF_MLP * width)
     if small:
-        found += _CENTROIDS * width + 4 * blueprint.vocabulary  # the order of tokens is of 8 bytes each
+        found += _CENTROIDS * width + 4 * blueprint.vocabulary  # the order of tokens takes 8 bytes each
     return 2 * found
 
 

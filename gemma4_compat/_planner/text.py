@@ -152,7 +152,7 @@ def _assistant(plan: Plan, width: int) -> Iterator[str]:
     text = f"The assistant takes {size_text(taken)}"
     if plan.source.in_rounds:
         text += ": weights, a second window of sliding layers, and graphs. How many tokens it drafts is measured as it"
-        text += " runs: none where drafts do not pay."
+        text += " runs, and it stops where drafts do not pay."
     elif plan.fast:
         text += ". With it, transformers decodes without replays: experts give a token other bits beside others."
     else:

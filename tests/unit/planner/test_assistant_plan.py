@@ -132,7 +132,7 @@ def test_on_the_command_line() -> None:
     assert found.exit_code == 0
     text = " ".join(found.output.split())
     assert "The assistant takes " in text
-    assert "none where drafts do not pay" in text
+    assert "stops where drafts do not pay" in text
 
 
 def test_several_prompts_are_refused_before_anything_is_planned() -> None:
