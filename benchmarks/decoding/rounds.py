@@ -11,7 +11,8 @@ that draft and read, one after the other, and of a round. Every text is compared
 exit code is 1 if a token differs. The file is written after every row.
 
 ``--equal SECONDS`` only compares texts, for so long in each placement: prompts and lengths vary, and drafts' numbers
-and quality from round to round and text to text. Without a GPU, a tape stands in for graphs, and speeds mean nothing.
+and quality from round to round and text to text. Without a GPU (only ``--where gpu``), a tape
+stands in for graphs, and speeds mean nothing.
 """
 
 from __future__ import annotations

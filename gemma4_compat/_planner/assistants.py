@@ -16,6 +16,19 @@ _WIDTHS, _OF_MLP, _SLIDING = (256, 1024), 8, 3
 _CENTROIDS = 2048
 
 
+def exist() -> bool:
+    """Whether the installed transformers has assistants for Gemma 4."""
+    import transformers
+
+    return hasattr(transformers, "Gemma4AssistantForCausalLM")
+
+
+def class_of(model_class: str) -> str:
+    """The name of the assistants' class in ``transformers`` for models of this class."""
+    kind = model_class.removesuffix("ForConditionalGeneration").removesuffix("ForCausalLM")
+    return f"{kind}AssistantForCausalLM"
+
+
 def obstacle(blueprint: Blueprint) -> str:
     """Why texts with an assistant are not decoded in rounds by replay; empty if they are."""
     return "" if blueprint.experts is None else "the model has experts"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gemma4_compat._common.text import runs
+from gemma4_compat._planner import assistants
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.memory import Load
 from gemma4_compat._planner.result import Source
@@ -25,8 +26,7 @@ def loading_code(source: Source, placed: Layout[Any], load: Load) -> str:
     """
     adapter = source.adapter
     imports = "from peft import PeftModel" if adapter is not None else ""
-    drafter = f"{source.model_class.removesuffix('ForConditionalGeneration').removesuffix('ForCausalLM')}Assistant"
-    names = [f"{drafter}ForCausalLM"] if source.assistant is not None else []
+    names = [assistants.class_of(source.model_class)] if source.assistant is not None else []
     lines = loading_lines(source, placed, attention=load.attention, imports=(imports, names))
     lines += [f"model = PeftModel.from_pretrained(model, {_quoted(adapter)})"] if adapter is not None else []
     lines += ["model.eval()"]

@@ -12,6 +12,7 @@ from typing import Any
 
 from gemma4_compat._common import shadowed
 from gemma4_compat._common.text import parse_size, size_text
+from gemma4_compat._engine import versions
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import build, variants
 from gemma4_compat._planner import assistants, blueprint, budgets, code, layout, measured, reading, speed
@@ -114,6 +115,11 @@ def plan_device_map(
         raise Gemma4CompatError(
             f"assistant=True with batch={batch}: with an assistant, generate takes one prompt at a time. Use batch=1, "
             "or leave assistant out"
+        )
+    if assistant and not assistants.exist():
+        raise Gemma4CompatError(
+            f"assistant=True, but transformers {versions.installed('transformers')} has no assistants for Gemma 4. "
+            "Install transformers 5.8 or newer, or leave assistant out"
         )
     load = Load(
         assistant=assistant,

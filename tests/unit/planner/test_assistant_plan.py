@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import transformers
 from typer.testing import CliRunner
 
 import gemma4_compat
@@ -19,6 +20,9 @@ from gemma4_compat._planner.memory import Load
 from gemma4_compat._reproduction import tiny_configs
 from tests.unit.planner.models import VARIANTS
 
+needs_assistants = pytest.mark.skipif(
+    not hasattr(transformers, "Gemma4AssistantForCausalLM"), reason="this release has no assistants"
+)
 LOAD = Load(context=4096, batch=1, fast=True, assistant=True)
 
 
@@ -35,7 +39,6 @@ def planned(variant: str, **options: Any) -> gemma4_compat.Plan:
 def released(variant: str) -> Any:
     """The assistant of a variant on meta: four layers of the model's shape, 256 or 1,024 wide."""
     import torch
-    import transformers
 
     unified = variant == variants.UNIFIED
     kind = "Gemma4UnifiedAssistant" if unified else "Gemma4Assistant"
@@ -81,7 +84,6 @@ def test_weights_are_those_that_the_pages_state() -> None:
 @pytest.mark.parametrize("context", [5, 40])
 def test_windows_are_as_large_as_planned(context: int) -> None:
     import torch
-    import transformers
     from transformers import StaticCache
 
     torch.manual_seed(0)
@@ -95,6 +97,7 @@ def test_windows_are_as_large_as_planned(context: int) -> None:
     assert expected <= found <= expected + 512 * 2 * len(held)
 
 
+@needs_assistants
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "26B-A4B"])
 def test_a_plan_leaves_room_and_loads_it(variant: str) -> None:
     without, found = planned(variant), planned(variant, assistant=True)
@@ -111,6 +114,7 @@ def test_a_plan_leaves_room_and_loads_it(variant: str) -> None:
     assert found.as_data()["use"]["0"]["assistant"] == use.assistant
 
 
+@needs_assistants
 def test_less_context_fits_beside_it() -> None:
     options: dict[str, Any] = {"context": 2048, "prefill_chunk": 1024}
     without = gemma4_compat.plan_device_map("31B", "24GiB", **options)
@@ -119,6 +123,7 @@ def test_less_context_fits_beside_it() -> None:
     assert found.longest_context < without.longest_context
 
 
+@needs_assistants
 def test_with_experts_transformers_decodes() -> None:
     found = planned("26B-A4B", assistant=True)
     (use,) = found.use.values()
@@ -127,6 +132,7 @@ def test_with_experts_transformers_decodes() -> None:
     assert "assistant_model=assistant" in found.code
 
 
+@needs_assistants
 def test_on_the_command_line() -> None:
     found = CliRunner().invoke(cli.app, ["plan", "E2B", "--vram", "8GiB", "--assistant"])
     assert found.exit_code == 0
@@ -135,6 +141,13 @@ def test_on_the_command_line() -> None:
     assert "stops where drafts do not pay" in text
 
 
+@needs_assistants
 def test_several_prompts_are_refused_before_anything_is_planned() -> None:
     with pytest.raises(gemma4_compat.Gemma4CompatError, match=r"assistant=True with batch=2: .* Use batch=1"):
         gemma4_compat.plan_device_map("E2B", "8GiB", batch=2, assistant=True)
+
+
+def test_a_release_without_assistants_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assistants, "exist", lambda: False)
+    with pytest.raises(gemma4_compat.Gemma4CompatError, match="has no assistants for Gemma 4"):
+        gemma4_compat.plan_device_map("E2B", "8GiB", assistant=True)
