@@ -1,21 +1,30 @@
 """What drafts give on this GPU: tokens a second by the share of drafts that are right, against decoding without them.
 
 python benchmarks/decoding/rounds.py --shape E2B --out FILE.json [--where gpu,host,streamed] [--adapters no,lora]
-    [--sampled] [--tokens 256] [--hidden 256]
+    [--sampled] [--counts 4,7] [--shares 0,0.3,0.5,0.7,0.95] [--tokens 256] [--long 1024] [--hidden 256] [--equal 40]
 
 The model has random weights. Its text without an assistant is decoded first; then a drafter drafts that text, each
 token altered with a given probability, after an assistant of four layers with random weights has drafted as well, so
-that its time counts. Numbers of drafts are fixed, and then :mod:`gemma4_compat._decoding.pace` decides. Every text is
-compared with the one without an assistant: exit code 1 if a token differs. The file is written after every case.
+that its time counts. Numbers of drafts are fixed, and then :mod:`gemma4_compat._decoding.pace` decides: in a text for
+which nothing is known ("pace"), and in the one after it ("then"). With each fixed number: milliseconds of the graphs
+that draft and read, one after the other, and of a round. Every text is compared with the one without an assistant: the
+exit code is 1 if a token differs. The file is written after every row.
+
+``--equal SECONDS`` only compares texts, for so long in each placement: prompts and lengths vary, and drafts' numbers
+and quality from round to round and text to text. Without a GPU (only ``--where gpu``), a tape
+stands in for graphs, and speeds mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,25 +36,23 @@ from benchmarks.common import Data
 from benchmarks.decoding import models
 from benchmarks.small_card import device as small_card_device
 
-SHARES = (0.3, 0.5, 0.7, 0.8, 0.95)
 #: Tokens of the prompt.
 PROMPT = 64
 
 
-class Fixed:
-    """In place of :class:`pace.Pace`: always so many drafts."""
+def paced(decide: Callable[[int], int]) -> contextlib.AbstractContextManager[Any]:
+    """Inside, ``decide`` says how many drafts a round has, given how many it may have."""
+    from gemma4_compat._decoding import pace
 
-    count = 0
+    class Decided(pace.Pace):
+        def __init__(self, most: int, known: Any = None) -> None:
+            super().__init__(most, known)
+            self._most = most
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+        def next(self) -> int:
+            return min(decide(self._most), self._most)
 
-    def next(self) -> int:
-        """As many as there may be."""
-        return min(self.count, self._most)
-
-    def note(self, drafts: int, right: int, seconds: float | None) -> None:
-        """Nothing is learnt."""
+    return mock.patch.object(pace, "Pace", Decided)
 
 
 def assistant_of(model: Any, hidden: int) -> Any:
@@ -80,11 +87,12 @@ def drafter(text: Any, share: float) -> Any:
     drafted = assisted.Text._drafted
     generator = torch.Generator().manual_seed(1)
     right = (torch.rand(text.shape, generator=generator) < share).to(text.device)
-    tokens = torch.nn.functional.pad(torch.where(right, text, (text + 1) % 1000), (0, 8))
+    tokens = torch.nn.functional.pad(torch.where(right, text, (text + 1) % 200), (0, 16))
 
     def method(self: Any, count: int) -> Any:
         drafted(self, count)
-        return tokens[:, self._held + 1 : self._held + 1 + count]
+        places = self._state["held"] + torch.arange(1, count + 1, device=tokens.device)
+        return tokens.index_select(1, places)
 
     return method
 
@@ -102,64 +110,188 @@ def timed(model: Any, batch: Data, tokens: int, **options: Any) -> tuple[Any, fl
     return found, time.perf_counter() - begun
 
 
-def case(model: Any, assistant: Any, tokens: int, warm: int, options: Data) -> Data:
-    """All shares and numbers of drafts, on one placement."""
-    from gemma4_compat._decoding import assisted, pace
+@contextlib.contextmanager
+def graphs() -> Iterator[dict[str, Any]]:
+    """A dictionary that fills with the graphs that texts replay, by what they do. They hold no cache."""
+    from gemma4_compat._decoding import assisted
 
-    gemma4_compat.decode_fast(model, assistants=True)
-    batch = models.text_prompt(model, PROMPT)
-    models.base(model).generation_config.max_cache_len = PROMPT + max(tokens, warm)  # all texts share graphs
-    timed(model, batch, max(tokens, warm), **options)
-    longest, _ = timed(model, batch, max(tokens, warm), **options)
-    _, plain = timed(model, batch, tokens, **options)
-    found: Data = {"plain_tokens_s": tokens / plain, "rounds": [], "equal": True, "texts": 0}
+    found: dict[str, Any] = {}
+    decode = assisted.Text.decode
 
-    def one(share: float, new: int) -> tuple[float, Data]:
-        before = gemma4_compat.decoding_statistics(model)
-        drafted, accepted, rounds = before.drafted, before.accepted, before.rounds
-        with mock.patch.object(assisted.Text, "_drafted", drafter(longest, share)):
-            text, seconds = timed(model, batch, new, assistant_model=assistant, **options)
-        after = gemma4_compat.decoding_statistics(model)
-        found["equal"] &= bool(text.equal(longest[:, : text.shape[1]]))
-        found["texts"] += 1
-        counts = {"drafted": after.drafted - drafted, "accepted": after.accepted - accepted}
-        return seconds, counts | {"rounds": after.rounds - rounds}
+    def noted(self: Any, *args: Any) -> Any:
+        tokens = decode(self, *args)
+        for key, last in self._last.items():
+            found[f"reads {key + 1}" if isinstance(key, int) else f"drafts {key[0]}"] = last.graph
+        return tokens
 
-    for count in pace.COUNTS:
-        with mock.patch.object(pace, "Pace", Fixed), mock.patch.object(Fixed, "count", count):
-            one(0.0, warm)  # captures and fuses
-            for share in SHARES:
-                seconds, counts = one(share, tokens)
-                speed = tokens / seconds
-                found["rounds"].append(
-                    {"drafts": count, "share": share, "tokens_s": speed, "of_plain": speed * plain / tokens, **counts}
-                )
-    for share in (0.0, *SHARES):
-        one(share, tokens)
-        seconds, counts = one(share, tokens)
-        speed = tokens / seconds
-        found["rounds"].append(
-            {"drafts": "pace", "share": share, "tokens_s": speed, "of_plain": speed * plain / tokens, **counts}
-        )
-    found["memory"] = small_card_device.memory()
-    found["statistics"] = {
-        "reasons": list(gemma4_compat.decoding_statistics(model).reasons),
-        "not_fused": list(gemma4_compat.decoding_statistics(model).not_fused),
-        "fused": gemma4_compat.decoding_statistics(model).fused,
-        "captured": gemma4_compat.decoding_statistics(model).captured,
-        "assistant_fused": gemma4_compat.decoding_statistics(assistant).fused,
-    }
-    gemma4_compat.decode_fast(model, enabled=False)
-    return found
+    with mock.patch.object(assisted.Text, "decode", noted):
+        yield found
 
 
-def shown(name: str, found: Data) -> str:
-    """A table of one case: rows by drafts, columns by share, in multiples of the speed without drafts."""
-    lines = [f"{name}: {found['plain_tokens_s']:.0f} tokens/s without drafts; texts equal: {found['equal']}"]
-    for count in dict.fromkeys(row["drafts"] for row in found["rounds"]):
-        rows = [row for row in found["rounds"] if row["drafts"] == count]
-        lines.append(f"  {count:>4}: " + "  ".join(f"{row['share']:.2f}: {row['of_plain']:.2f}x" for row in rows))
-    return "\n".join([*lines, *(f"  {reason}" for reason in found["statistics"]["reasons"])])
+def milliseconds(graph: Any) -> float:
+    """Of a graph: ten replays, one after the other."""
+    small_card_device.synchronize()
+    begun = time.perf_counter()
+    for _ in range(10):
+        graph.recording.replay()
+    small_card_device.synchronize()
+    return 100 * (time.perf_counter() - begun)
+
+
+class Case:
+    """All shares and numbers of drafts, on one placement.
+
+    Args:
+        model: PEFT may wrap it.
+        assistant: of the model.
+        options: of the command.
+        sampling: options of ``generate``.
+        write: called after every row, with what was found and the row as text.
+    """
+
+    def __init__(self, model: Any, assistant: Any, options: Any, sampling: Data, write: Any) -> None:
+        self.model, self.assistant, self.options = model, assistant, options
+        self.sampling, self.write = sampling, write
+        gemma4_compat.decode_fast(model, assistants=True)
+        self.found: Data = {"rounds": [], "equal": True, "texts": 0, "compared": 0}
+
+    def prepare(self) -> None:
+        """The text without an assistant, and how fast it is."""
+        self.batch = models.text_prompt(self.model, PROMPT)
+        most = max(self.options.tokens, self.options.warm, self.options.long)
+        models.base(self.model).generation_config.max_cache_len = PROMPT + most  # all texts share graphs
+        for _ in range(2):  # the first time, steps are captured and fused, and again with full windows
+            self.longest, seconds = timed(self.model, self.batch, most, **self.sampling)
+        self.plain = {most: seconds}
+        for tokens in (self.options.long, self.options.tokens):
+            if tokens not in self.plain:
+                self.plain[tokens] = timed(self.model, self.batch, tokens, **self.sampling)[1]
+        speeds = {str(tokens): tokens / seconds for tokens, seconds in self.plain.items()}
+        self.found["plain_tokens_s"] = speeds
+        shown = ", ".join(f"{speed:.0f} tokens/s in {tokens}" for tokens, speed in speeds.items())
+        self.write(self.found, f"without drafts: {shown}")
+
+    def one(self, share: float, tokens: int) -> Data:
+        """A text with drafts of which such a share is right."""
+        from gemma4_compat._decoding import assisted
+
+        before = gemma4_compat.decoding_statistics(self.model)
+        counted = before.drafted, before.accepted, before.rounds
+        options = {**self.sampling, "assistant_model": self.assistant}
+        with mock.patch.object(assisted.Text, "_drafted", drafter(self.longest, share)):
+            text, seconds = timed(self.model, self.batch, tokens, **options)
+        after = gemma4_compat.decoding_statistics(self.model)
+        self.found["equal"] &= bool(text.equal(self.longest[:, : text.shape[1]]))
+        self.found["texts"] += 1
+        names = ("drafted", "accepted", "rounds")
+        counts = {name: getattr(after, name) - number for name, number in zip(names, counted)}
+        of_plain = self.plain[tokens] / seconds if tokens in self.plain else 0.0
+        return {"share": share, "tokens": tokens, "tokens_s": tokens / seconds, "of_plain": of_plain, **counts}
+
+    def row(self, name: Any, rows: list[Data], more: str = "") -> None:
+        """Keep and show a row."""
+        self.found["rounds"] += [{"drafts": name, **row} for row in rows]
+        cells = "  ".join(f"{row['share']:.2f}: {row['of_plain']:.2f}x" for row in rows)
+        self.write(self.found, f"  {name!s:>10}: {cells}{more}")
+
+    def fixed(self, count: int) -> None:
+        """Always so many drafts."""
+        from gemma4_compat._decoding import decoder
+
+        shares = [share for share in self.options.shares if share > 0] if count else [0.0]
+        inner = models.base(self.model)
+        with paced(lambda _most: count), graphs() as replayed:
+            self.one(0.0, self.options.warm)  # captures and fuses
+            rows = [self.one(share, self.options.tokens) for share in shares]
+        wall = 1000 * decoder.of(inner).paces[self.assistant].seconds.get(count, float("nan"))
+        names = (f"drafts {count}", f"reads {count + 1}")
+        took = {name: milliseconds(replayed[name]) for name in names if name in replayed}
+        self.found.setdefault("ms", {})[str(count)] = {"graphs": took, "round": wall}
+        shown = ", ".join(f"{name} {ms:.2f}" for name, ms in took.items())
+        self.row(count, rows, f"  ms: {shown}, round {wall:.2f}")
+
+    def decided(self, shares: list[float], tokens: int) -> None:
+        """As the pace decides, knowing nothing and then knowing the text before."""
+        from gemma4_compat._decoding import decoder
+
+        rows: tuple[list[Data], list[Data]] = ([], [])
+        for share in shares:
+            decoder.of(models.base(self.model)).paces.clear()
+            for found in rows:
+                found.append(self.one(share, tokens))
+        for name, found in zip(("pace", "then"), rows):
+            self.row(f"{name} {tokens}", found)
+
+    def run(self) -> None:
+        """All of it."""
+        self.prepare()
+        from gemma4_compat._decoding import pace
+
+        for count in (0, *self.options.counts):
+            self.fixed(count)
+        with mock.patch.object(pace, "COUNTS", tuple(self.options.counts)):  # whose graphs are there
+            self.decided(self.options.shares, self.options.tokens)
+            self.decided([share for share in self.options.shares if share < 0.5], self.options.long)
+
+    def compare(self) -> None:
+        """Compare texts of varied prompts, for a time."""
+        from gemma4_compat._decoding import assisted
+
+        dice, begun = random.Random(0), time.perf_counter()
+        models.base(self.model).generation_config.max_cache_len = 1024
+        options = {**self.sampling, "assistant_model": self.assistant}
+        while time.perf_counter() - begun < self.options.equal:
+            given = models.text_prompt(self.model, dice.choice((5, 64, 300, 600)), seed=dice.randrange(1000))
+            tokens = dice.randrange(50, 400)
+            expected, _ = timed(self.model, given, tokens, **self.sampling)
+            counts = random.Random(tokens)
+            with (
+                paced(lambda _most: counts.choice((0, *self.options.counts))),  # noqa: B023 (called here)
+                mock.patch.object(assisted.Text, "_drafted", drafter(expected, dice.choice((0.3, 0.7, 0.95)))),
+            ):
+                text, _ = timed(self.model, given, tokens, **options)
+            self.found["equal"] &= bool(text.equal(expected))
+            self.found["texts"] += 1
+            self.found["compared"] += tokens
+        self.write(self.found, f"{self.found['compared']:,} tokens of {self.found['texts']} texts")
+
+    def finish(self) -> None:
+        """Add what was used, and release it."""
+        counted = gemma4_compat.decoding_statistics(self.model)
+        self.found["memory"] = small_card_device.memory()
+        self.found["statistics"] = {
+            "reasons": list(counted.reasons),
+            "not_fused": list(counted.not_fused),
+            "fused": counted.fused,
+            "captured": counted.captured,
+            "accepted": counted.accepted,
+            "drafted": counted.drafted,
+            "assistant_fused": gemma4_compat.decoding_statistics(self.assistant).fused,
+        }
+        gemma4_compat.decode_fast(self.model, enabled=False)
+        reasons = "".join(f"; {reason}" for reason in (*counted.reasons, *counted.not_fused))
+        self.write(self.found, f"  texts equal: {self.found['equal']}{reasons}")
+
+
+def numbers(kind: Any) -> Any:
+    """A type of an argument: numbers between commas."""
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
+def stand_in() -> contextlib.AbstractContextManager[Any]:
+    """Inside, a CPU does what a GPU would, with PyTorch's arithmetic for each token alone."""
+    import torch
+
+    stack = contextlib.ExitStack()
+    if not torch.cuda.is_available():
+        from gemma4_compat._decoding import own, recording
+        from gemma4_compat._stand_ins import tape
+        from tests.unit.decoding.by_rows import ByRows
+
+        stack.enter_context(tape.standing_in(recording.RECORDERS))
+        stack.enter_context(mock.patch.object(own, "Own", ByRows))
+        stack.enter_context(mock.patch.object(own, "obstacle", return_value=None))
+    return stack
 
 
 def main() -> int:
@@ -169,6 +301,10 @@ def main() -> int:
     parser.add_argument("--adapters", default="no,lora")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--warm", type=int, default=220, help="tokens after which graphs are fused")
+    parser.add_argument("--long", type=int, default=1024, help="tokens of longer texts, where drafts do not pay")
+    parser.add_argument("--shares", type=numbers(float), default=[0.0, 0.3, 0.5, 0.7, 0.95])
+    parser.add_argument("--counts", type=numbers(int), default=[4, 7], help="numbers of drafts")
+    parser.add_argument("--equal", type=float, default=0.0, help="seconds in which texts are only compared")
     parser.add_argument("--hidden", type=int, default=256, help="width of the assistant")
     parser.add_argument("--sampled", action="store_true", help="temperature 1, top-k 64, top-p 0.95; greedy without")
     parser.add_argument("--out", type=Path, required=True)
@@ -179,17 +315,28 @@ def main() -> int:
         folder, weights = Path(name), {}
         found: Data = {"options": vars(options) | {"out": str(options.out)}}
         found |= {"built": models.build(options.shape, folder, weights), "cases": {}}
-        for where in options.where.split(","):
-            for adapter in options.adapters.split(","):
-                model = models.load(where, folder, weights)
-                assistant = assistant_of(model, options.hidden)
-                if adapter == "lora":
-                    model = models.adapt(model, folder)
-                key = f"{options.shape} {where} {adapter}"
-                found["cases"][key] = case(model, assistant, options.tokens, options.warm, given)
-                options.out.write_text(json.dumps(found, indent=1, default=str))
-                print(shown(key, found["cases"][key]), flush=True)
-                del model, assistant
+        with stand_in():  # transformers has been imported
+            for where in options.where.split(","):
+                for adapter in options.adapters.split(","):
+                    model = models.load(where, folder, weights)
+                    assistant = assistant_of(model, options.hidden)
+                    if adapter == "lora":
+                        model = models.adapt(model, folder)
+                    key = f"{options.shape} {where} {adapter}"
+
+                    def write(one: Data, row: str, key: str = key) -> None:
+                        found["cases"][key] = one
+                        options.out.write_text(json.dumps(found, indent=1, default=str))
+                        print(row, flush=True)
+
+                    print(f"{key}:", flush=True)
+                    case = Case(model, assistant, options, given, write)
+                    if options.equal:
+                        case.compare()
+                    else:
+                        case.run()
+                    case.finish()
+                    del model, assistant, case
     return int(not all(one["equal"] for one in found["cases"].values()))
 
 

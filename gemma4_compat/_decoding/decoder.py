@@ -42,6 +42,7 @@ class Decoding:
         self.any_length = False  # whether prompts are read in pieces of a few sizes
         self.assistants = False  # whether texts with an assistant model are decoded in rounds
         self.known_assistants: weakref.WeakSet[Any] = weakref.WeakSet()  # models that keep graphs for this one
+        self.paces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # `pace.Known`, by assistant
         self.own = False  # whether kernels may have an arithmetic of their own
         self.fuses = True
         self.lock = threading.RLock()
@@ -169,6 +170,7 @@ class Decoding:
             for assistant in self.known_assistants:
                 of(assistant).clear()
             self.known_assistants.clear()
+            self.paces.clear()
 
     def variant(self, model: Any, *, in_full: bool, settling: bool = False, quiet: bool = False) -> Variant:
         """The variant of the model as it is now.
@@ -220,10 +222,7 @@ class Decoding:
         Returns:
             the model's output, or None for a step that cannot be captured; nothing has run then.
         """
-        running = deferral.current()
-        quiet = (
-            not first and running is not None and running.quiet and type(model).__module__.startswith("transformers.")
-        )
+        quiet = not first and is_quiet(model)
         variant, kind = self.variant(model, in_full=first, quiet=quiet), step.kind
         if kind in variant.refused:
             return None
@@ -256,6 +255,19 @@ class Decoding:
         variant.graphs.move_to_end(key)
         self._replay(model, graph, step, given=False)
         return following.outputs()
+
+    def again(self, model: Any, last: advancing.Replayed) -> Any:
+        """Replay a step that was replayed before, with other tensors; None if that graph does not serve it.
+
+        Only where no user's code has run since the last step (:func:`is_quiet`).
+        """
+        known, graph, step = last
+        key = step.addresses, step.kind
+        variant = self.variant(model, in_full=False, quiet=True)
+        if variant is not known or variant.graphs.get(key) is not graph or not step.has_settings():
+            return None
+        variant.graphs.move_to_end(key)
+        return self._replay(model, graph, step)
 
     def _missing(self, step: steps.Step, variant: Variant) -> Recapture | None:
         """Why none of this variant's graphs serves the step; None if it has had none, or the step was asked before."""
@@ -409,6 +421,12 @@ def of(model: Any) -> Decoding:
     if found is None:
         found = vars(model)[_ATTRIBUTE] = Decoding()
     return found
+
+
+def is_quiet(model: Any) -> bool:
+    """Whether no code but libraries' runs in this thread between two steps of a ``generate`` of this model."""
+    running = deferral.current()
+    return running is not None and running.quiet and type(model).__module__.startswith("transformers.")
 
 
 def is_preferred(model: Any) -> bool:

@@ -22,6 +22,11 @@ from gemma4_compat._decoding.prompts import MASKS
 _ROOM = 64
 
 
+def rows_of(slots: int) -> int:
+    """Rows of a sliding layer of so many positions."""
+    return slots + max(_ROOM, slots // 4)
+
+
 class Windows:
     """The rows of the sliding layers of a cache, and which keys tokens attend to.
 
@@ -39,7 +44,7 @@ class Windows:
 
         layers = static_caches.sliding(cache)
         self.slots, self._reach, self.begin = static_caches.window(cache), reach, 0
-        self._rows = self.slots + max(_ROOM, self.slots // 4)
+        self._rows = rows_of(self.slots)
         with torch.inference_mode(False), torch.no_grad():
             self._held = [tuple(map(self._roomy, (layer.keys, layer.values))) for layer in layers]
             self._base = torch.zeros((), dtype=torch.long, device=layers[0].keys.device)
@@ -68,13 +73,17 @@ class Windows:
 
     def make_room(self, held: int, tokens: int) -> None:
         """Before a round with so many tokens: move the last window to the front if there is no room for them."""
-        if held + tokens - self.begin <= self._rows:
+        if self.has_room(held + tokens):
             return
         start = held - self.slots - self.begin
         for pair in self._held:
             for rows in pair:
                 rows[:, :, : self.slots].copy_(rows[:, :, start : start + self.slots].clone())
         self._move_base(held - self.slots)
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether the first so many tokens of the text fit without moving the last window."""
+        return tokens - self.begin <= self._rows
 
     def _move_base(self, begin: int) -> None:
         self.begin = begin
@@ -127,7 +136,7 @@ class Windows:
         return {kind: held.get(id(layer)) or (layer.keys, layer.values) for kind, layer in layers.items()}
 
     def changes(self, cache: Any, held: int, tokens: int) -> list[Any]:
-        """The rows that a round with so many tokens writes, as views."""
+        """The rows of so many tokens after those that are held, as views."""
         sliding = {id(layer) for layer in static_caches.sliding(cache)}
         full = [(layer.keys, layer.values) for layer in static_caches.holding(cache) if id(layer) not in sliding]
         found = [tensor[:, :, held : held + tokens] for pair in full for tensor in pair]

@@ -65,6 +65,20 @@ class Progress:
         """Whether this replay waits for the compiler."""
         return self._replays >= AFTER
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the graph is fused, or never will be."""
+        return self._awaited is None
+
+    @property
+    def awaits(self) -> bool:
+        """Whether kernels for it are being compiled."""
+        return not all(one.done() for one in self._awaited or ())
+
+    def hasten(self) -> None:
+        """Have it fused as soon as its kernels are there."""
+        self._replays = max(self._replays, min(EARLY, AFTER))
+
     def postpone(self, futures: list[Future[Any]]) -> None:
         """Until these are done."""
         self._awaited = futures

@@ -1,50 +1,112 @@
-"""How many drafts a round has: what gives the most tokens a second, by the rounds before."""
+"""How many drafts a round has: what gives the most tokens a second, by the rounds and texts before."""
 
 from __future__ import annotations
+
+import collections
+import statistics
 
 #: Numbers of drafts that are tried. Each has graphs of its own.
 COUNTS = (2, 4, 7)
 #: Rounds without drafts that are timed before the first one with drafts.
-FIRST = 4
-#: While drafts do not pay: rounds without drafts before some are tried again, at first and at most; and how often
-#: they are tried then.
-PAUSE, LONGEST_PAUSE, ATTEMPT = 64, 1024, 2
+FIRST = 2
+#: While drafts do not pay: rounds without drafts before some are tried again, at first and at most; the same at the
+#: beginning of a text, where they did not pay in the one before; and how many rounds have them then.
+PAUSE, LONGEST_PAUSE, BEGINNING, ATTEMPT = 64, 1024, 16, 2
 #: After so many rounds with drafts, one without: what it takes grows with the text.
 AGAIN = 64
-#: Weight of the newest round in an average of seconds.
-_NEWEST = 0.15
+#: Timed rounds of which the median counts.
+_TIMED = 9
 #: What counts of the rounds before, after each round; and after a pause, since when the text may have become another.
-_KEPT, _KEPT_OF_PAUSE = 0.95, 0.3
+_KEPT, _KEPT_OF_PAUSE = 0.98, 0.3
+#: As many drafts of the texts before count at most.
+_OF_TEXTS = 8.0
 #: Before any was seen: the share of drafts that are right, as if of so many, and what a draft adds to a round without.
-_RIGHT, _SEEN, _ADDED = 0.6, 4.0, 0.06
-#: By so much a round with drafts has to be faster, for each token.
-_GAIN = 1.03
+_RIGHT, _SEEN, _ADDED = 0.6, 3.0, 0.06
+#: Rounds with drafts before a number of drafts is tried that was not timed.
+_BEFORE_ANOTHER = 4
+
+
+class Known:
+    """What is known of a model and what drafts for it, from text to text.
+
+    Attributes:
+        right, seen: drafts, if all before them were right, and how many of them were; the newest count most.
+        rounds: with drafts.
+        seconds: of a round, by its number of drafts: medians.
+    """
+
+    def __init__(self) -> None:
+        self.right, self.seen, self.rounds = _RIGHT * _SEEN, _SEEN, 0
+        self.seconds: dict[int, float] = {}
+        self._timed: dict[int, collections.deque[float]] = {}
+        self._fused: dict[int, bool] = {}
+
+    @property
+    def begun(self) -> bool:
+        """Whether enough rounds without drafts were timed."""
+        return len(self._timed.get(0, ())) >= FIRST
+
+    def note(self, drafts: int, right: int, seconds: float | None) -> None:
+        """As :meth:`Pace.note`."""
+        if seconds is not None:
+            timed = self._timed.setdefault(drafts, collections.deque(maxlen=_TIMED))
+            timed.append(seconds)
+            self.seconds[drafts] = statistics.median(timed)
+        if drafts:
+            self.keep(_KEPT)
+            self.right, self.seen, self.rounds = (
+                self.right + right,
+                self.seen + min(right + 1, drafts),
+                self.rounds + 1,
+            )
+
+    def note_fused(self, drafts: int, *, fused: bool) -> None:
+        """Whether the graphs of such a round are fused. If that has changed, what was timed is of no use."""
+        if self._fused.get(drafts, fused) != fused:
+            self._timed.pop(drafts, None)
+            self.seconds.pop(drafts, None)
+        self._fused[drafts] = fused
+
+    def keep(self, share: float) -> None:
+        """Let the drafts that were seen count less."""
+        self.right, self.seen = share * self.right, share * self.seen
 
 
 class Pace:
-    """Decides on the drafts of each round of one text.
+    """Decides on the drafts of each round of one text. A round may be noted after the next one was decided on.
 
     Args:
         most: drafts of a round.
-
-    Attributes:
-        seconds: of a round, by its number of drafts: averages.
+        known: of the texts before.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, known: Known | None = None) -> None:
         self._counts = [count for count in COUNTS if count < most] + ([min(most, COUNTS[-1])] if most > 0 else [])
-        self.seconds: dict[int, float] = {}
-        self._right, self._seen = _RIGHT * _SEEN, _SEEN  # drafts, if all before them were right
-        self._plain = self._drafting = self._attempts = 0
-        self._pause = PAUSE
+        self._known = Known() if known is None else known
+        self._known.keep(min(1.0, _OF_TEXTS / self._known.seen))
+        self._pause, self._waited = PAUSE, PAUSE - BEGINNING
+        self._drafting = self._attempt = 0  # rounds with drafts since one without, and left of an attempt
 
     def next(self) -> int:
         """How many drafts the next round has."""
-        if not self._counts or 0 not in self.seconds or (self._plain < FIRST and not self._drafting):
-            return 0
-        if self._drafting >= AGAIN:
-            return 0
-        return self._best() or (self._counts[0] if self._plain >= self._pause else 0)
+        found = self._next() if self._counts and self._known.begun else 0
+        self._drafting = self._drafting + 1 if found else 0
+        return found
+
+    def _next(self) -> int:
+        best = self._best()
+        if best:
+            self._pause, self._waited, self._attempt = PAUSE, 0, 0
+            return 0 if self._drafting >= AGAIN else best
+        if not self._attempt:
+            if self._waited < self._pause:
+                self._waited += 1
+                return 0
+            self._pause, self._waited, self._attempt = min(2 * self._pause, LONGEST_PAUSE), 0, ATTEMPT
+            self._known.keep(_KEPT_OF_PAUSE)
+        self._attempt -= 1
+        timed = [count for count in self._counts if count in self._known.seconds]
+        return max(timed, key=lambda count: self._speed(count, _RIGHT), default=self._counts[0])
 
     def note(self, drafts: int, right: int, seconds: float | None) -> None:
         """After a round.
@@ -54,43 +116,29 @@ class Pace:
             right: how many of them were right.
             seconds: that it took; None if it did what other rounds do not, such as a capture.
         """
-        if seconds is not None:
-            known = self.seconds.get(drafts, seconds)
-            self.seconds[drafts] = known + _NEWEST * (seconds - known)
-        if not drafts:
-            # One round without drafts among others with drafts is no pause.
-            self._plain, self._drafting = (FIRST if self._drafting else self._plain + 1), 0
-            return
-        self._drafting += 1
-        kept = _KEPT_OF_PAUSE if self._plain >= self._pause and not self._attempts else _KEPT
-        self._right, self._seen = kept * self._right + right, kept * self._seen + min(right + 1, drafts)
-        if self._best():
-            self._pause, self._attempts, self._plain = PAUSE, 0, 0
-            return
-        self._attempts += 1
-        if self._attempts >= ATTEMPT:
-            self._plain = self._drafting = self._attempts = 0
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._known.note(drafts, right, seconds)
 
     def _best(self) -> int:
-        """The number of drafts that gives the most tokens a second; 0 if drafts do not pay, or nobody knows."""
-        if 0 not in self.seconds:
-            return 0
-        best = max(self._counts, key=self._speed)
-        return best if self._speed(best) > _GAIN * self._speed(0) else 0
+        """The number of drafts that gives the most tokens a second; 0 if drafts do not pay."""
+        share = self._known.right / self._known.seen
+        counts = self._counts
+        if 0 < self._known.rounds < _BEFORE_ANOTHER:
+            counts = [count for count in counts if count in self._known.seconds] or counts
+        best = max(counts, key=lambda count: self._speed(count, share))
+        return best if self._speed(best, share) > self._speed(0, share) else 0
 
-    def _speed(self, drafts: int) -> float:
-        """Tokens a second, as expected."""
-        share = self._right / self._seen
+    def _speed(self, drafts: int, share: float) -> float:
+        """Tokens a second, as expected if this share of drafts is right."""
         return sum(share**place for place in range(drafts + 1)) / max(self._time(drafts), 1e-9)
 
     def _time(self, drafts: int) -> float:
-        """Seconds of a round; of one that was not timed, by the nearest one with drafts that was."""
-        if drafts in self.seconds:
-            return self.seconds[drafts]
-        plain = self.seconds[0]
-        timed = [count for count in self.seconds if count]
+        """Seconds of a round; of one that was not timed, the least that those that were let expect."""
+        seconds = self._known.seconds
+        if drafts in seconds:
+            return seconds[drafts]
+        plain = seconds[0]
+        timed = [count for count in self._counts if count in self._known.seconds]
         if not timed:
             return plain * (1 + _ADDED * drafts)
         near = min(timed, key=lambda count: abs(count - drafts))
-        return plain + (self.seconds[near] - plain) * drafts / near
+        return plain + (seconds[near] - plain) * min(1.0, drafts / near)

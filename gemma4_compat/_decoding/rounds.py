@@ -1,7 +1,8 @@
 """A round of decoding with drafts: an assistant drafts tokens, and the model reads them at once.
 
 Both are steps that are captured and replayed as those of one token are. The model's forward also decides, on the
-device, how many drafts are right, and returns what the next round starts from; the host reads one small tensor.
+device, how many drafts are right, and returns what the next round starts from; the host reads one small tensor, while
+the next round is running already.
 
 A token is chosen from the model's scores as without drafts. Sampling takes, as ``torch.multinomial`` does, the largest
 quotient of a probability and an exponentially distributed number, and each place of the text has its own row of such
@@ -72,14 +73,15 @@ def accepted(choice: Choice, ids: Any, read: dict[str, Any], drafts: Any, noise:
     Args:
         choice: of tokens.
         ids: (1, length), the text before the drafts; in a graph only its newest token.
-        read: ``scores``, (1, tokens, vocabulary), and ``states``, (1, tokens, width), of the newest token and drafts.
+        read: ``scores``, (1, tokens, vocabulary), and ``states``, (1, tokens, width), of the newest token and drafts;
+            ``held``, of no dimension, how many tokens were held before.
         drafts: (1, tokens - 1).
         noise: (tokens, vocabulary) or None.
 
     Returns:
         ``told``, (1, tokens + 1): the chosen tokens, then how many drafts are right; ``newest``, (1, 1): the last
         token of the text from now on; ``hidden``, (1, 1, width): the model's last state before it; ``grown``: by how
-        many tokens the text has grown; ``states``.
+        many tokens the text has grown; ``held``, how many tokens are held from now on; ``states``.
     """
     import torch
 
@@ -91,13 +93,43 @@ def accepted(choice: Choice, ids: Any, read: dict[str, Any], drafts: Any, noise:
         found.append(choice.token(text[:, : before + row], scores[:, row], own))
     chosen = torch.stack(found, dim=1)
     right = (chosen[:, :-1] == drafts).long().cumprod(dim=-1).sum(dim=-1, keepdim=True)
+    grown = right.sum() + 1
     return {
         "told": torch.cat((chosen, right), dim=1),
         "newest": chosen.gather(1, right),
         "hidden": read["states"].index_select(1, right[0]),
-        "grown": right.sum() + 1,
+        "grown": grown,
+        "held": read["held"] + grown,
         "states": read["states"],
     }
+
+
+class Launched:
+    """A round that runs on the device.
+
+    Args:
+        drafts: that it has.
+        told: as :func:`accepted` returns it.
+        grown: the same.
+        begun: when it began, in seconds.
+        before: what differs afterwards if it did what other rounds do not; None if its time says nothing.
+    """
+
+    def __init__(self, drafts: int, told: Any, grown: Any, begun: float, before: list[float] | None) -> None:
+        import torch
+
+        self.drafts, self.told, self.grown, self.begun, self.before = drafts, told, grown, begun, before
+        self._host, self._event = told.to("cpu", non_blocking=True), None
+        if told.device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(told.device))
+
+    def read(self) -> list[int]:
+        """``told``, once the device has it."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[int] = self._host[0].tolist()
+        return found
 
 
 class _Round(steps.Step):
@@ -115,6 +147,10 @@ class _Round(steps.Step):
         self.addresses = static_caches.addresses(found)
         self.kind = self._kind()
 
+    def renew(self, inputs: dict[str, Any]) -> None:
+        """Have the next replay read these inputs, which have the shapes of those before."""
+        self.tensors = steps.tensors(inputs)
+
     def _ways(self) -> tuple[Any, ...]:
         return ()
 
@@ -130,11 +166,11 @@ class Verification(_Round):
             ``noise``, (n + 1, vocabulary) or None; ``choice``, or None if the host decides.
         cache: of this ``generate``.
         windows: its sliding layers.
-        held: as the host knows it.
+        held: the same as the host knows it: at least, and at most.
     """
 
-    def __init__(self, inputs: dict[str, Any], cache: Any, windows: Windows, held: int) -> None:
-        self._held = held
+    def __init__(self, inputs: dict[str, Any], cache: Any, windows: Windows, held: tuple[int, int]) -> None:
+        self.held = held
         named = inputs | {cache_names.NEW: cache, "windows": windows.addresses}
         super().__init__(named, cache, windows, tokens=1 + inputs["drafts"].shape[1])
 
@@ -153,11 +189,12 @@ class Verification(_Round):
         }
         with self.windows.written(self.cache, positions), _read_by_head(model) as states:
             scores = model(**given).logits.float()
-        read = {"scores": scores, "states": states[0]}
+        read = {"scores": scores, "states": states[0], "held": inputs["held"]}
         return read if choice is None else accepted(choice, newest, read, drafts, inputs["noise"])
 
     def changes(self) -> list[Any]:
-        return self.windows.changes(self.cache, self._held, self.tokens)
+        least, most = self.held
+        return self.windows.changes(self.cache, least, most - least + self.tokens)
 
 
 @contextlib.contextmanager

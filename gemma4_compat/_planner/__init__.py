@@ -9,6 +9,7 @@ Called by ``gemma4_compat.plan_device_map`` and ``plan_training``, by their comm
 * :mod:`memory`: the KV cache and a forward's temporaries. :mod:`training_step`: a step's, counted by running one.
 * :mod:`use`: the sum for one accelerator; ``Use.peak`` is a plan's peak. :mod:`layout`: which block goes where.
 * :mod:`reading`: how many tokens of a prompt fit at a time, also for ``transformers_graph_decoding``.
+* :mod:`assistants`: what an assistant takes, and rounds with its drafts.
 * :mod:`speed`: tokens per second on a card, from a model. :mod:`measured`: as somebody measured them; the form of such
   a report is :mod:`card_report`.
 * :mod:`text`, :mod:`training_text`, :mod:`code`, :mod:`training_code`: a plan as text and as Python.

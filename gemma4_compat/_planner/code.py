@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gemma4_compat._common.text import runs
+from gemma4_compat._planner import assistants
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.memory import Load
 from gemma4_compat._planner.result import Source
 
 #: What fast decoding does.
+_ASSISTANT = "With it: model.generate(**inputs, assistant_model=assistant)"
 FAST = "Static cache; the decoding step is replayed as one CUDA graph. For PyTorch's bits: exact=True"
 
 
@@ -24,13 +26,24 @@ def loading_code(source: Source, placed: Layout[Any], load: Load) -> str:
     """
     adapter = source.adapter
     imports = "from peft import PeftModel" if adapter is not None else ""
-    lines = loading_lines(source, placed, attention=load.attention, imports=(imports, ()))
+    names = [assistants.class_of(source.model_class)] if source.assistant is not None else []
+    lines = loading_lines(source, placed, attention=load.attention, imports=(imports, names))
     lines += [f"model = PeftModel.from_pretrained(model, {_quoted(adapter)})"] if adapter is not None else []
     lines += ["model.eval()"]
     chunk = load.prefill_chunk
     lines += [f"model.generation_config.prefill_chunk_size = {chunk}  # long prompts in parts"] if chunk else []
-    lines += [f"# {FAST}.", "gemma4_compat.decode_fast(model)"] if load.fast else []
+    options = "model, assistants=True" if source.assistant is not None and source.in_rounds else "model"
+    lines += [f"# {FAST}.", f"gemma4_compat.decode_fast({options})"] if load.fast else []
+    if source.assistant is not None:
+        arguments = f'{_quoted(source.assistant)}, dtype=torch.bfloat16, device_map={{"": {_first(placed)}}}'
+        lines += [f"# {_ASSISTANT}.", f"assistant = {names[0]}.from_pretrained(", f"    {arguments}", ").eval()"]
     return "\n".join(lines)
+
+
+def _first(placed: Layout[Any]) -> str:
+    """The accelerator that computes the embeddings and the logits, as Python."""
+    device = next(iter(placed.use))
+    return _quoted(device) if isinstance(device, str) else str(device)
 
 
 def loading_lines(

@@ -63,6 +63,7 @@ class Load:
         vision: whether inputs have images (one per sequence).
         audio: whether inputs have audio (30 s per sequence).
         attention: "sdpa" or "eager".
+        assistant: an assistant drafts; with ``fast``, texts are decoded in rounds (``assistants=True``).
         fast: decode with ``gemma4_compat.decode_fast``: a static cache, and a step replayed as a CUDA graph.
         weights_only: reserve nothing for the KV cache and the temporaries, like upstream's maps.
     """
@@ -74,6 +75,7 @@ class Load:
     vision: bool = False
     audio: bool = False
     attention: str = "sdpa"
+    assistant: bool = False
     fast: bool = False
     weights_only: bool = False
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from gemma4_compat._common import shadowed
 from gemma4_compat._common.text import parse_size, size_text
+from gemma4_compat._engine import versions
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import build
-from gemma4_compat._planner import blueprint, budgets, code, layout, measured, reading, speed
+from gemma4_compat._models import build, variants
+from gemma4_compat._planner import assistants, blueprint, budgets, code, layout, measured, reading, speed
 from gemma4_compat._planner.blueprint import Blueprint
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.memory import Load
@@ -50,6 +51,7 @@ def plan_device_map(
     attention: str = "sdpa",
     balanced: bool = False,
     fast: bool = True,
+    assistant: bool = False,
     bus: float | str | None = None,
     card: str | None = None,
 ) -> Plan:
@@ -87,6 +89,8 @@ def plan_device_map(
         balanced: over several accelerators, about the same on each; otherwise the first are filled.
         fast: decode with :func:`decode_fast` if it applies, and leave room for its static cache and graphs; otherwise
             ``slow_because`` says why not.
+        assistant: True to leave room for the released assistant of the model, which drafts tokens, and with ``fast``
+            for what ``decode_fast(assistants=True)`` keeps. The code loads it.
         bus: bandwidth of copies from pinned host memory to the accelerator, per second: bytes or a size ("12GiB"). The
             text of the plan says how many tokens per second it allows. Default: the text says so for common buses.
         card: the card whose tokens per second are modelled, and whose memory counts without ``vram``: a name ("RTX
@@ -107,7 +111,18 @@ def plan_device_map(
             f"prefill_chunk is {prefill_chunk!r} for inputs with images or audio: releases of transformers differ in "
             "whether they split such a prompt. Leave prefill_chunk out"
         )
+    if assistant and batch != 1:
+        raise Gemma4CompatError(
+            f"assistant=True with batch={batch}: with an assistant, generate takes one prompt at a time. Use batch=1, "
+            "or leave assistant out"
+        )
+    if assistant and not assistants.exist():
+        raise Gemma4CompatError(
+            f"assistant=True, but transformers {versions.installed('transformers')} has no assistants for Gemma 4. "
+            "Install transformers 5.8 or newer, or leave assistant out"
+        )
     load = Load(
+        assistant=assistant,
         context=context,
         batch=batch,
         prompt=prompt,
@@ -159,6 +174,8 @@ def _plan(
         quantization=quantization,
         skip=tuple(config.default_skip_modules(built)),
         adapter=None if adapter is None else str(adapter),
+        assistant=_assistant(name) if load.assistant else None,
+        in_rounds=load.assistant and load.fast and not assistants.obstacle(cut),
         experts=experts,
         stored_experts=stored,
         chosen_experts=choose and experts is not None,
@@ -371,6 +388,12 @@ def _quantization(model: Any, quantize: str | None, quantize_experts: bool | Non
             "'4bit-double'"
         )
     return quantization
+
+
+def _assistant(name: str) -> str:
+    """The id of the released assistant for a model; of a model that nobody knows, what to replace."""
+    variant = variants.find(name)
+    return "ASSISTANT" if variant is None else f"google/gemma-4-{variant}-it-assistant"
 
 
 def _stored_experts(model: Any, name: str) -> bool:

@@ -21,6 +21,8 @@ class Source:
         quantization: "4bit", "4bit-double", "8bit", or None.
         skip: ``llm_int8_skip_modules``.
         adapter: folder of a PEFT adapter to load onto it, or None.
+        assistant: what drafts for it, as ``from_pretrained`` takes it, or None.
+        in_rounds: whether texts with it are replayed (``decode_fast(assistants=True)``).
         experts: how the experts are stored, as for ``quantization``; None: in bf16, or the model has no experts.
         stored_experts: the checkpoint already has its experts in 4 bits.
         chosen_experts: nobody asked for experts in 4 bits, but in bf16 they would not all stay on the accelerator.
@@ -32,6 +34,8 @@ class Source:
     quantization: str | None
     skip: tuple[str, ...] = ()
     adapter: str | None = None
+    assistant: str | None = None
+    in_rounds: bool = False
     experts: str | None = None
     stored_experts: bool = False
     chosen_experts: bool = False
@@ -229,7 +233,7 @@ _DATA = (
         "code",
     ),
 )
-_USE = ("weights", "pages", "adapter", "kv", "graph", "loading", "prefill", "decode", "peak", "budget")
+_USE = ("weights", "pages", "adapter", "kv", "graph", "assistant", "loading", "prefill", "decode", "peak", "budget")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,7 @@ def plan_text(plan: Plan, *, width: int | None = None, blocks: bool = True) -> s
             *_peaks(plan, width),
             "",
             *_decoding(plan, width),
+            *_assistant(plan, width),
             "",
             plan.code,
         ]
@@ -142,6 +143,21 @@ def _peaks(plan: Plan, width: int) -> Iterator[str]:
         chunked = f"With the prompt in chunks of {PREFILL_CHUNK} tokens (--prefill-chunk {PREFILL_CHUNK}) this map's "
         longest = f", and {plan.longest_chunked} tokens fit" if plan.longest_chunked else ""
         yield from textwrap.wrap(f"{chunked}prefill peaks at {size_text(plan.chunked_prefill)}{longest}.", width)
+
+
+def _assistant(plan: Plan, width: int) -> Iterator[str]:
+    taken = sum(use.assistant for use in plan.use.values())
+    if not taken:
+        return
+    text = f"The assistant takes {size_text(taken)}"
+    if plan.source.in_rounds:
+        text += ": weights, a second window of sliding layers, and graphs. How many tokens it drafts is measured as it"
+        text += " runs, and it stops where drafts do not pay."
+    elif plan.fast:
+        text += ". With it, transformers decodes without replays: experts give a token other bits beside others."
+    else:
+        text += ", and transformers decodes with it as without this package."
+    yield from textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 def _decoding(plan: Plan, width: int) -> Iterator[str]:

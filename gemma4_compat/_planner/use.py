@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from gemma4_compat._planner import memory
+from gemma4_compat._planner import assistants, memory
 from gemma4_compat._planner.blueprint import Block, Blueprint
 from gemma4_compat._planner.memory import MEASURED, Load, TrainingLoad
 
@@ -22,6 +22,8 @@ class Use:
         adapter: LoRA weights, including those of streamed layers.
         kv: KV cache at the end of the context.
         graph: memory pool of the graphs of fast decoding, in ``prefill`` and ``decode``; 0 without them.
+        assistant: what an assistant takes, in ``prefill`` and ``decode``: its weights, the rows that sliding layers
+            have a second time, and what its graphs keep; 0 without one.
         loading: peak in ``from_pretrained``.
         prefill: peak of the first forward, including towers.
         decode: peak while decoding, at the end of the context.
@@ -37,6 +39,7 @@ class Use:
     decode: int
     budget: int
     graph: int = 0
+    assistant: int = 0
 
     @property
     def peak(self) -> int:
@@ -135,7 +138,8 @@ def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, bud
     weights, pages = share.weights, share.pages
     adapter = sum(block.adapter for block in (*share.resident, *share.paged, *share.evicted))
     graph = memory.graph(blueprint, layers, streamed, load, head=share.main)
-    held = weights + adapter + graph + (0 if load.weights_only else MEASURED.blas_workspace)
+    assistant = assistants.memory(blueprint, layers, load) if share.main else 0
+    held = weights + adapter + graph + assistant + (0 if load.weights_only else MEASURED.blas_workspace)
     decode = memory.activations(blueprint, layers, load, prefill=False, head=share.main)
     if few and not load.weights_only:
         decode += max(_rows(blueprint, share, load), default=0)
@@ -150,6 +154,7 @@ def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, bud
         decode=slack(held + slots(streamed) + decode),
         budget=budget,
         graph=graph,
+        assistant=assistant,
     )
 
 

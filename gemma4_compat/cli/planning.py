@@ -61,6 +61,9 @@ def plan(
     fast: Annotated[
         bool, typer.Option("--fast/--no-fast", help="Reserve memory for gemma4_compat.decode_fast and call it.")
     ] = True,
+    assistant: Annotated[
+        bool, typer.Option("--assistant", help="Leave room for the model's released assistant, and load it.")
+    ] = False,
     bus: Annotated[str | None, typer.Option("--bus", help="Host-to-GPU bandwidth, such as 12GiB/s.")] = None,
     card: Annotated[
         str | None,
@@ -94,6 +97,7 @@ def plan(
         cpu=cpu,
         disk=disk,
         fast=fast,
+        assistant=assistant,
         bus=bus,
         card=card,
     )

@@ -77,6 +77,7 @@ plan = st.fixed_dictionaries(
         "attention": st.sampled_from(["sdpa", "eager"]) | values.text,
         "balanced": _flag,
         "fast": _flag,
+        "assistant": _flag,
     },
 )
 

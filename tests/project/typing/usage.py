@@ -105,6 +105,7 @@ def plan() -> dict[str, int | str]:
         attention="sdpa",
         balanced=False,
         fast=False,
+        assistant=False,
     )
     assert_type(made, Plan)
     assert_type(made.longest_context, int)

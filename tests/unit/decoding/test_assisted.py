@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("bitsandbytes")
 import torch
 
 import gemma4_compat
-from gemma4_compat._decoding import assisted, decoder, fused_steps, own, pace
+from gemma4_compat._decoding import assisted, decoder, deferral, fused_steps, own, pace
 from tests.unit.decoding import calls
 from tests.unit.decoding.by_rows import ByRows
 from tests.unit.decoding.calls import Models
@@ -38,8 +39,8 @@ def assistant(workspace: Any) -> Any:
 class AnyPace(pace.Pace):
     """Numbers of drafts at random, whatever rounds take."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(most)
+    def __init__(self, most: int, known: pace.Known | None = None) -> None:
+        super().__init__(most, known)
         self._random = random.Random(most)
 
     def next(self) -> int:
@@ -51,6 +52,21 @@ def any_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "Pace", AnyPace)
 
 
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Rounds are read late from the first timed one on. For each: whether it was launched before another was read."""
+    monkeypatch.setattr(deferral, "WAITING", 10.0)
+    found: list[bool] = []
+    launch = assisted.Text._launch
+
+    def noted(self: assisted.Text, *args: Any) -> None:
+        found.append(bool(self._launched))
+        launch(self, *args)
+
+    monkeypatch.setattr(assisted.Text, "_launch", noted)
+    return found
+
+
 def fast(models: Models, *where: Any) -> Any:
     return gemma4_compat.decode_fast(models.fresh(*where), assistants=True)
 
@@ -60,7 +76,8 @@ def drafting(monkeypatch: pytest.MonkeyPatch, text: Any, share: float) -> None:
     dice = random.Random(1)
 
     def drafted(self: assisted.Text, count: int) -> Any:
-        true = text[0, self._held + 1 : self._held + 1 + count].tolist()
+        held = int(self._state["held"])  # the host may not have read it
+        true = text[0, held + 1 : held + 1 + count].tolist()
         true += [0] * (count - len(true))
         found = [token if dice.random() < share else (token + 1) % VOCABULARY for token in true]
         return torch.tensor([found])
@@ -90,7 +107,7 @@ SAMPLED = {"do_sample": True, "top_k": 30, "top_p": 0.95, "temperature": 0.9}
 @pytest.mark.usefixtures("by_rows", "any_pace")
 @pytest.mark.parametrize("share", [pytest.param(0.0, marks=[pytest.mark.full]), 0.3, 0.7, 1.0])
 def test_tokens_are_those_without_an_assistant(
-    models: Models, assistant: Any, monkeypatch: pytest.MonkeyPatch, share: float
+    models: Models, assistant: Any, monkeypatch: pytest.MonkeyPatch, late: list[bool], share: float
 ) -> None:
     """Greedy and sampled, past the window and past the room beside it, to the last position of the cache."""
     model = fast(models, None)
@@ -104,13 +121,14 @@ def test_tokens_are_those_without_an_assistant(
     assert found.reasons == ()
     assert found.drafted > 100
     assert found.rounds < 330
+    assert late.count(True) > 0.6 * len(late)
     if share in (0, 1):
         assert found.accepted == share * found.drafted
     else:
         assert 0 < found.accepted < found.drafted
 
 
-@pytest.mark.usefixtures("by_rows", "any_pace")
+@pytest.mark.usefixtures("by_rows", "any_pace", "late")
 @pytest.mark.parametrize(
     ("quantization", "adapter", "where"), [("4bit-double", "language", "host"), (None, "language", "streamed")]
 )
@@ -127,7 +145,40 @@ def test_every_placement(
     assert counted(model).reasons == ()
 
 
-@pytest.mark.usefixtures("by_rows", "any_pace")
+@pytest.mark.usefixtures("by_rows")
+def test_a_text_without_drafts_is_read_late(
+    models: Models, assistant: Any, monkeypatch: pytest.MonkeyPatch, late: list[bool]
+) -> None:
+    """Sampled, and ended by a token: what was launched after it is dropped, and so are its random numbers."""
+    monkeypatch.setattr(pace.Pace, "next", lambda _self: 0)
+    model = fast(models, None)
+    given = calls.text(model, 12)
+    for _ in range(2):  # the second time, steps are replayed from the first round on
+        text = ask(model, given, new=40, **SAMPLED)[0]
+        late.clear()
+        for place in (15, 21, 40):
+            options = {**SAMPLED, "eos_token_id": int(text[0, place])}
+            same(ask(model, given, new=40, **options), ask(model, given, new=40, assistant_model=assistant, **options))
+    assert late.count(True) > 0.5 * len(late)
+
+
+@pytest.mark.usefixtures("by_rows")
+def test_code_of_the_caller_sees_no_round_too_many(models: Models, assistant: Any, late: list[bool]) -> None:
+    """Their streamer may change weights, so each round is read before the next one is launched."""
+
+    class Streamer:
+        def put(self, value: Any) -> None: ...
+
+        def end(self) -> None: ...
+
+    model = fast(models, None)
+    for _ in range(2):
+        ask(model, calls.text(model, 12), new=20, streamer=Streamer(), assistant_model=assistant)
+    assert late
+    assert not any(late)
+
+
+@pytest.mark.usefixtures("by_rows", "any_pace", "late")
 def test_prompt_lookup(models: Models) -> None:
     """A random model soon repeats itself."""
     model = fast(models, None)
@@ -139,7 +190,7 @@ def test_prompt_lookup(models: Models) -> None:
     assert counted(model).reasons == ()
 
 
-@pytest.mark.usefixtures("by_rows", "any_pace")
+@pytest.mark.usefixtures("by_rows", "any_pace", "late")
 def test_an_end_within_accepted_drafts(models: Models, assistant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each kind: a token, a limit, and the caller's own criterion, which is asked for each token."""
     from transformers import StoppingCriteria
@@ -258,6 +309,61 @@ def test_only_replays_are_timed(models: Models, assistant: Any, monkeypatch: pyt
     assert not timed[0]
     assert 2 <= timed.count(False) <= 5  # at most twice for each of three kinds, and the first try is never noted
     assert all(timed[-10:])
+
+
+@pytest.mark.usefixtures("by_rows")
+def test_the_next_text_begins_with_what_is_known(models: Models, assistant: Any) -> None:
+    """By assistant; prompt lookup has its own. Turning it off forgets it."""
+    model = fast(models, None)
+    given = calls.text(model, 12)
+    ask(model, given, new=30, assistant_model=assistant)
+    known = decoder.of(model).paces
+    first = dict(known[assistant].seconds)
+    assert 0 in first
+    ask(model, given, new=30, assistant_model=assistant)
+    assert known[assistant].seconds.keys() >= first.keys()
+    ask(model, given, new=30, prompt_lookup_num_tokens=3)
+    assert set(known) == {assistant, model}
+    gemma4_compat.decode_fast(model, enabled=False)
+    assert not known
+
+
+@pytest.mark.parametrize(("plain", "drafting"), [(True, False), (False, True), (True, True), (False, False)])
+def test_graphs_that_are_behind_are_fused_before_rounds_are_compared(*, plain: bool, drafting: bool) -> None:
+    """A fused round without drafts may be faster than one with drafts that is not fused, at any acceptance."""
+    from concurrent.futures import Future
+
+    def graph(*, fused: bool) -> Any:
+        found = types.SimpleNamespace(progress=fused_steps.Progress())
+        if fused:
+            found.progress.hasten()
+            assert found.progress.is_due()
+        return types.SimpleNamespace(graph=found)
+
+    text = assisted.Text.__new__(assisted.Text)
+    text._last = {0: graph(fused=plain), 4: graph(fused=drafting), (4, 1): graph(fused=drafting)}
+    assert text._is_ready(0)
+    if plain == drafting:
+        assert text._is_ready(4)
+        return
+    assert text._is_ready(4) == plain  # a round of the kind that is behind
+    behind = text._last[4 if plain else 0].graph.progress
+    assert behind.is_due()
+    future: Future[None] = Future()
+    behind.postpone([future])
+    assert text._is_ready(4) != plain  # the other kind, while its kernels are compiled
+    future.set_result(None)
+    assert text._is_ready(4) == plain
+    assert behind.is_due()
+
+
+def test_times_from_before_graphs_were_fused_are_dropped() -> None:
+    known = pace.Known()
+    for fused in (False, True):
+        known.note_fused(4, fused=fused)
+        assert known.seconds == {}
+        known.note(4, 0, 2.0 - fused)
+    assert known.seconds == {4: 1.0}
 
 
 @pytest.mark.usefixtures("by_rows", "any_pace")
