@@ -259,6 +259,9 @@ class TrainingPlan:
         cpu: bytes in host memory.
         streamed: names of the streamed decoder layers.
         changes: by option of the command line, what it would add to the step; negative if it saves memory.
+        reasons: by switch for long sequences ("chunked_loss" if the plan chose it, "gradient_checkpointing",
+            "sliding_windows"), why it is on or off.
+        warning: that less than 0.5 GiB is left; empty otherwise.
         assumed: what the plan assumes about the model; empty for a checkpoint.
         code: Python that loads the model and trains it.
     """
@@ -285,6 +288,8 @@ class TrainingPlan:
     cpu: int
     streamed: tuple[str, ...]
     changes: dict[str, int]
+    reasons: dict[str, str]
+    warning: str
     assumed: str
     code: str = field(repr=False)
 
