@@ -36,6 +36,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
 #: Attributes of the model itself that its callers set.
 _OF_CALLS = ("generation_config", "training", "forward")
+#: Another object whenever checkpointing is turned on. No step with checkpointing is captured.
+_CHECKPOINTING = "_gradient_checkpointing_func"
 _CONFIG = (Cause.CONFIGURATION, "config")
 #: Tokens in which everything is looked at once, while nobody else's code runs.
 _TURNS = 32
@@ -73,7 +75,7 @@ class Dependencies:
         self._no_hooks: list[dict[Any, Any]] = []
         self._hooked: list[str] = []  # modules, one for each of `_hooks`
         self._not_hooked: list[str] = []
-        self._ignored = {*_of_every_module(), *_ADAPTER}
+        self._ignored = {*_of_every_module(), *_ADAPTER, _CHECKPOINTING}
         self._kinds = list(map(type, modules))
         self._classes: dict[type, tuple[list[str], list[Any]]] = {}
         self._registries: list[tuple[Any, dict[Any, Any]]] = []

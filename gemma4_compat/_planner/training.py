@@ -177,9 +177,9 @@ def _placed(
         said = f" {'; '.join(remedies)}." if remedies else ""
         chunked = " and the loss in chunks" if "--no-chunked-loss" in changes else ""
         raise Gemma4CompatError(
-            f"a step of {cut.model_class} takes {size_text(needed, up=True)} with all decoder layers streamed{chunked}, "
-            f"{size_text(memory.peak)} of it for the step itself, and there are {size_text(budget)}.{said} A shorter "
-            "sequence or a smaller batch takes less"
+            f"a step of {cut.model_class} takes {size_text(needed, up=True)} with all decoder layers streamed"
+            f"{chunked}, {size_text(memory.peak)} of it for the step itself, and there are {size_text(budget)}.{said} "
+            "A shorter sequence or a smaller batch takes less"
         )
     found = layout.layout(cut, {device: max(budget - MARGIN, needed)}, load, cpu=cpu)
     return replace(found, use={device: replace(use, budget=budget) for device, use in found.use.items()})

@@ -134,8 +134,11 @@ def plan_training(
         str, typer.Option("--optim", help="The optimizer, as TrainingArguments.optim names it.")
     ] = "adamw_torch",
     chunked_loss: Annotated[
-        bool, typer.Option("--chunked-loss/--no-chunked-loss", help="Use gemma4_compat.chunked_loss.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--chunked-loss/--no-chunked-loss", help="Use gemma4_compat.chunked_loss; default: if it is needed."
+        ),
+    ] = None,
     quantize: Annotated[str, typer.Option("--quantize", help="4bit, 4bit-double or none.")] = "4bit",
     cpu: _HostMemory = None,
     card: Annotated[str | None, typer.Option("--card", help="Fit this card, such as 'RTX 3060'.")] = None,
