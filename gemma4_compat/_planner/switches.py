@@ -47,6 +47,10 @@ def others(step: Step) -> dict[str, str]:
         if step.gradient_checkpointing
         else "you turned it off, so the activations of all layers are kept"
     }
+    if step.gradient_checkpointing and step.activation_offloading:
+        found["activation_offloading"] = "those hidden states are in host memory until the backward pass needs them"
+    elif step.gradient_checkpointing:
+        found["activation_offloading"] = "copies take time, so you have to ask for it"
     if step.max_length >= windows.LEAST_ON_GPU:
         found["sliding_windows"] = (
             f"GEMMA4_COMPAT_ENABLE={windows.ID} computes sliding layers window by window: less time, with another "

@@ -33,6 +33,7 @@ def plan_training(
     gradient_checkpointing: bool = True,
     optim: str = "adamw_torch",
     chunked_loss: bool | None = None,
+    activation_offloading: bool = False,
     quantize: str | None = "4bit",
     cpu: float | str | None = None,
     card: str | None = None,
@@ -58,6 +59,8 @@ def plan_training(
         optim: the optimizer: adamw_torch, adamw_torch_fused, adamw_8bit, paged_adamw_32bit, paged_adamw_8bit or sgd.
         chunked_loss: whether the loss is that of :func:`gemma4_compat.chunked_loss`. None: only if the step otherwise
             does not fit, leaves less than 0.5 GiB, or has more decoder layers streamed; ``reasons`` says which.
+        activation_offloading: what checkpointing keeps is in host memory until the backward pass needs it
+            (transformers' ``offload``, from 5.17 on).
         quantize: how the base is stored: "4bit", "4bit-double" or None.
         cpu: host memory for what is offloaded; default: as much as it takes.
         card: a card by its name, such as "RTX 3060", whose memory counts without ``vram``.
@@ -78,6 +81,7 @@ def plan_training(
         gradient_checkpointing=gradient_checkpointing,
         optim=optim,
         chunked_loss=bool(chunked_loss),
+        activation_offloading=activation_offloading,
     )
     cut, source = _described(model, quantization)
     memories = {way: _measure(model, quantization, replace(step, chunked_loss=way)) for way in (False, True)}
@@ -101,6 +105,7 @@ def plan_training(
         gradient_checkpointing=gradient_checkpointing,
         optim=optim,
         chunked_loss=step.chunked_loss,
+        activation_offloading=activation_offloading,
         trained=sum(memory.sizes),
         weights=use.weights,
         buffers=use.pages,
@@ -157,10 +162,15 @@ def _changes(model: Any, quantization: str | None, step: Step, memories: Mapping
     """
     memory = memories[step.chunked_loss]
     checkpointing = step.gradient_checkpointing
-    other = _measure(model, quantization, replace(step, gradient_checkpointing=not checkpointing))
+    turned = replace(step, gradient_checkpointing=not checkpointing, activation_offloading=False)
+    other = _measure(model, quantization, turned)
     found = {f"--{'no-' if checkpointing else ''}gradient-checkpointing": other.peak - memory.peak}
     other = memories[not step.chunked_loss]
     found["--no-chunked-loss" if step.chunked_loss else "--chunked-loss"] = other.peak - memory.peak
+    if checkpointing and training_step.can_offload():
+        away = step.activation_offloading
+        other = _measure(model, quantization, replace(step, activation_offloading=not away))
+        found["--no-activation-offloading" if away else "--activation-offloading"] = other.peak - memory.peak
     for optim in ("adamw_8bit", "paged_adamw_8bit"):
         if optim != step.optim:
             found[f"--optim {optim}"] = memory.with_optimizer(optim).peak - memory.peak

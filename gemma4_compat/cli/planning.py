@@ -139,6 +139,13 @@ def plan_training(
             "--chunked-loss/--no-chunked-loss", help="Use gemma4_compat.chunked_loss; default: if it is needed."
         ),
     ] = None,
+    activation_offloading: Annotated[
+        bool,
+        typer.Option(
+            "--activation-offloading/--no-activation-offloading",
+            help="Keep what checkpointing keeps in host memory (transformers 5.17 or newer).",
+        ),
+    ] = False,
     quantize: Annotated[str, typer.Option("--quantize", help="4bit, 4bit-double or none.")] = "4bit",
     cpu: _HostMemory = None,
     card: Annotated[str | None, typer.Option("--card", help="Fit this card, such as 'RTX 3060'.")] = None,
@@ -153,7 +160,7 @@ def plan_training(
 
     if vram and len(vram) > 1:
         fail("a training plan covers one accelerator; give --vram once")
-    working(f"planning a training of {model}: its step runs three times on tensors without memory, about a minute")
+    working(f"planning a training of {model}: its step runs four times on tensors without memory, about a minute")
     planned = gemma4_compat.plan_training(
         model,
         vram[0] if vram else None,
@@ -163,6 +170,7 @@ def plan_training(
         gradient_checkpointing=gradient_checkpointing,
         optim=optim,
         chunked_loss=chunked_loss,
+        activation_offloading=activation_offloading,
         quantize=quantize,
         cpu=cpu,
         card=card,

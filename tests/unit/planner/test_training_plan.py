@@ -67,6 +67,21 @@ def test_every_byte_is_that_of_a_step_with_memory(
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 
 
+def test_offloaded_checkpoints_take_no_memory_but_where_they_are_needed(workspace: Any) -> None:
+    """As with transformers' ``offload``, each layer's hidden states are there once more while it is computed again."""
+    if not training_step.can_offload():
+        pytest.skip("this transformers does not offload what checkpointing keeps")
+    step = {"max_length": 512, "r": 2, "chunked_loss": True}
+    plain, away = (of(workspace.checkpoint, activation_offloading=offloads, **step) for offloads in (False, True))
+    text = build.on_meta(str(workspace.checkpoint))[0].config.get_text_config()
+    states = 512 * text.hidden_size * 2
+    kept = plain.forward - away.forward
+    assert (text.num_hidden_layers - 2) * states <= kept <= (text.num_hidden_layers + 1) * states
+    assert away.peak < plain.peak
+    with pytest.raises(Gemma4CompatError, match="it needs checkpointing"):
+        of(workspace.checkpoint, activation_offloading=True, gradient_checkpointing=False, **step)
+
+
 def test_a_4_bit_base_adds_the_copy_that_a_layer_is_dequantized_into(workspace: Any) -> None:
     """Of each layer in turn: the most that one of them can add is its weight in bf16."""
     built = build.on_meta(str(workspace.checkpoint))[0]
