@@ -57,7 +57,8 @@ def _report(plan: TrainingPlan, width: int, cells: str) -> Iterator[str]:
         yield from textwrap.wrap(f"Warning: {plan.warning}.", width)
     yield "Switches for long sequences:"
     for name, reason in plan.reasons.items():
-        state = {True: "on: ", False: "off: "}.get(getattr(plan, name, None), "")
+        on = getattr(plan, name, None)
+        state = "" if on is None else "on: " if on else "off: "
         yield from textwrap.wrap(
             f"{name.replace('_', ' ')}: {state}{reason}.", width, initial_indent="  ", subsequent_indent="    "
         )
