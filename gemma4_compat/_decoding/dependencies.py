@@ -36,6 +36,9 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
 #: Attributes of the model itself that its callers set.
 _OF_CALLS = ("generation_config", "training", "forward")
+#: Another object whenever checkpointing is turned on. No step with checkpointing is captured.
+_CHECKPOINTING = "_gradient_checkpointing_func"
+_MARKS = "make_inputs_require_grads"
 _CONFIG = (Cause.CONFIGURATION, "config")
 #: Tokens in which everything is looked at once, while nobody else's code runs.
 _TURNS = 32
@@ -73,7 +76,7 @@ class Dependencies:
         self._no_hooks: list[dict[Any, Any]] = []
         self._hooked: list[str] = []  # modules, one for each of `_hooks`
         self._not_hooked: list[str] = []
-        self._ignored = {*_of_every_module(), *_ADAPTER}
+        self._ignored = {*_of_every_module(), *_ADAPTER, _CHECKPOINTING}
         self._kinds = list(map(type, modules))
         self._classes: dict[type, tuple[list[str], list[Any]]] = {}
         self._registries: list[tuple[Any, dict[Any, Any]]] = []
@@ -99,6 +102,7 @@ class Dependencies:
                 self._seldom.add(where, key, (Cause.OFFLOADING, "AlignDevicesHook"))
         self._dtypes = list(map(_dtype, self._metas))
         self._hook_numbers = list(map(len, self._hooks))
+        self._hook_counts = list(map(_counted, self._hooks))
         self._configs = Values()
         for config in configs:
             for key in _IMPLEMENTATIONS:
@@ -173,8 +177,9 @@ class Dependencies:
     def _add_hooks(self, hooks: dict[Any, Any], path: str) -> None:
         (self._hooks if hooks else self._no_hooks).append(hooks)
         (self._hooked if hooks else self._not_hooked).append(path)
-        for key in hooks:
-            self._seldom.add(hooks, key, (Cause.HOOK_ADDED, f"in place of another on {path}"))
+        for key, function in hooks.items():
+            if not _marks_inputs(function):
+                self._seldom.add(hooks, key, (Cause.HOOK_ADDED, f"in place of another on {path}"))
 
     def _add_class(self, kind: type) -> None:
         """Note the attributes of a class: somebody may replace its functions."""
@@ -222,7 +227,16 @@ class Dependencies:
         return self.weights_hold() and self._adapters.hold() and self._configs.hold()
 
     def _hooks_hold(self) -> bool:
-        return not self._gone and not any(self._no_hooks) and list(map(len, self._hooks)) == self._hook_numbers
+        if self._gone or any(self._no_hooks):
+            return False
+        return list(map(len, self._hooks)) == self._hook_numbers or self._marked_again()
+
+    def _marked_again(self) -> bool:
+        """Whether only hooks are new that do what those before them do; if so, their numbers are noted."""
+        if list(map(_counted, self._hooks)) != self._hook_counts:
+            return False
+        self._hook_numbers, self._shares = list(map(len, self._hooks)), {}
+        return True
 
     def _some_hold(self) -> bool:
         self._turn = turn = (self._turn + 1) % _TURNS
@@ -230,7 +244,7 @@ class Dependencies:
             noted = self._tensors, self._addresses, self._no_hooks, self._hooks, self._hook_numbers
             self._shares[turn] = [of_all[turn::_TURNS] for of_all in noted]
         tensors, addresses, no_hooks, hooks, numbers = self._shares[turn]
-        if self._gone or any(no_hooks) or list(map(len, hooks)) != numbers:
+        if self._gone or any(no_hooks) or (list(map(len, hooks)) != numbers and not self._marked_again()):
             return False
         if not (self._often.some_hold(turn, _TURNS) and self._adapters.some_hold(turn, _TURNS)):
             return False
@@ -300,9 +314,9 @@ class Dependencies:
         for hooks, path in zip(self._no_hooks, self._not_hooked):
             if hooks:
                 yield Cause.HOOK_ADDED, f"{path}: {_name(next(reversed(hooks.values())))}"
-        for hooks, number, path in zip(self._hooks, self._hook_numbers, self._hooked):
-            if len(hooks) != number:
-                yield Cause.HOOK_ADDED if len(hooks) > number else Cause.HOOK_REMOVED, path
+        for hooks, number, path in zip(self._hooks, self._hook_counts, self._hooked):
+            if _counted(hooks) != number:
+                yield Cause.HOOK_ADDED if _counted(hooks) > number else Cause.HOOK_REMOVED, path
 
     def _moved(self) -> Iterator[Whose]:
         for reference, address, whose in zip(self._tensors, self._addresses, self._whose_tensors):
@@ -329,6 +343,17 @@ class Dependencies:
     def adapters(self) -> int:
         """Stands for the adapters that were active; equal ones have equal numbers."""
         return hash(repr(self._adapters.values))
+
+
+def _counted(hooks: dict[Any, Any]) -> int:
+    """How many hooks there are; all that mark inputs count as one."""
+    others = [function for function in hooks.values() if not _marks_inputs(function)]
+    return len(others) + (len(others) != len(hooks))
+
+
+def _marks_inputs(function: Any) -> bool:
+    """Whether it is the hook that has embeddings require a gradient: one more each time checkpointing is turned on."""
+    return getattr(function, "__name__", "") == _MARKS and function.__module__ == "transformers.modeling_utils"
 
 
 def _attributes(kind: type) -> dict[str, Any]:

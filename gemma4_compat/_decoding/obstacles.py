@@ -13,7 +13,7 @@ from gemma4_compat._offload import host_memory, row_lookup, streaming
 #: Parts that a step without images or audio does not run.
 _MEDIA = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder")
 #: Libraries whose hooks do the same for every token.
-_LIBRARIES = ("gemma4_compat", "transformers", "accelerate", "peft", "bitsandbytes", "torch")
+_LIBRARIES = ("gemma4_compat", "transformers", "accelerate", "peft", "bitsandbytes", "torch", "trl")
 
 
 def modules_of_a_step(model: Any) -> list[Any]:
@@ -37,20 +37,53 @@ def find(model: Any, modules: list[Any]) -> str | None:
         model: a transformers model that has run a forward.
         modules: from :func:`modules_of_a_step`.
     """
+    found = of_training(model, modules), _lasting(modules), _offloaded(model, modules), of_hooks(model, modules)
+    return next(itertools.chain(*found), None)
+
+
+def of_training(model: Any, modules: list[Any]) -> Iterator[str]:
+    """What modules in training mode would compute otherwise: rollouts of a trainer usually have nothing of it."""
     for module in modules:
         if module.training:
-            return f"{_name(model, module)} is in training mode (model.eval() ends it)"
-    return next(itertools.chain(_lasting(modules), _offloaded(model, modules), of_hooks(model, modules)), None)
+            found = _only_in_training(module)
+            if found:
+                yield f"{_name(model, module)} is in training mode (model.eval() ends it), {found}"
+
+
+def _only_in_training(module: Any) -> str:
+    """What a module does in training mode only; empty if nothing."""
+    import torch
+
+    kind = type(module)
+    library, *parts = kind.__module__.split(".")
+    if library not in _LIBRARIES:
+        return f"which {kind.__qualname__} may heed"
+    if library == "peft" and parts[0] == "tuners" and parts[1:2] not in (["lora"], ["tuners_utils"]):
+        return f"which {kind.__qualname__} of PEFT may heed"
+    if isinstance(module, (torch.nn.modules.batchnorm._BatchNorm, torch.nn.RReLU)):
+        return f"where {kind.__qualname__} computes otherwise"
+    for name, value in vars(module).items():
+        if name == "gradient_checkpointing" and value:
+            return "with gradient checkpointing, which has no use for a cache"
+        if _draws(name, value) or (name == "p" and isinstance(module, torch.nn.modules.dropout._DropoutNd) and value):
+            return f"and {name} is {value}: tokens are drawn with dropout"
+    variants = getattr(module, "lora_variant", None) or {}
+    unknown = [type(one).__name__ for one in variants.values() if not type(one).__name__.startswith("Dora")]
+    return f"which {unknown[0]} of PEFT may heed" if unknown else ""
+
+
+def _draws(name: str, value: Any) -> bool:
+    """Whether an attribute is a probability or a strength of noise that is not 0."""
+    return ("dropout" in name or "jitter" in name) and isinstance(value, float) and value > 0
 
 
 def in_a_prompt(model: Any) -> Iterator[str]:
     """Why a prompt is not to be read in pieces: somebody may look at what its forwards compute."""
     modules = modules_of_a_step(model)
     for module in modules:
-        if module.training:
-            yield f"{_name(model, module)} is in training mode"
-        elif has_own_forward(module):
+        if has_own_forward(module):
             yield f"{_name(model, module)} has a forward of its own"
+    yield from of_training(model, modules)
     yield from of_hooks(model, modules)
 
 

@@ -10,18 +10,16 @@ from gemma4_compat._common import shadowed
 from gemma4_compat._common.text import parse_size, size_text
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import build
-from gemma4_compat._planner import blueprint, budgets, layout, training_code, training_step
+from gemma4_compat._planner import blueprint, budgets, layout, switches, training_code, training_step
 from gemma4_compat._planner.blueprint import Blueprint
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.memory import TrainingLoad
 from gemma4_compat._planner.renamed import renamed
 from gemma4_compat._planner.result import Source, TrainingPlan
+from gemma4_compat._planner.switches import MARGIN
 from gemma4_compat._planner.training_step import Step, StepMemory
 from gemma4_compat._planner.use import TrainingUse
 from gemma4_compat._quantization import config, qat
-
-#: Bytes that a step leaves free: neither what kernels use internally nor fragmentation is counted.
-_FREE = 1 << 29
 
 
 @renamed(sequence="max_length", rank="r", checkpointing="gradient_checkpointing", optimizer="optim")
@@ -34,7 +32,8 @@ def plan_training(
     r: int = 16,
     gradient_checkpointing: bool = True,
     optim: str = "adamw_torch",
-    chunked_loss: bool = False,
+    chunked_loss: bool | None = None,
+    activation_offloading: bool = False,
     quantize: str | None = "4bit",
     cpu: float | str | None = None,
     card: str | None = None,
@@ -50,13 +49,18 @@ def plan_training(
         model: as for :func:`gemma4_compat.plan_device_map`, but not with quantized weights.
         vram: what PyTorch may allocate on the accelerator: bytes or a size ("12GiB"), or a mapping of its value in the
             map to one. Default: the memory of ``card`` less 1 GiB, or else the free memory of this machine's GPU less
-            0.5 GiB. The step leaves 0.5 GiB of it free, or an eighth if that is less, for what is not counted.
+            0.5 GiB. The step leaves 0.5 GiB of it free for what is not counted. Where it fits only with less left, it
+            is planned all the same, and the plan has a ``warning``.
         max_length: tokens per sequence.
-        batch: sequences per micro-batch (``per_device_train_batch_size``); gradient accumulation takes nothing more.
+        batch: sequences per micro-batch (``per_device_train_batch_size``). Gradient accumulation takes up to the
+            adapter's bytes more, for the gradients of the micro-batches before.
         r: LoRA rank, on all linear layers of the decoder.
         gradient_checkpointing: compute the activations of a layer again in the backward pass.
         optim: the optimizer: adamw_torch, adamw_torch_fused, adamw_8bit, paged_adamw_32bit, paged_adamw_8bit or sgd.
-        chunked_loss: the loss is that of :func:`gemma4_compat.chunked_loss`.
+        chunked_loss: whether the loss is that of :func:`gemma4_compat.chunked_loss`. None: only if the step otherwise
+            does not fit, leaves less than 0.5 GiB, or has more decoder layers streamed; ``reasons`` says which.
+        activation_offloading: what checkpointing keeps is in host memory until the backward pass needs it
+            (transformers' ``offload``, from 5.17 on).
         quantize: how the base is stored: "4bit", "4bit-double" or None.
         cpu: host memory for what is offloaded; default: as much as it takes.
         card: a card by its name, such as "RTX 3060", whose memory counts without ``vram``.
@@ -76,11 +80,18 @@ def plan_training(
         r=r,
         gradient_checkpointing=gradient_checkpointing,
         optim=optim,
-        chunked_loss=chunked_loss,
+        chunked_loss=bool(chunked_loss),
+        activation_offloading=activation_offloading,
     )
     cut, source = _described(model, quantization)
-    memory = _measure(model, quantization, step)
-    changes = _changes(model, quantization, step, memory)
+    memories = {way: _measure(model, quantization, replace(step, chunked_loss=way)) for way in (False, True)}
+    reasons = {}
+    if chunked_loss is None:
+        chosen, why = switches.loss(cut, device, budget, memories)
+        step = replace(step, chunked_loss=chosen)
+        reasons["chunked_loss"] = why
+    memory = memories[step.chunked_loss]
+    changes = _changes(model, quantization, step, memories)
     placed = _placed(cut, device, budget, memory, changes, cpu=None if cpu is None else parse_size(cpu))
     use = placed.use[device]
     return TrainingPlan(
@@ -93,7 +104,8 @@ def plan_training(
         r=r,
         gradient_checkpointing=gradient_checkpointing,
         optim=optim,
-        chunked_loss=chunked_loss,
+        chunked_loss=step.chunked_loss,
+        activation_offloading=activation_offloading,
         trained=sum(memory.sizes),
         weights=use.weights,
         buffers=use.pages,
@@ -106,6 +118,8 @@ def plan_training(
         cpu=placed.cpu,
         streamed=placed.paged,
         changes=changes,
+        reasons=reasons | switches.others(step),
+        warning=switches.warning(use),
         assumed=source.assumed,
         code=training_code.training_code(source, placed, step),
     )
@@ -141,13 +155,22 @@ def _measure(model: Any, quantization: str | None, step: Step) -> StepMemory:
     return training_step.measure(built, names, step)
 
 
-def _changes(model: Any, quantization: str | None, step: Step, memory: StepMemory) -> dict[str, int]:
-    """How much more memory the step would take, by the option that changes it."""
+def _changes(model: Any, quantization: str | None, step: Step, memories: Mapping[bool, StepMemory]) -> dict[str, int]:
+    """How much more memory the step would take, by the option that changes it.
+
+    ``memories``: of the step without chunks and with them.
+    """
+    memory = memories[step.chunked_loss]
     checkpointing = step.gradient_checkpointing
-    other = _measure(model, quantization, replace(step, gradient_checkpointing=not checkpointing))
+    turned = replace(step, gradient_checkpointing=not checkpointing, activation_offloading=False)
+    other = _measure(model, quantization, turned)
     found = {f"--{'no-' if checkpointing else ''}gradient-checkpointing": other.peak - memory.peak}
-    other = _measure(model, quantization, replace(step, chunked_loss=not step.chunked_loss))
+    other = memories[not step.chunked_loss]
     found["--no-chunked-loss" if step.chunked_loss else "--chunked-loss"] = other.peak - memory.peak
+    if checkpointing and training_step.can_offload():
+        away = step.activation_offloading
+        other = _measure(model, quantization, replace(step, activation_offloading=not away))
+        found["--no-activation-offloading" if away else "--activation-offloading"] = other.peak - memory.peak
     for optim in ("adamw_8bit", "paged_adamw_8bit"):
         if optim != step.optim:
             found[f"--optim {optim}"] = memory.with_optimizer(optim).peak - memory.peak
@@ -158,15 +181,15 @@ def _placed(
     cut: Blueprint, device: int | str, budget: int, memory: StepMemory, changes: Mapping[str, int], *, cpu: int | None
 ) -> Layout[TrainingUse]:
     load = TrainingLoad(step=memory.peak)
-    free = min(_FREE, budget // 8)
     needed = layout.smallest_budget(cut, load)
-    if needed > budget - free:
+    if needed > budget:
         remedies = [f"{option} saves {size_text(-more)}" for option, more in changes.items() if more < 0]
         said = f" {'; '.join(remedies)}." if remedies else ""
+        chunked = " and the loss in chunks" if "--no-chunked-loss" in changes else ""
         raise Gemma4CompatError(
-            f"a step of {cut.model_class} takes {size_text(needed, up=True)} with all decoder layers streamed, "
-            f"{size_text(memory.peak)} of it for the step itself, and there are {size_text(budget)}, of which "
-            f"{size_text(free)} stay free.{said} A shorter sequence or a smaller batch takes less"
+            f"a step of {cut.model_class} takes {size_text(needed, up=True)} with all decoder layers streamed"
+            f"{chunked}, {size_text(memory.peak)} of it for the step itself, and there are {size_text(budget)}.{said} "
+            "A shorter sequence or a smaller batch takes less"
         )
-    found = layout.layout(cut, {device: budget - free}, load, cpu=cpu)
+    found = layout.layout(cut, {device: max(budget - MARGIN, needed)}, load, cpu=cpu)
     return replace(found, use={device: replace(use, budget=budget) for device, use in found.use.items()})

@@ -19,7 +19,7 @@ model = get_peft_model(
     bf16=True,
     per_device_train_batch_size={batch},
     gradient_checkpointing={checkpointing},
-    gradient_checkpointing_kwargs={{"use_reentrant": False}},
+    gradient_checkpointing_kwargs={{"use_reentrant": False{offload}}},
     optim="{optim}",
 )
 # DATASET yields dicts with input_ids, attention_mask and labels, of at most {max_length} tokens.
@@ -37,6 +37,7 @@ def training_code(source: Source, placed: Layout[Any], step: Step) -> str:
         targets=TARGETS,
         batch=step.batch,
         checkpointing=step.gradient_checkpointing,
+        offload=', "offload": True' if step.activation_offloading else "",
         optim=step.optim,
         max_length=step.max_length,
     )

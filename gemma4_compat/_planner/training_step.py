@@ -47,6 +47,7 @@ class Step:
         gradient_checkpointing: compute the activations of a decoder layer again in the backward pass.
         optim: one of :data:`OPTIMIZERS`, as ``TrainingArguments.optim`` names them.
         chunked_loss: the loss is that of ``gemma4_compat.chunked_loss``.
+        activation_offloading: what checkpointing keeps is in host memory until the backward pass needs it.
     """
 
     max_length: int
@@ -55,6 +56,7 @@ class Step:
     gradient_checkpointing: bool = True
     optim: str = "adamw_torch"
     chunked_loss: bool = False
+    activation_offloading: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,8 @@ def measure(model: Any, quantized: Collection[str], step: Step) -> StepMemory:
             loss.chunked_loss(adapted)
         if step.gradient_checkpointing:
             adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if step.activation_offloading:
+                _offload_checkpoints(model)
             adapted.enable_input_require_grads()
         tokens = torch.zeros(step.batch, step.max_length, dtype=torch.long)
         inputs = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
@@ -127,6 +131,38 @@ def measure(model: Any, quantized: Collection[str], step: Step) -> StepMemory:
         backward=counted.peak,
         sizes=tuple(sizes),
     )
+
+
+def can_offload() -> bool:
+    """Whether this transformers has ``offload`` among the arguments of checkpointing (5.17 or newer)."""
+    import inspect
+
+    from transformers import PreTrainedModel
+
+    kind: Any = PreTrainedModel
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    return any("offload" in inspect.signature(getattr(kind, name, len)).parameters for name in names)
+
+
+def _offload_checkpoints(model: Any) -> None:
+    """Have a model with checkpointing keep no memory for what transformers' ``offload`` keeps in host memory."""
+    import torch
+
+    def leave(tensor: Any) -> Any:
+        return tensor.shape, tensor.dtype
+
+    def bring(left: Any) -> Any:
+        return torch.empty(left[0], dtype=left[1])
+
+    for module in model.modules():
+        checkpoint = vars(module).get("_gradient_checkpointing_func")
+        if checkpoint is not None:
+
+            def offloaded(function: Any, *args: Any, below: Any = checkpoint) -> Any:
+                with torch.autograd.graph.saved_tensors_hooks(leave, bring):
+                    return below(function, *args)
+
+            module._gradient_checkpointing_func = offloaded
 
 
 def optimizer_bytes(optimizer: str, sizes: Collection[int]) -> int:
@@ -188,6 +224,10 @@ def _check(step: Step) -> None:
     for name in ("max_length", "batch", "r"):
         if getattr(step, name) < 1:
             raise Gemma4CompatError(f"{name} is {getattr(step, name)}; it must be at least 1")
+    if step.activation_offloading and not step.gradient_checkpointing:
+        raise Gemma4CompatError("activation_offloading is about what checkpointing keeps; it needs checkpointing")
+    if step.activation_offloading and not can_offload():
+        raise Gemma4CompatError("activation_offloading needs transformers 5.17 or newer")
     if step.optim not in OPTIMIZERS:
         raise Gemma4CompatError(f"optim {step.optim!r} is unknown; use one of {', '.join(OPTIMIZERS)}")
 

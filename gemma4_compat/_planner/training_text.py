@@ -53,6 +53,15 @@ def _report(plan: TrainingPlan, width: int, cells: str) -> Iterator[str]:
         ("activations, loss and gradients", plan.activations),
     ):
         yield f"  {name:<33}{size_text(nbytes):>11}"
+    if plan.warning:
+        yield from textwrap.wrap(f"Warning: {plan.warning}.", width)
+    yield "Switches for long sequences:"
+    for name, reason in plan.reasons.items():
+        on = getattr(plan, name, None)
+        state = "" if on is None else "on: " if on else "off: "
+        yield from textwrap.wrap(
+            f"{name.replace('_', ' ')}: {state}{reason}.", width, initial_indent="  ", subsequent_indent="    "
+        )
     yield "What an option would change:"
     for option, nbytes in plan.changes.items():
         yield f"  {option:<33}{'-' if nbytes < 0 else '+'}{size_text(abs(nbytes)):>10}"

@@ -138,7 +138,17 @@ def plan_training(
         str, typer.Option("--optim", help="The optimizer, as TrainingArguments.optim names it.")
     ] = "adamw_torch",
     chunked_loss: Annotated[
-        bool, typer.Option("--chunked-loss/--no-chunked-loss", help="Use gemma4_compat.chunked_loss.")
+        bool | None,
+        typer.Option(
+            "--chunked-loss/--no-chunked-loss", help="Use gemma4_compat.chunked_loss; default: if it is needed."
+        ),
+    ] = None,
+    activation_offloading: Annotated[
+        bool,
+        typer.Option(
+            "--activation-offloading/--no-activation-offloading",
+            help="Keep what checkpointing keeps in host memory (transformers 5.17 or newer).",
+        ),
     ] = False,
     quantize: Annotated[str, typer.Option("--quantize", help="4bit, 4bit-double or none.")] = "4bit",
     cpu: _HostMemory = None,
@@ -154,7 +164,7 @@ def plan_training(
 
     if vram and len(vram) > 1:
         fail("a training plan covers one accelerator; give --vram once")
-    working(f"planning a training of {model}: its step runs three times on tensors without memory, about a minute")
+    working(f"planning a training of {model}: its step runs four times on tensors without memory, about a minute")
     planned = gemma4_compat.plan_training(
         model,
         vram[0] if vram else None,
@@ -164,6 +174,7 @@ def plan_training(
         gradient_checkpointing=gradient_checkpointing,
         optim=optim,
         chunked_loss=chunked_loss,
+        activation_offloading=activation_offloading,
         quantize=quantize,
         cpu=cpu,
         card=card,

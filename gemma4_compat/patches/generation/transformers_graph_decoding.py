@@ -61,6 +61,11 @@ _OF_THE_LOOP = (
     *("assistant_model", "assistant_tokenizer", "tokenizer"),
 )
 _TOKENS = 8
+#: TRL's trainers make such a configuration.
+_BY_TRAINERS = (
+    "disable_compile is set, as TRL's trainers do (trainer.generation_config.disable_compile = False lets rollouts "
+    "replay)"
+)
 
 
 def prepare_cache(
@@ -148,6 +153,8 @@ def valid_auto_compile_criteria(
 ) -> bool:
     found = original(self, model_kwargs, generation_config, *args, **kwargs)
     _next.decoder = None
+    if generation_config.disable_compile and self.training and decoder.is_preferred(self):
+        decoder.of(self).reason(_BY_TRAINERS)
     if generation_config.disable_compile or (found and not decoder.is_preferred(self)):
         return found
     _next.decoder = call.decoder_for(self, cache_names.cache_in(model_kwargs))

@@ -15,6 +15,7 @@ from tests.helpers import ROOT, Finished
 
 pytestmark = pytest.mark.full
 
+GRPO = str(ROOT / "examples" / "grpo_small_card.py")
 QLORA = str(ROOT / "examples" / "qlora_small_card.py")
 CHAT = str(ROOT / "examples" / "small_card_chat.py")
 
@@ -127,6 +128,18 @@ def test_a_missing_file_is_one_line(
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert message in error
     assert "Traceback" not in done.stderr
+
+
+def test_an_adapter_is_trained_with_rewards_and_resumed(tmp_path: Path, warm_child: Callable[..., Finished]) -> None:
+    pytest.importorskip("trl", reason="needs trl: nox -s clients")
+    out = tmp_path / "run"
+    common = ["--out", str(out), "--tokens", "6", "--completions", "4", "--rank", "2"]
+    first = warm_child(GRPO, *common, "--steps", "2", timeout=300)
+    assert first.code == 0, first.stderr
+    assert (out / "checkpoint-2").is_dir()
+    done = warm_child(GRPO, *common, "--steps", "3", "--resume", timeout=300)
+    assert done.code == 0, done.stderr
+    assert (out / "adapter" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("trainer", ["transformers", "trl"])

@@ -193,16 +193,18 @@ def test_a_static_cache_that_is_offloaded_is_left_alone(models: Models) -> None:
     assert call.decoder_for(model, None) is None
 
 
-def test_training_mode_says_so(models: Models) -> None:
+def test_training_mode_replays_where_nothing_is_drawn(models: Models) -> None:
     model = models.fresh()
     compared(model, ask(model))
     model.train()
+    compared(model, ask(model))
+    layers(model)[1].self_attn.attention_dropout = 0.1
     compared(model, ask(model), replays=False)
-    (reason,) = steps(model).reasons
-    assert "is in training mode (model.eval() ends it)" in reason
+    reason = steps(model).reasons[-1]
+    assert "self_attn is in training mode (model.eval() ends it), and attention_dropout is 0.1" in reason
     model.eval()
     compared(model, ask(model))
-    layers(model)[1].mlp.train()
+    layers(model)[1].self_attn.train()
     compared(model, ask(model), replays=False)
 
 

@@ -80,6 +80,63 @@ def test_it_trains_as_on_one_device(
     assert all(split_weights[name].equal(value) for name, value in weights.items())
 
 
+def rewarded(model: Any, tokenizer: Any, folder: Path, seen: list[Any], *, adapted: bool) -> Any:
+    """A trainer that draws four completions of a prompt and notes them in ``seen``."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        seen.append(completion_ids)
+        return [len(set(ids)) + ids[0] / 50 for ids in completion_ids]
+
+    rows = Dataset.from_list([{"prompt": f"{'one and ' * number} is"} for number in range(6)])
+    options = {**COMMON, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6}
+    arguments = GRPOConfig(
+        output_dir=str(folder),
+        use_cpu=model.device.type == "cpu",
+        bf16=model.device.type != "cpu",
+        cache_implementation="static",
+        gradient_checkpointing=True,
+        **options,
+    )
+    peft_config = lora() if adapted else None
+    return GRPOTrainer(model, reward, arguments, rows, processing_class=tokenizer, peft_config=peft_config)
+
+
+@pytest.mark.parametrize("quantization, adapted", [("4bit", True), (None, True), (None, False)])
+def test_rollouts_replay_with_the_completions_and_losses_of_eager_ones(
+    workspace: Any, processor: Any, tmp_path: Path, quantization: str | None, adapted: bool
+) -> None:
+    """Without a GPU a stand-in captures. Steps of the optimizer, and checkpointing between, need no new graph."""
+    import torch
+    import transformers.generation.utils  # noqa: F401  # before the stand-in replaces torch.Event
+
+    import gemma4_compat
+    from gemma4_compat._decoding.recording import RECORDERS
+    from gemma4_compat._stand_ins import tape
+
+    outcomes, counted = [], None
+    for replays in (False, True):
+        with tape.standing_in(RECORDERS):
+            torch.manual_seed(3)
+            model = models.whole(workspace, quantization)
+            seen: list[Any] = []
+            if replays:
+                gemma4_compat.decode_fast(model, exact=True)
+            trainer = rewarded(model, processor.tokenizer, tmp_path, seen, adapted=adapted)
+            trainer.generation_config.disable_compile = not replays  # TRL sets it
+            losses, weights = trained(trainer)
+            outcomes.append((seen, losses, weights))
+            counted = gemma4_compat.decoding_statistics(trainer.model)
+    (seen, losses, weights), (found, found_losses, found_weights) = outcomes
+    assert found == seen
+    assert found_losses == losses
+    assert all(found_weights[name].equal(value) for name, value in weights.items())
+    assert counted is not None
+    assert counted.replayed > counted.captured
+    assert set(counted.recaptures) <= {"the sliding windows are full or no longer full"}
+
+
 @pytest.mark.parametrize("trainer", [supervised, preferences])
 def test_an_offloaded_head_is_an_error_of_trl(
     workspace: Any, processor: Any, tmp_path: Path, trainer: Callable[..., Any]
