@@ -74,7 +74,7 @@ def _only_in_training(module: Any) -> str:
 
 def _draws(name: str, value: Any) -> bool:
     """Whether an attribute is a probability or a strength of noise that is not 0."""
-    return ("dropout" in name or "jitter" in name) and isinstance(value, float) and value > 0
+    return ("dropout" in name or "jitter" in name) and isinstance(value, (int, float)) and value > 0
 
 
 def in_a_prompt(model: Any) -> Iterator[str]:

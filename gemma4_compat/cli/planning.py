@@ -164,7 +164,7 @@ def plan_training(
 
     if vram and len(vram) > 1:
         fail("a training plan covers one accelerator; give --vram once")
-    working(f"planning a training of {model}: its step runs four times on tensors without memory, about a minute")
+    working(f"planning a training of {model}: its step runs several times on tensors without memory, about a minute")
     planned = gemma4_compat.plan_training(
         model,
         vram[0] if vram else None,
