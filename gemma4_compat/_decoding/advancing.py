@@ -237,7 +237,7 @@ class _Submodels:
         return getattr(self._model, name)
 
     def set_experts_implementation(self, implementation: Any) -> None:
-        """Have the configurations name another one."""
+        """Have the configurations name this one."""
         _with(self, "set_experts_implementation", implementation)
 
     def modules(self) -> list[Any]:

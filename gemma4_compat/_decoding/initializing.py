@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-#: What layers set is remembered if it is of these types: no two layers can change it for each other.
+#: What layers set is remembered if it has one of these types: no two layers can change it for each other.
 _CONSTANTS = (bool, int, float, str, type(None))
 
 

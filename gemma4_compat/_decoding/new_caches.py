@@ -72,11 +72,11 @@ def _attributes(found: dict[str, Any]) -> dict[str, Any]:
 _known: collections.OrderedDict[Any, _Known] = collections.OrderedDict()
 
 
-def construct(constructor: Callable[..., None], cache: Any, *args: Any, **kwargs: Any) -> None:
+def construct(original: Callable[..., None], cache: Any, *args: Any, **kwargs: Any) -> None:
     """``StaticCache.__init__``, or what it did for the same arguments before.
 
     Args:
-        constructor: of the class.
+        original: the constructor of the class.
         cache: a new object of it.
         args: of the constructor.
         kwargs: the same.
@@ -84,16 +84,16 @@ def construct(constructor: Callable[..., None], cache: Any, *args: Any, **kwargs
     config = kwargs.get("config")
     others = tuple(sorted((name, value) for name, value in kwargs.items() if name != "config"))
     if args or config is None or kwargs.get("offloading") or not _may_be_copied(cache, config, others):
-        constructor(cache, *args, **kwargs)
+        original(cache, *args, **kwargs)
         return
-    key = constructor, id(config), others  # another patch of the constructor may have work to do
+    key = original, id(config), others  # another patch of the constructor may have work to do
     known = _known.get(key)
     if known is not None and known.holds(cache, config):
         _known.move_to_end(key)
         known.copy_to(cache)
         return
     values = copy.deepcopy(vars(config))
-    constructor(cache, **kwargs)
+    original(cache, **kwargs)
     made = _Known(cache, config, values)
     if made.is_plain():
         _known[key] = made
