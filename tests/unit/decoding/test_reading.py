@@ -148,3 +148,22 @@ def test_no_copies_for_each_head(models: Models, monkeypatch: pytest.MonkeyPatch
     heads = model.config.get_text_config().num_attention_heads
     assert heads > 1
     assert min(seen) <= model.dtype.itemsize  # something without memory stands for copies
+
+
+def test_a_prompt_at_once_needs_no_mask(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(reading.CAUSAL, 64, True)
+    asked: list[flash.Call] = []
+    understood = flash.understood
+
+    def seen(*args: Any, **options: Any) -> Any:
+        asked.append(understood(*args, **options))
+        return asked[-1]
+
+    monkeypatch.setattr(flash, "understood", seen)
+    model, given = fast(models), text(models(None), LENGTH)
+    found = generate(model, given)
+    calls = [call for call in asked if call is not None and call.mask is None]
+    assert model.config.get_text_config().num_attention_heads > 1
+    assert (1, LENGTH) in {tuple(call.key.shape[1:3]) for call in calls}  # of the cache, not copied for each head
+    exact = generate(gemma4_compat.decode_fast(model, exact=True), given)
+    assert 0 < (exact.logits[0] - found.logits[0]).abs().max() < NEAR * exact.logits[0].std()
