@@ -30,6 +30,7 @@ from tools.pages import (  # noqa: E402
     interpreters,
     measurements,
     patches,
+    prompts,
     quantization,
     raised,
     threads,
@@ -53,7 +54,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("compared", trained.compared),
         ("shown", trained.shown),
     ],
-    "docs/DECODING.md": [("replays", measurements.replays_section)],
+    "docs/DECODING.md": [("replays", measurements.replays_section), ("prompts", prompts.prompts)],
     "docs/EVIDENCE.md": [
         ("gpu", gpu.summary),
         ("what it costs", compare_report.summary),

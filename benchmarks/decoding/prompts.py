@@ -1,19 +1,19 @@
 """How long does a prompt take to its first token, and how much memory: upstream, the shim's ways, llama.cpp?
 
 python benchmarks/decoding/prompts.py --shape E2B --out FILE.json [--lengths 64,512,2048,8192,32768]
-    [--ways upstream,default,fast,at_once,chunks] [--where gpu] [--rounds 5] [--chunk 512] [--llama-cpp TREE]
+    [--ways upstream,default,at_once,any_length,chunks] [--where gpu] [--rounds 5] [--chunk 512] [--llama-cpp TREE]
 
 Random weights in the real shape (no network), 4-bit with double quantization, batch 1, random text. Ways:
 
 upstream    `generate` in a process without the shim, with its model on the same card; only with `--where gpu`, and not
             with experts, which upstream does not quantize
 default     the same call with the shim
-fast        `gemma4_compat.decode_fast`, each prompt of another length
-at_once     `decode_fast(any_length=False)`
-chunks      the same, `prefill_chunk_size` of `--chunk`
+at_once     `gemma4_compat.decode_fast`
+any_length  `decode_fast(any_length=True)`, each prompt of another length
+chunks      `decode_fast`, `prefill_chunk_size` of `--chunk`
 
 Every way reads a prompt before anything is measured: some wake patches, after which all graphs are captured again. For
-each length every way reads three prompts first, and captures then (`fast` decodes 200 tokens after the first, so
+each length every way reads three prompts first, and captures then (`any_length` decodes 200 tokens after the first, so
 that the step which reads its last token is fused); after that the ways take turns, each with a text that was not read
 before, and the order is turned round in every second round. Then each reads one more, for the most memory above that
 of the loaded model. `--shape 26B-A4B --where experts` has its experts in host memory.
@@ -50,7 +50,7 @@ WHERE = {"gpu": models.WHERE["gpu"], "host": models.WHERE["host"], EXPERTS: "exp
 SHAPES = {"gpu": models.SHAPES, "host": models.SHAPES, EXPERTS: experts_models.SHAPES}
 #: Prompts of a way before it is timed: the second of a length is captured.
 FIRST = 3
-#: Tokens that ``fast`` decodes first at each length: its step is fused after at most 192.
+#: Tokens that ``any_length`` decodes first at each length: its step is fused after at most 192.
 DECODED = 200
 #: Tokens that a prompt is shorter in each round, where no two are to have one length.
 SHORTER = 1
@@ -81,7 +81,7 @@ class Measured:
         self.result["lengths"][str(prompt)] = found
         for way in self.peers:
             if way != "chunks" or prompt > self.chunk:
-                if way == "fast" and self.result["machine"]["device"] != "CPU":
+                if way == "any_length" and self.result["machine"]["device"] != "CPU":
                     self._read(way, prompt, new=DECODED)
                 found["first"][way] = [self._read(way, prompt - number) for number in self._numbers(way, FIRST)]
         ways = [way for way, said in found["first"].items() if not any("error" in one for one in said)]
@@ -107,7 +107,7 @@ class Measured:
 
     @staticmethod
     def _less(way: str, number: int) -> int:
-        return SHORTER * number if way == "fast" else 0
+        return SHORTER * number if way == "any_length" else 0
 
     def _read(self, way: str, prompt: int, **more: Any) -> Data:
         self._seed += 1

@@ -19,9 +19,9 @@ from benchmarks.small_card import device as small_card_device
 WAYS: dict[str, tuple[Data | None, bool]] = {
     "upstream": (None, False),
     "default": (None, False),
-    "fast": ({}, False),
-    "at_once": ({"any_length": False}, False),
-    "chunks": ({"any_length": False}, True),
+    "at_once": ({}, False),
+    "any_length": ({"any_length": True}, False),
+    "chunks": ({}, True),
 }
 
 #: Where weights are: those of experts in host memory, everything else on the card.

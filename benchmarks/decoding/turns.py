@@ -35,7 +35,7 @@ from gemma4_compat._decoding import recording
 WAYS: dict[str, dict[str, bool] | None] = {
     "default cache": None,
     "decode_fast": {},
-    "decode_fast, at once": {"any_length": False},
+    "any_length": {"any_length": True},
 }
 TURNS = (2, 10)
 

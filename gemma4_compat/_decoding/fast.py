@@ -17,10 +17,10 @@ def decode_fast(
     *,
     enabled: bool = True,
     exact: bool = False,
-    any_length: bool | None = None,
+    any_length: bool = False,
     assistants: bool = False,
 ) -> _Model:
-    """Have ``generate`` of a Gemma 4 model replay its decoding step, and its prompts, as CUDA graphs.
+    """Have ``generate`` of a Gemma 4 model replay its decoding step, and prompts of known lengths, as CUDA graphs.
 
     >>> model = gemma4_compat.decode_fast(model)
     >>> model.generate(**inputs, max_new_tokens=200)
@@ -48,10 +48,10 @@ def decode_fast(
             the rest of the batch (up to eight rows; 4-bit weights before bitsandbytes 0.50: one). A near-tie between
             two tokens may fall the other way than in PyTorch. docs/DECODING.md says what these kernels leave to
             PyTorch. A change of ``exact`` releases the graphs.
-        any_length: whether prompts of text are read in pieces of a few sizes, which are replayed whatever the length
-            of the prompt; by default they are, unless ``exact``. Pieces round otherwise than a prompt that is read at
-            once, as chunks do (``prefill_chunk_size``, which wins). False, or ``exact``: a prompt is read at once, and
-            replayed if one of its length was read before.
+        any_length: True to read prompts of text in pieces of a few sizes, which are replayed whatever the length of
+            the prompt. By default a prompt is replayed if one of its length was read before, and its bits are those of
+            a prompt without a replay. Pieces round otherwise, as chunks do (``prefill_chunk_size``, which wins). Where
+            layers are streamed from host memory prompts are read at once all the same.
         assistants: True to replay also what ``generate`` does with ``assistant_model=`` (an assistant of Gemma 4) or
             ``prompt_lookup_num_tokens=``. Tokens, greedy and sampled, are those of the same call without them. How
             many tokens are drafted at once is decided by measuring, in place of ``num_assistant_tokens``.
@@ -87,7 +87,7 @@ def decode_fast(
     own = decoding.preferred and not exact
     if not enabled or own != decoding.own:
         decoding.clear()
-    decoding.own, decoding.any_length, decoding.assistants = own, own and any_length is not False, own and assistants
+    decoding.own, decoding.any_length, decoding.assistants = own, own and any_length, own and assistants
     return model
 
 

@@ -1,4 +1,4 @@
-"""Prompts of any length by the graphs of a few sizes, after ``decode_fast`` unless ``any_length=False``.
+"""Prompts of any length by the graphs of a few sizes, ``decode_fast(any_length=True)``.
 
 All tokens but the last are read in pieces, each padded on the right to a power of two. What a piece does to the cache
 depends on numbers in tensors only: how many of its tokens are real, and where the window of a sliding layer comes from.

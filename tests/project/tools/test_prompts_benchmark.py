@@ -33,14 +33,14 @@ class Peer:
 def test_ways_take_turns_with_texts_of_their_own() -> None:
     orders: list[dict[str, Any]] = []
     result: dict[str, Any] = {"lengths": {}, "machine": {"device": "CPU"}}
-    peers: Any = dict.fromkeys(("default", "chunks", "fast", prompts.LLAMA), Peer(orders))
+    peers: Any = dict.fromkeys(("default", "chunks", "any_length", prompts.LLAMA), Peer(orders))
     prompts.Measured(result, peers, rounds=2, chunk=8).length(20)
     found = result["lengths"]["20"]
     ways = [order["way"] for order in orders]
     assert ways[12:20] == [*peers, *reversed(peers)]
-    assert ways[20:] == ["default", "chunks", "fast"]
-    assert [order["prompt"] for order in orders if order["way"] == "fast"] == [20, 19, 18, 17, 16, 20]
-    assert {order["prompt"] for order in orders if order["way"] != "fast"} == {20}
+    assert ways[20:] == ["default", "chunks", "any_length"]
+    assert [order["prompt"] for order in orders if order["way"] == "any_length"] == [20, 19, 18, 17, 16, 20]
+    assert {order["prompt"] for order in orders if order["way"] != "any_length"} == {20}
     assert len({order["seed"] for order in orders}) == len(orders)
     assert found["summary"]["default"]["median"] == (13 + 20) / 2
     assert found["replayed"] == dict.fromkeys(peers, 2)
@@ -52,11 +52,11 @@ def test_ways_take_turns_with_texts_of_their_own() -> None:
 def test_every_way_wakes_its_patches_and_has_its_step_fused_before_its_turns() -> None:
     orders: list[dict[str, Any]] = []
     result: dict[str, Any] = {"lengths": {}, "machine": {"device": "H100"}}
-    asked = prompts.Measured(result, dict.fromkeys(("chunks", "fast"), Peer(orders)), rounds=1, chunk=8)  # type: ignore[arg-type]
+    asked = prompts.Measured(result, dict.fromkeys(("chunks", "any_length"), Peer(orders)), rounds=1, chunk=8)  # type: ignore[arg-type]
     asked.wake(6)
-    assert [(order["way"], order["prompt"]) for order in orders] == [("chunks", 9), ("fast", 6)]
+    assert [(order["way"], order["prompt"]) for order in orders] == [("chunks", 9), ("any_length", 6)]
     asked.length(6)
-    decoded = [order.get("new") for order in orders if order["way"] == "fast"]
+    decoded = [order.get("new") for order in orders if order["way"] == "any_length"]
     assert decoded == [None, prompts.DECODED, *[None] * (prompts.FIRST + 2)]
 
 
@@ -94,13 +94,13 @@ def test_prompts_are_replayed_in_the_ways_that_do(measure: Any) -> None:
     found: dict[str, list[dict[str, Any]]] = {}
     for number in range(5):
         for way in measure.WAYS:
-            prompt = 20 - number if way == "fast" else 20
+            prompt = 20 - number if way == "any_length" else 20
             found.setdefault(way, []).append(measure.read(ORDER | {"way": way, "prompt": prompt, "seed": number}))
     assert all(said["ms"] > 0 for several in found.values() for said in several)
     replayed = {way: [said.get("prompts_replayed") for said in several] for way, several in found.items()}
     assert replayed["upstream"] == [None] * 5
     assert replayed["default"] == [0] * 5
-    for way in ("fast", "at_once", "chunks"):
+    for way in ("any_length", "at_once", "chunks"):
         assert all(replayed[way][3:]), replayed
         assert found[way][-1]["prompts_captured"] == 0
         assert found[way][-1]["reasons"] == []

@@ -39,7 +39,7 @@ def fast(models: Models, monkeypatch: pytest.MonkeyPatch) -> Fast:
 
     def made(holds: int, *where: Any, layer: int = 3, **options: Any) -> tuple[Any, Forwards]:
         model = models.fresh(*(where or (None,)))
-        gemma4_compat.decode_fast(model, **{"exact": True, "any_length": False, **options})
+        gemma4_compat.decode_fast(model, **{"exact": True, **options})
         forwards: Forwards = []
 
         def allocates(states: Any) -> None:
@@ -254,7 +254,7 @@ def test_several_processes_read_at_once(fast: Fast, monkeypatch: pytest.MonkeyPa
 
 
 def test_pieces_that_run_out_of_memory(fast: Fast) -> None:
-    model, _ = fast(13, exact=False, any_length=None)
+    model, _ = fast(13, exact=False, any_length=True)
     found = generate(model, text(model, 40))
     assert in_chunks(model) > 0
     assert_equal(found, generate(model, text(model, 40), prefill_chunk_size=12))

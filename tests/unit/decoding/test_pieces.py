@@ -1,4 +1,4 @@
-"""Prompts in pieces of a few sizes, after ``decode_fast``."""
+"""Prompts in pieces of a few sizes: ``decode_fast(any_length=True)``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fast(models: Models, *where: Any, single: bool = True) -> Any:
-    model = gemma4_compat.decode_fast(models.fresh(*where))
+    model = gemma4_compat.decode_fast(models.fresh(*where), any_length=True)
     return model.float() if single else model
 
 
@@ -86,7 +86,7 @@ def test_bits_do_not_depend_on_replays_or_on_calls_before(
     assert steps(model).prompts_replayed > 8
     assert steps(model).reasons == ()
     gemma4_compat.decode_fast(model, enabled=False)
-    gemma4_compat.decode_fast(model)
+    gemma4_compat.decode_fast(model, any_length=True)
     monkeypatch.setattr(prompts, "MAX_GRAPHS", 0)
     monkeypatch.setattr(prompts, "run", lambda *_, **__: None)
     expected = [generate(model, text(model, length, seed=length), **options) for length in lengths]

@@ -17,7 +17,7 @@ from tests.unit.turns import chats
 from tests.unit.turns.chats import NEW, ask, counted, near, reused, text
 
 pytestmark = pytest.mark.usefixtures("tapes")
-WAYS: dict[str, dict[str, bool]] = {"own": {}, "exact": {"exact": True}, "at once": {"any_length": False}}
+WAYS: dict[str, dict[str, bool]] = {"own": {}, "exact": {"exact": True}, "any length": {"any_length": True}}
 
 
 @pytest.fixture(autouse=True)
