@@ -22,6 +22,7 @@ from tools import fingerprints, variants  # noqa: E402
 from tools.pages import (  # noqa: E402
     cards,
     clients,
+    decoding,
     errors,
     failure_points,
     fuzzing,
@@ -30,7 +31,6 @@ from tools.pages import (  # noqa: E402
     interpreters,
     measurements,
     patches,
-    prompts,
     quantization,
     raised,
     threads,
@@ -54,7 +54,11 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("compared", trained.compared),
         ("shown", trained.shown),
     ],
-    "docs/DECODING.md": [("replays", measurements.replays_section), ("prompts", prompts.prompts)],
+    "docs/DECODING.md": [
+        ("replays", measurements.replays_section),
+        ("prompts", decoding.prompts),
+        ("rounds", decoding.rounds),
+    ],
     "docs/EVIDENCE.md": [
         ("gpu", gpu.summary),
         ("what it costs", compare_report.summary),

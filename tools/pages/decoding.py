@@ -1,0 +1,45 @@
+"""The measured parts of docs/DECODING.md about prompts and drafts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tools.pages.markers import ROOT
+
+_RAW = "benchmarks/results/2026-11-27-h100"
+_WAYS = {
+    "default": "`generate`",
+    "at_once": "`decode_fast`, at once",
+    "any_length": "`any_length=True`",
+    "llama.cpp": "llama.cpp, Q4_0",
+}
+
+
+def prompts() -> str:
+    """Milliseconds to the first token by the length of the prompt, and GiB above the loaded model."""
+    lengths: dict[str, Any] = json.loads((ROOT / _RAW / "prompts-E2B.json").read_text(encoding="utf-8"))["lengths"]
+    rows = [
+        f"| {int(length):,} tokens | " + " | ".join(_cell(found, way) for way in _WAYS) + " |"
+        for length, found in lengths.items()
+    ]
+    return "\n".join(("| prompt | " + " | ".join(_WAYS.values()) + " |", "|---" * (1 + len(_WAYS)) + "|", *rows))
+
+
+def rounds() -> str:
+    """How many times as fast texts with drafts are, by the share of drafts that are right."""
+    cases: dict[str, Any] = json.loads((ROOT / _RAW / "rounds-E2B.json").read_text(encoding="utf-8"))["cases"]
+    found = cases["E2B gpu no"]["rounds"]
+    first, later = ([row for row in found if row["drafts"] == name] for name in ("pace 256", "then 256"))
+    rows = [
+        f"| {one['share']:.0%} | {one['of_plain']:.2f} | {other['of_plain']:.2f} | {other['tokens_s']:.0f} |"
+        for one, other in zip(first, later, strict=True)
+    ]
+    heads = "| drafts that are right | first text of a model | next text | tokens a second |"
+    return "\n".join((heads, "|---:|---:|---:|---:|", *rows))
+
+
+def _cell(found: dict[str, Any], way: str) -> str:
+    summary, peak = found["summary"][way], found["peak"].get(way)
+    once = " (one try)" if summary["of"] == 1 else ""
+    return f"{summary['median']:.1f}{once}" + ("" if peak is None else f", {peak:.2f} GiB")
