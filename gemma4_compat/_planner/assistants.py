@@ -8,9 +8,9 @@ from gemma4_compat._decoding import draft_windows, pace, rounds
 from gemma4_compat._planner.blueprint import Block, Blueprint, rounded
 from gemma4_compat._planner.memory import MEASURED, Load
 
-#: Width of the released assistants of models with per-layer inputs (E2B, E4B) and of the others, and of their MLP for
-#: each of these. With four layers, the last one with full attention, this gives the 78 million weights of E2B's
-#: assistant and the 470 million of 31B's, as their pages state them.
+#: Width of the assistants of models with per-layer inputs (E2B, E4B) and of the others, and of their MLP for each of
+#: these. The released configurations could not be read here: with four layers, the last one with full attention, these
+#: widths give the 78 million weights that pages state for E2B's assistant and the 470 million for 31B's.
 _WIDTHS, _OF_MLP, _SLIDING = (256, 1024), 8, 3
 #: Groups of tokens, by which the smaller ones choose what to compute logits of.
 _CENTROIDS = 2048
