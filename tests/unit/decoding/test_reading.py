@@ -167,3 +167,16 @@ def test_a_prompt_at_once_needs_no_mask(models: Models, monkeypatch: pytest.Monk
     assert (1, LENGTH) in {tuple(call.key.shape[1:3]) for call in calls}  # of the cache, not copied for each head
     exact = generate(gemma4_compat.decode_fast(model, exact=True), given)
     assert 0 < (exact.logits[0] - found.logits[0]).abs().max() < NEAR * exact.logits[0].std()
+
+
+@pytest.mark.parametrize("where", ["host", "streamed"])
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": CHUNK}], ids=["at once", "chunks"])
+def test_the_same_bits_wherever_weights_lie(
+    models: Models, monkeypatch: pytest.MonkeyPatch, where: str, options: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(reading.CAUSAL, 64, True)
+    whole, split = fast(models), gemma4_compat.decode_fast(models.fresh("4bit-double", None, where))
+    shapes, given = counted(monkeypatch), text(whole, LENGTH)
+    for _ in range(2):
+        assert_equal(generate(split, given, **options), generate(whole, given, **options))
+    assert len(shapes) > 0
