@@ -16,12 +16,23 @@ _WAYS = {
 }
 
 
+def first_tokens(least: str = "64", most: str = "2048") -> str:
+    """The README's sentence about the first token."""
+    lengths, ways = _lengths(), ("at_once", "default", "llama.cpp")
+    ours, without, peer = (
+        " and ".join(f"{lengths[length]['summary'][way]['median']:.0f}" for length in (least, most)) for way in ways
+    )
+    return (
+        f"First token of a prompt of {int(least):,} and {int(most):,} tokens, lengths read before, E2B: {ours} ms "
+        f"({without} without `decode_fast`, llama.cpp {peer}; [prompts](docs/DECODING.md#prompts))."
+    )
+
+
 def prompts() -> str:
     """Milliseconds to the first token by the length of the prompt, and GiB above the loaded model."""
-    lengths: dict[str, Any] = json.loads((ROOT / _RAW / "prompts-E2B.json").read_text(encoding="utf-8"))["lengths"]
     rows = [
         f"| {int(length):,} tokens | " + " | ".join(_cell(found, way) for way in _WAYS) + " |"
-        for length, found in lengths.items()
+        for length, found in _lengths().items()
     ]
     return "\n".join(("| prompt | " + " | ".join(_WAYS.values()) + " |", "|---" * (1 + len(_WAYS)) + "|", *rows))
 
@@ -37,6 +48,11 @@ def rounds() -> str:
     ]
     heads = "| drafts that are right | first text of a model | next text | tokens a second |"
     return "\n".join((heads, "|---:|---:|---:|---:|", *rows))
+
+
+def _lengths() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / _RAW / "prompts-E2B.json").read_text(encoding="utf-8"))["lengths"]
+    return found
 
 
 def _cell(found: dict[str, Any], way: str) -> str:

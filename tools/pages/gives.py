@@ -7,6 +7,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from tools.pages import decoding
 from tools.pages.markers import ROOT
 
 #: Shape -> the cases of its run, and what a reader calls them.
@@ -120,7 +121,7 @@ def deep() -> str:
         f"`decode_fast` and llama.cpp in one run for each model: one {run['machine']['device']}, {run['date']}. "
         "Tokens a second after "
         f"{int(least):,} and {int(most):,} tokens of context, nothing in host memory: {', '.join(found)}; "
-        "[all depths](docs/benchmarks/depth.md)."
+        f"[all depths](docs/benchmarks/depth.md). {decoding.first_tokens()}"
     )
 
 
