@@ -92,16 +92,16 @@ def measure(tmp_path: Path) -> Iterator[Any]:
 
 def test_prompts_are_replayed_in_the_ways_that_do(measure: Any) -> None:
     found: dict[str, list[dict[str, Any]]] = {}
-    for number in range(5):
+    for number in range(7):  # the first ones may wake patches, and all is captured again then
         for way in measure.WAYS:
             prompt = 20 - number if way == "any_length" else 20
             found.setdefault(way, []).append(measure.read(ORDER | {"way": way, "prompt": prompt, "seed": number}))
     assert all(said["ms"] > 0 for several in found.values() for said in several)
     replayed = {way: [said.get("prompts_replayed") for said in several] for way, several in found.items()}
-    assert replayed["upstream"] == [None] * 5
-    assert replayed["default"] == [0] * 5
+    assert replayed["upstream"] == [None] * 7
+    assert replayed["default"] == [0] * 7
     for way in ("any_length", "at_once", "chunks"):
-        assert all(replayed[way][3:]), replayed
+        assert all(replayed[way][5:]), replayed
         assert found[way][-1]["prompts_captured"] == 0
         assert found[way][-1]["reasons"] == []
     assert all(measure.knows({"way": way})["known"] for way in measure.WAYS)
