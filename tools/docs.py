@@ -57,6 +57,8 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "docs/DECODING.md": [
         ("replays", measurements.replays_section),
         ("prompts", decoding.prompts),
+        ("attention", decoding.attention),
+        ("turns", decoding.turns),
         ("rounds", decoding.rounds),
     ],
     "docs/EVIDENCE.md": [

@@ -279,7 +279,7 @@ def numbers(kind: Any) -> Any:
 
 
 def stand_in() -> contextlib.AbstractContextManager[Any]:
-    """Inside, a CPU does what a GPU would, with PyTorch's arithmetic for each token alone."""
+    """Without a GPU: inside, a tape stands in for CUDA graphs, and PyTorch computes each token in its own call."""
     import torch
 
     stack = contextlib.ExitStack()
@@ -313,7 +313,7 @@ def main() -> int:
     given = sampled if options.sampled else {"do_sample": False}
     with tempfile.TemporaryDirectory(dir=models.work_folder(options.shape)) as name:
         folder, weights = Path(name), {}
-        found: Data = {"options": vars(options) | {"out": str(options.out)}}
+        found: Data = {"options": {name: value for name, value in vars(options).items() if name != "out"}}
         found |= {"built": models.build(options.shape, folder, weights), "cases": {}}
         with stand_in():  # transformers has been imported
             for where in options.where.split(","):

@@ -45,11 +45,12 @@ _TRIED = 1024
 @contextlib.contextmanager
 def each_inside(manager: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
     """Inside, this thread enters ``manager`` around each call of attention of a Gemma 4, once the patch is awake."""
+    before = getattr(_inside, "manager", None)
     _inside.manager = manager
     try:
         yield
     finally:
-        del _inside.manager
+        _inside.manager = before
 
 
 @functools.lru_cache(maxsize=16)

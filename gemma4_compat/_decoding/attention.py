@@ -95,11 +95,11 @@ def understood(
         or (key.shape[0], key.shape[3]) != (batch, width)
         or not 0 < length < _FAR
         or any(tensor.dtype != query.dtype or tensor.device != query.device for tensor in tensors)
-        or any(not _is_readable(tensor) for tensor in tensors)
+        or any(not is_readable(tensor) for tensor in tensors)
         or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
     ):
         return None
-    mask = None if attn_mask is None else _rows_of(attn_mask, query, length)
+    mask = None if attn_mask is None else rows_of(attn_mask, query, length)
     if attn_mask is not None and mask is None:
         return None
     packed = heads == kv_heads and (mask is None or mask.shape[1] == 1)
@@ -120,7 +120,7 @@ def understood(
     return Call(query, key, value, mask, width**-0.5 if scale is None else float(scale), shape)
 
 
-def _is_readable(tensor: Any) -> bool:
+def is_readable(tensor: Any) -> bool:
     """Whether its last dimension can be read in words of 16 bytes, at offsets that 32 bits can count."""
     import torch
 
@@ -133,7 +133,7 @@ def _is_readable(tensor: Any) -> bool:
     )
 
 
-def _rows_of(mask: Any, query: Any, length: int) -> Any:
+def rows_of(mask: Any, query: Any, length: int) -> Any:
     """The mask as (batch or 1, queries or 1, keys); None if it is not of that kind."""
     import torch
 

@@ -124,7 +124,7 @@ class Decoder:
         """Tokens of the largest piece of a prompt of so many rows: as much as there was room for, the first time."""
         known = self._decoding.largest_pieces
         if rows not in known:
-            *several, small = [size for size in pieces.sizes(rows) if size >= pieces.SMALL] or pieces.sizes(rows)[:1]
+            *several, small = [size for size in pieces.sizes(rows) if size >= pieces.SMALL]
             device = self.model.device
             fits = (size for size in several if prompts.has_room(self._decoding, self.model, device, rows * size))
             known[rows] = next(fits, small)

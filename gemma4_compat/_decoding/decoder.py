@@ -247,12 +247,9 @@ class Decoding:
     def follow(self, model: Any, following: advancing.Following) -> Any:
         """Replay the step after the last one, whose inputs are there; None if that graph does not serve it."""
         assert following.last is not None
-        known, graph, step = following.last
-        key = step.addresses, step.kind
-        variant = self.variant(model, in_full=False, quiet=True)
-        if variant is not known or variant.graphs.get(key) is not graph or not step.has_settings():
+        if not self._serves(model, following.last):
             return None
-        variant.graphs.move_to_end(key)
+        _, graph, step = following.last
         self._replay(model, graph, step, given=False)
         return following.outputs()
 
@@ -261,13 +258,17 @@ class Decoding:
 
         Only where no user's code has run since the last step (:func:`is_quiet`).
         """
+        return self._replay(model, last.graph, last.step) if self._serves(model, last) else None
+
+    def _serves(self, model: Any, last: advancing.Replayed) -> bool:
+        """Whether the graph of a step that was replayed is still that step's."""
         known, graph, step = last
         key = step.addresses, step.kind
         variant = self.variant(model, in_full=False, quiet=True)
         if variant is not known or variant.graphs.get(key) is not graph or not step.has_settings():
-            return None
+            return False
         variant.graphs.move_to_end(key)
-        return self._replay(model, graph, step)
+        return True
 
     def _missing(self, step: steps.Step, variant: Variant) -> Recapture | None:
         """Why none of this variant's graphs serves the step; None if it has had none, or the step was asked before."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemma4_compat._decoding import flash_source as source
-from gemma4_compat._decoding.attention import _is_readable, _rows_of
+from gemma4_compat._decoding.attention import is_readable, rows_of
 from gemma4_compat._decoding.attention_tensor_source import multiplication
 from gemma4_compat._decoding.kernel_source import Kernel, kinds
 
@@ -151,7 +151,7 @@ def understood(
         or max(tokens * heads, length) * width >= _LIMIT
         or scale <= 0
         or any(tensor.dtype != query.dtype or tensor.device != query.device for tensor in tensors)
-        or any(not _is_readable(tensor) for tensor in tensors)
+        or any(not is_readable(tensor) for tensor in tensors)
         or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
     ):
         return None
@@ -159,7 +159,7 @@ def understood(
         return Call(query, key, value, None, scale) if is_causal and tokens == length else None
     if is_causal or attn_mask.dtype != torch.bool:
         return None
-    mask = _rows_of(attn_mask, query, length)
+    mask = rows_of(attn_mask, query, length)
     if mask is None or mask.stride(2) != 1:
         return None
     return Call(query, key, value, mask.expand(batch, tokens, length), scale)

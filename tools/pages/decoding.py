@@ -14,6 +14,11 @@ _WAYS = {
     "any_length": "`any_length=True`",
     "llama.cpp": "llama.cpp, Q4_0",
 }
+_CACHES = {
+    "default cache": "default",
+    "decode_fast": "`decode_fast`",
+    "any_length": "`decode_fast(any_length=True)`",
+}
 
 
 def first_tokens(least: str = "64", most: str = "2048") -> str:
@@ -37,6 +42,38 @@ def prompts() -> str:
     return "\n".join(("| prompt | " + " | ".join(_WAYS.values()) + " |", "|---" * (1 + len(_WAYS)) + "|", *rows))
 
 
+def attention() -> str:
+    """Prompts with PyTorch's attention and with kernels of this package, from several runs."""
+    rows = [
+        ("8192", "in chunks of 512", ("prompts-before", "chunks"), ("chunks-512", "chunks")),
+        ("8192", "in chunks of 2,048", None, ("chunks-2048", "chunks")),
+        ("8192", "at once", ("prompts-before", "at_once"), ("prompts", "at_once")),
+        ("32768", "in chunks of 512", ("prompts-before", "chunks"), ("chunks-512", "chunks")),
+        ("32768", "in chunks of 2,048", None, ("chunks-2048", "chunks")),
+        ("32768", "at once", ("prompts-before", "at_once"), ("chunks-512", "at_once")),
+    ]
+    cells = [
+        f"| {int(length):,} tokens | {how} | "
+        + " | ".join("-" if one is None else _cell(_lengths(one[0])[length], one[1]) for one in (before, after))
+        + " |"
+        for length, how, before, after in rows
+    ]
+    return "\n".join(("| prompt | read | PyTorch's attention | ours |", "|---|---|---|---|", *cells))
+
+
+def turns() -> str:
+    """Milliseconds to the first token of later turns, read whole and with ``reuse_prefix``."""
+    found: dict[str, Any] = json.loads((ROOT / _RAW / "turns-E2B.json").read_text(encoding="utf-8"))["found"]
+    rows = [
+        f"| {_CACHES[way]} | {turn} | {whole['prompt']:,} | {reused['read']} | "
+        f"{whole['median']:.0f} -> {reused['median']:.0f} |"
+        for way, ways in found.items()
+        for turn, whole, reused in ((turn, ways["whole"][turn], ways["reused"][turn]) for turn in ways["whole"])
+    ]
+    heads = "| cache | turn | tokens of the prompt | read | ms to the first token |"
+    return "\n".join((heads, "|---|---:|---:|---:|---|", *rows))
+
+
 def rounds() -> str:
     """How many times as fast texts with drafts are, by the share of drafts that are right."""
     cases: dict[str, Any] = json.loads((ROOT / _RAW / "rounds-E2B.json").read_text(encoding="utf-8"))["cases"]
@@ -50,8 +87,8 @@ def rounds() -> str:
     return "\n".join((heads, "|---:|---:|---:|---:|", *rows))
 
 
-def _lengths() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / _RAW / "prompts-E2B.json").read_text(encoding="utf-8"))["lengths"]
+def _lengths(run: str = "prompts") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / _RAW / f"{run}-E2B.json").read_text(encoding="utf-8"))["lengths"]
     return found
 
 

@@ -20,6 +20,7 @@ EAGER = {"disable_compile": True}
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "SIZES", (4, 16))
+    monkeypatch.setattr(pieces, "SMALL", 16)
     monkeypatch.setattr(pieces, "UNIT", 32)
 
 
@@ -180,6 +181,7 @@ def test_where_a_prompt_is_cut(
     monkeypatch: pytest.MonkeyPatch, tokens: int, largest: int, expected: list[tuple[int, int, int]]
 ) -> None:
     monkeypatch.setattr(pieces, "SIZES", (32, 64, 128, 256, 512, 1024, 2048))
+    monkeypatch.setattr(pieces, "SMALL", 512)
     assert list(pieces.cut(tokens, largest)) == expected
     assert pieces.sizes(1)[0] == 2048
     assert pieces.sizes(3) == [512, 256, 128, 64, 32]

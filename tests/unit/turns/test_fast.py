@@ -24,6 +24,7 @@ WAYS: dict[str, dict[str, bool]] = {"own": {}, "exact": {"exact": True}, "any le
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     chats.small(monkeypatch)
     monkeypatch.setattr(pieces, "SIZES", (4, 16))
+    monkeypatch.setattr(pieces, "SMALL", 16)
     monkeypatch.setattr(pieces, "UNIT", 64)
 
 

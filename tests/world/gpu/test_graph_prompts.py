@@ -46,6 +46,7 @@ def test_pieces_are_near_prompts_that_are_read_at_once(
     import torch
 
     monkeypatch.setattr(pieces, "SIZES", (4, 16))
+    monkeypatch.setattr(pieces, "SMALL", 16)
     model = gemma4_compat.decode_fast(models.fresh("4bit", None, where), any_length=True)
     for length in (5, 12, 17, 33, 40, 6):
         given = text(model, length, batch=2, seed=length)
