@@ -302,3 +302,13 @@ def test_layouts(window: int, before: int) -> None:
                     assert query.stop - query.start >= window
             checked += 1
     assert checked > 10
+
+
+def test_a_prompt_that_is_read_while_another_one_is() -> None:
+    """A hook may call another model; the rest of the first prompt is read as it began."""
+    outer, inner = contextlib.nullcontext(), contextlib.nullcontext()
+    with windows.each_inside(outer):
+        with windows.each_inside(inner):
+            assert windows._inside.manager is inner
+        assert windows._inside.manager is outer
+    assert windows._inside.manager is None
