@@ -31,6 +31,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "peft-shared-devices": ("peft/tuners/lily/layer.py forward > torch/functional.py einsum", "peft/tuners/randlora/layer.py merge",),
     "peft-unilora-frod": ("peft/tuners/unilora/layer.py _get_lora_matrices",),
     "peft-virtual-tokens": ("transformers/models/gemma4/modeling_gemma4.py get_per_layer_inputs",),
+    "transformers-absent-per-layer": ("transformers/models/gemma4/modeling_gemma4.py _maybe_slice_kv_shared_inputs",),
     "transformers-assistant-arguments": ("transformers/utils/deprecation.py wrapped_func",),
     "transformers-assistant-offloaded": ("accelerate/utils/operations.py send_to_device",),
     "transformers-assistant-sharing": ("transformers/models/gemma4/configuration_gemma4.py kv_sharing_modes",),

@@ -129,6 +129,19 @@ def build_text_checkpoint(folder: Path, *, seed: int = 0, text_variant: str = "E
     return folder
 
 
+def without_per_layer_inputs(checkpoint: Path, *, seed: int = 0) -> Any:
+    """A random ``Gemma4ForCausalLM``, float32, in eval mode: the language model of a checkpoint without its per-layer
+    embeddings, but with its KV-shared layers. No released model is like that; assistants are.
+    """
+    import torch
+    from transformers import AutoConfig, Gemma4ForCausalLM
+
+    text = AutoConfig.from_pretrained(checkpoint).get_text_config()
+    text.hidden_size_per_layer_input = 0
+    torch.manual_seed(seed)
+    return randomized(Gemma4ForCausalLM(text)).float().eval()
+
+
 def build_text_copy(checkpoint: Path, folder: Path) -> Path:
     """Write the language model of a multimodal checkpoint, the same tensors, as a text-only checkpoint."""
     from safetensors.torch import load_file, save_file

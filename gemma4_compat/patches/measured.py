@@ -73,6 +73,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "peft-tied-merge": ("peft.tuners.tuners_utils", "peft.tuners.mixed.model"),
     "peft-unilora-frod": ("peft.tuners.unilora.layer", "peft.tuners.frod.model"),
     "peft-virtual-tokens": ("peft.peft_model",),
+    "transformers-absent-per-layer": ("transformers.models.gemma4.modeling_gemma4",),
     "transformers-accumulation-weights": ("transformers.trainer", "transformers.models.gemma4.modeling_gemma4"),
     "transformers-adapter-keys": ("transformers.integrations.peft",),
     "transformers-adapter-placement": ("transformers.integrations.peft",),

@@ -136,6 +136,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_held_prompts",
         "transformers_unread_chunks",
         "transformers_sliced_prompts",
+        "transformers_absent_per_layer",
         "transformers_expanded_media",
         "transformers_generate_embeddings",
         "transformers_graph_decoding",

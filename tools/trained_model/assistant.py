@@ -169,7 +169,6 @@ def _read(model: Any, assistant: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
                 inputs_embeds=torch.cat((token, hidden), dim=-1),
                 position_ids=place[None],
                 shared_kv_states=read.shared_kv_states,
-                output_hidden_states=True,  # or its layers, all KV-shared, fail to slice the per-layer inputs it lacks
             )
             hidden = drafted.last_hidden_state
             kept = labels.roll(-ahead - 1, 1) != batches.IGNORED

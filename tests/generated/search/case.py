@@ -215,8 +215,7 @@ def generate(seed: int) -> Case:
     layers, period = shape.randint(4, 9), shape.choice((2, 3))
     per_layer = shape.random() < 0.7
     # Sharing needs an unshared layer of each type before it. Without per-layer embeddings there is none: generate then
-    # raises in transformers 5.23.0 on one device too (`per_layer_inputs[:, ...]` of None in
-    # _maybe_slice_kv_shared_inputs), and no released model is like that.
+    # raises in transformers 5.23.0 on one device too, without this package (F108), and no released model is like that.
     kv_shared = min(shape.randint(0, 4), layers - period) if per_layer else 0
     causal = shape.random() < 0.3
     vision = not causal and shape.random() < 0.8
