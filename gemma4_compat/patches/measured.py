@@ -410,6 +410,7 @@ RAISED: dict[str, tuple[str, ...]] = {
     "peft-shared-devices": ("RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and second:0! (aten.bmm.default)",),
     "peft-unilora-frod": ("NotImplementedError: Cannot copy out of meta tensor; no data!",),
     "peft-virtual-tokens": ("RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing `input_ids`, and that the `inputs_embeds` you provided do not exactly match the embedding weights. Since Gemma4 needs to reverse the embedding to compute another embedding, make sure you provide exact `inp",),
+    "transformers-absent-per-layer": ("TypeError: 'NoneType' object is not subscriptable",),
     "transformers-assistant-arguments": ("TypeError: SinglePositionMultiTokenCandidateGenerator.__init__() missing 2 required positional arguments: 'input_ids' and 'model_kwargs'",),
     "transformers-assistant-offloaded": ("NotImplementedError: Cannot copy out of meta tensor; no data!",),
     "transformers-assistant-sharing": ("ValueError: The set of layer types producing a cache is different than the set of layer types using them",),

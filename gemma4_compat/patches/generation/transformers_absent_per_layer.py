@@ -6,12 +6,13 @@ transformers 5.23.0 and 5.24.0 in each forward of several tokens, and so by trai
 ``Gemma4AssistantForCausalLM`` that you train.
 
 Cause: Before its first KV-shared layer, ``Gemma4TextModel`` slices all inputs to the positions whose logits are asked
-for. It slices the per-layer inputs as well, which are None if ``hidden_size_per_layer_input`` is 0. Released models have
-KV-shared layers and per-layer inputs (E2B, E4B) or neither. Released assistants have only the former, but read one token
-at a time, for which nothing is sliced. ``gemma4_unified`` (the 12B) slices no per-layer inputs.
+for. It slices the per-layer inputs as well, which are None if ``hidden_size_per_layer_input`` is 0. Released models
+have KV-shared layers and per-layer inputs (E2B, E4B) or neither. Released assistants have only the former, but read
+one token at a time, for which nothing is sliced. ``gemma4_unified`` (the 12B) slices no per-layer inputs.
 
-Fix: The method gets empty per-layer inputs in place of None, and what it returns has None again. So the other inputs are
-sliced as upstream slices them. It sleeps until a model of that kind is created; one that is unpickled as a whole is not.
+Fix: The method gets empty per-layer inputs in place of None, and what it returns has None again. So the other inputs
+are sliced as upstream slices them. It sleeps until a model of that kind is created. Unpickling a whole model does not
+wake it.
 
 Remove when: ``_maybe_slice_kv_shared_inputs`` accepts None as the per-layer inputs.
 """
