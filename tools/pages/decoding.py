@@ -35,11 +35,15 @@ def first_tokens(least: str = "64", most: str = "2048") -> str:
 
 def prompts() -> str:
     """Milliseconds to the first token by the length of the prompt, and GiB above the loaded model."""
-    rows = [
-        f"| {int(length):,} tokens | " + " | ".join(_cell(found, way) for way in _WAYS) + " |"
-        for length, found in _lengths().items()
-    ]
-    return "\n".join(("| prompt | " + " | ".join(_WAYS.values()) + " |", "|---" * (1 + len(_WAYS)) + "|", *rows))
+    rows = []
+    for shape in ("E2B", "E4B", "12B"):
+        ways = _lengths(shape=shape)
+        with_peer = ways if shape == "E2B" else _lengths("prompts-llama", shape=shape)
+        for length, found in with_peer.items():
+            cells = (_cell(found if way in found["summary"] else ways[length], way) for way in _WAYS)
+            rows.append(f"| {shape} | {int(length):,} | " + " | ".join(cells) + " |")
+    heads = "| model | tokens | " + " | ".join(_WAYS.values()) + " |"
+    return "\n".join((heads, "|---|---:" + "|---" * len(_WAYS) + "|", *rows))
 
 
 def attention() -> str:
@@ -87,8 +91,8 @@ def rounds() -> str:
     return "\n".join((heads, "|---:|---:|---:|---:|", *rows))
 
 
-def _lengths(run: str = "prompts") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / _RAW / f"{run}-E2B.json").read_text(encoding="utf-8"))["lengths"]
+def _lengths(run: str = "prompts", *, shape: str = "E2B") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / _RAW / f"{run}-{shape}.json").read_text(encoding="utf-8"))["lengths"]
     return found
 
 

@@ -1,0 +1,114 @@
+"""Do replayed rollouts have the tokens and logits of eager ones after each step of an optimizer?
+
+python benchmarks/training/rollouts.py --shape E2B [--json FILE] [--steps 3] [--own]
+
+A 4-bit model with random weights and a float32 LoRA adapter in training mode, as for GRPO: eight completions of a text
+are drawn by replay, a step with checkpointing under bfloat16 autocast follows (the loss weighs log-probabilities of
+the completions by made-up advantages), then the same prompt is decoded greedily, eagerly and by replay. ``--own`` lets
+kernels of this package compute; then tokens of random weights differ, and the step only has to stay finite.
+Without a GPU (``--shape tiny-E2B``) nothing is replayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import gemma4_compat
+from benchmarks.decoding import models
+
+TARGETS = r".*language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+ROWS, PROMPT, NEW, COMPARED = 8, 64, 48, 24
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", required=True, choices=sorted(models.SHAPES))
+    parser.add_argument("--json", type=Path, help="write the result here too")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--own", action="store_true", help="decode_fast's own arithmetic in place of exact=True")
+    arguments = parser.parse_args()
+    import torch
+
+    model = load(arguments.shape, exact=not arguments.own)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
+    ids = models.text_prompt(model, PROMPT)["input_ids"].repeat(ROWS, 1)
+    found = []
+    for _ in range(arguments.steps):
+        completed = generate(model, ids, new=NEW, do_sample=True, top_k=0).sequences
+        found.append(step(model, completed, optimizer) | compared(model, ids))
+        print(json.dumps(found[-1]), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    finite = all(one["finite"] for one in found)
+    return int(not finite or not (arguments.own or all(one["logits_equal"] for one in found)))
+
+
+def load(shape: str, *, exact: bool) -> Any:
+    """In training mode, with an adapter that changes nothing yet."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    with tempfile.TemporaryDirectory(dir=models.work_folder(shape)) as folder:
+        models.build(shape, Path(folder), weights := {})
+        base = models.load("gpu", Path(folder), weights)
+    torch.manual_seed(1)
+    lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, task_type="CAUSAL_LM", target_modules=TARGETS)
+    return gemma4_compat.decode_fast(get_peft_model(base, lora), exact=exact).train()
+
+
+def generate(model: Any, ids: Any, *, new: int, **options: Any) -> Any:
+    """With logits, [rows, vocabulary] for each new token."""
+    import torch
+
+    options |= {"max_new_tokens": new, "min_new_tokens": new, "output_logits": True, "return_dict_in_generate": True}
+    model.gradient_checkpointing_disable()  # as TRL does
+    with torch.no_grad():
+        return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+
+
+def step(model: Any, completed: Any, optimizer: Any) -> dict[str, Any]:
+    """One step of the optimizer on these texts."""
+    import torch
+
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with torch.autocast(completed.device.type, dtype=torch.bfloat16):
+        logits = model(input_ids=completed, attention_mask=torch.ones_like(completed)).logits[:, PROMPT - 1 : -1]
+        chances = torch.log_softmax(logits.float(), -1).gather(-1, completed[:, PROMPT:, None])[..., 0]
+        advantages = torch.linspace(-1, 1, ROWS, device=completed.device)[:, None]
+        loss = -(advantages * chances).mean()
+    loss.backward()
+    trained = [one for one in model.parameters() if one.requires_grad]
+    norm = float(torch.nn.utils.get_total_norm([one.grad for one in trained]))
+    optimizer.step()
+    optimizer.zero_grad()
+    finite = all(bool(torch.isfinite(one).all()) for one in (loss, *trained))
+    return {"loss": loss.item(), "gradient_norm": norm, "finite": finite}
+
+
+def compared(model: Any, ids: Any) -> dict[str, Any]:
+    """The same prompt, greedily: eagerly and by replay."""
+    import torch
+
+    eager, replayed = (
+        generate(model, ids, new=COMPARED, do_sample=False, disable_compile=without) for without in (True, False)
+    )
+    counted = gemma4_compat.decoding_statistics(model)
+    return {
+        "tokens_equal": int((eager.sequences == replayed.sequences)[:, PROMPT:].sum()),
+        "tokens": ROWS * COMPARED,
+        "logits_equal": all(map(torch.equal, eager.logits, replayed.logits)),
+        "replayed": counted.replayed,
+        "captured": counted.captured,
+        "prompts_replayed": counted.prompts_replayed,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
