@@ -85,7 +85,6 @@ will also show up in this list)
 RuntimeError: CUDA error: device-side assert triggered
 OSError: google/gemma-4-E2B-it is not a local folder and is not a valid model identifier listed on 'https://huggingface.co'
 AttributeError: 'NoneType' object has no attribute 'shape'
-TypeError: 'NoneType' object is not subscriptable
 ValueError: too many values to unpack (expected 2)
 AssertionError: Torch not compiled with CUDA enabled
 ImportError: cannot import name 'HybridCache' from 'transformers' (/usr/lib/python3/site-packages/transformers/x.py)
@@ -103,6 +102,12 @@ ValueError: Unable to create tensor, you should probably activate truncation and
 RuntimeError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:275, unhandled system error
 RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed.
 ZeroDivisionError: division by zero""".splitlines()
+
+
+def test_anybodys_error_that_a_patch_repairs_is_only_possible() -> None:
+    """Its text is Python's; without a traceback nobody can tell."""
+    answer = search.search(messages.read("TypeError: 'NoneType' object is not subscriptable"), gemma4_compat.patches())
+    assert [(match.patch.id, match.certain) for match in answer.matches] == [("transformers-absent-per-layer", False)]
 
 
 @pytest.mark.parametrize("text", ANYBODYS)
