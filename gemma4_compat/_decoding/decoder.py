@@ -51,7 +51,7 @@ class Decoding:
         self.waiting: weakref.ref[Any] | None = None  # the `call.Decoder` that was made last
         self.prompt_pool: Any = None  # of the graphs of prompts, and how many bytes it takes
         self.prompt_bytes = 0
-        self.largest_pieces: dict[int, int] = {}  # of prompts, in tokens, by the number of rows
+        self.largest_pieces: dict[tuple[int, int], int] = {}  # of prompts, in tokens, by rows and length of the cache
         self.shapes: Any = None  # of the model and where it is, for `_planner.reading`
         self._pool: Any = None
         self._stream: Any = None  # of the last replay
@@ -141,6 +141,14 @@ class Decoding:
         if static_caches.length(cache) < reading.POSITIONS or own.obstacle(device) is not None:
             return contextlib.nullcontext()
         return reading.read(device)
+
+    def computes_attention(self, device: Any, cache: Any) -> bool:
+        """Whether kernels of our own are known to compute the attention of prompts that are read into this cache."""
+        if not self.own or cache is None or not static_caches.is_static(cache):
+            return False
+        from gemma4_compat._decoding import reading
+
+        return static_caches.length(cache) >= reading.POSITIONS and reading.is_used(device)
 
     def tidy(self, cache: Any) -> None:
         """Before a ``generate``: release caches that are gone, except one, which lends its memory to ``cache``."""
