@@ -142,14 +142,6 @@ class Decoding:
             return contextlib.nullcontext()
         return reading.read(device)
 
-    def computes_attention(self, device: Any, cache: Any) -> bool:
-        """Whether kernels of our own are known to compute the attention of prompts that are read into this cache."""
-        if not self.own or cache is None or not static_caches.is_static(cache):
-            return False
-        from gemma4_compat._decoding import reading
-
-        return static_caches.length(cache) >= reading.POSITIONS and reading.is_used(device)
-
     def tidy(self, cache: Any) -> None:
         """Before a ``generate``: release caches that are gone, except one, which lends its memory to ``cache``."""
         with self.lock:

@@ -268,8 +268,17 @@ def has_room(
     left = free(device, decoding.prompt_bytes if any(_all(decoding)) else 0)
     if left is None:
         return True
-    copies = not decoding.computes_attention(device, cache)
+    copies = not _computes_attention(decoding, device, cache)
     return 2 * activations(model, rows, tokens, cache, masks=masks, copies=copies) <= left
+
+
+def _computes_attention(decoding: Decoding, device: Any, cache: Any) -> bool:
+    """Whether kernels of our own are known to compute the attention of prompts that are read into this cache."""
+    if not decoding.own or cache is None or not static_caches.is_static(cache):
+        return False
+    from gemma4_compat._decoding import reading  # with torch
+
+    return static_caches.length(cache) >= reading.POSITIONS and reading.is_used(device)
 
 
 def free(device: Any, kept: int = 0) -> int | None:

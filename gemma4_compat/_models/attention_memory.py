@@ -1,9 +1,8 @@
 """How many bytes attention takes beside queries, keys and values, where there is a mask.
 
-``scaled_dot_product_attention`` makes numbers of a bool mask, in the dtype of the queries, and before a GPU's
-memory-efficient kernel copies these: without the copy, the peaks in benchmarks/results/2026-11-27-h100/contexts-E2B.json
-would be lower by the bytes of one such mask. transformers copies keys and values for each query head, as no kernel has
-both a mask and grouped heads.
+``scaled_dot_product_attention`` makes numbers of a bool mask, in the dtype of the queries, and copies these for a GPU's
+memory-efficient kernel: the peaks in benchmarks/results/2026-11-27-h100/contexts-E2B.json have one more such mask than
+without the copy. transformers copies keys and values for each query head, as no kernel has both a mask and grouped heads.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def activations(blueprint: Blueprint, layers: Collection[Block], load: Load, *, 
       intermediate e); its experts; the logits of the last position (``MEASURED.logits`` batch vocabulary: ``generate``
       keeps no others);
     - attention: queries with their norm in fp32, keys and values repeated for every head if the kernel has no grouped
-      heads, the output with its fp32 accumulator, the mask as numbers (:mod:`~gemma4_compat._models.attention_memory`),
+      heads, the output with its fp32 accumulator, the mask as numbers and a copy of them (``attention_memory``),
       and all scores twice if the kernel is "math" (in fp32) or eager; or the copy of a ``DynamicCache`` that grows;
     - the dequantized bf16 copy of a layer's largest 4-bit weight, if the forward has more than one token, and of its
       quantized experts (while decoding: of those that are hit), and 8-bit's quantized inputs and int32 products;

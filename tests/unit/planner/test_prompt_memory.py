@@ -1,4 +1,4 @@
-"""What the attention of a prompt takes, against tensors on meta: masks, masks as numbers, keys and values for each head.
+"""What the attention of a prompt takes, against tensors on meta: masks, and copies of masks, keys and values.
 
 The layers up to the first full one, with the heads of the released models and little else.
 """
