@@ -41,7 +41,8 @@ def text_model(variant: str) -> Any:
 
 def kernel(query: Any, key: Any, value: Any, attn_mask: Any = None, **_options: Any) -> Any:
     """What ``scaled_dot_product_attention`` allocates on a GPU: a mask as numbers (PyTorch's
-    ``convert_boolean_attn_mask``), and a copy of it (``preprocess_mask``); a sum in float32; the output.
+    ``convert_boolean_attn_mask``), and a copy of it, as ``attention_memory`` infers; a sum in
+    float32; the output.
     """
     import torch
 
