@@ -120,15 +120,16 @@ class Decoder:
         self.alone(lambda: prompts.has_run(decoding, model, piece))
         return True
 
-    def largest_piece(self, rows: int) -> int:
-        """Tokens of the largest piece of a prompt of so many rows: as much as there was room for, the first time."""
-        known = self._decoding.largest_pieces
-        if rows not in known:
+    def largest_piece(self, rows: int, cache: Any) -> int:
+        """Tokens of the largest piece of a prompt of so many rows: as much as there was room for, the first time that
+        a cache was as long as this one.
+        """
+        known, key = self._decoding.largest_pieces, (rows, static_caches.length(cache))
+        if key not in known:
             *several, small = [size for size in pieces.sizes(rows) if size >= pieces.SMALL]
-            device = self.model.device
-            fits = (size for size in several if prompts.has_room(self._decoding, self.model, device, rows * size))
-            known[rows] = next(fits, small)
-        return known[rows]
+            where = self._decoding, self.model, self.model.device
+            known[key] = next((size for size in several if prompts.has_room(*where, rows, size, cache)), small)
+        return known[key]
 
     def alone(self, function: Callable[[], Any]) -> Any:
         """Call ``function`` while other threads run no step of this model."""

@@ -51,7 +51,7 @@ class Decoding:
         self.waiting: weakref.ref[Any] | None = None  # the `call.Decoder` that was made last
         self.prompt_pool: Any = None  # of the graphs of prompts, and how many bytes it takes
         self.prompt_bytes = 0
-        self.largest_pieces: dict[int, int] = {}  # of prompts, in tokens, by the number of rows
+        self.largest_pieces: dict[tuple[int, int], int] = {}  # of prompts, in tokens, by rows and length of the cache
         self.shapes: Any = None  # of the model and where it is, for `_planner.reading`
         self._pool: Any = None
         self._stream: Any = None  # of the last replay

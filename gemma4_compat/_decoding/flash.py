@@ -32,6 +32,8 @@ _FEW_HEADS = 8
 _SEGMENT = 8192
 #: Rows of such sums, at most: 32 MiB for heads that are 512 wide. And tokens, at least.
 _AT_ONCE, _TOKENS = 16_384, 128
+#: Bytes that such sums take.
+WORKSPACE = 4 * 512 * _AT_ONCE
 _LIMIT = 1 << 31
 
 

@@ -70,7 +70,7 @@ def read(given: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[
     if positions is None or any(tensor.shape[1:] != (held + new,) for tensor in shaped):
         return None
     ids, positions = input_ids[:, -new:], positions[:, -new:]
-    for start, end, size in cut(new - 1, given.largest_piece(len(input_ids))):
+    for start, end, size in cut(new - 1, given.largest_piece(len(input_ids), cache)):
         part = _padded(ids[:, start:end], size), _padded(positions[:, start:end], size)
         piece = Piece(_inputs(model, cache, *part, mask, held + start, end - start), cache, end - start)
         if not given.read_piece(piece, first=start == 0):

@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._decoding import deferral, obstacles, static_caches, steps
+from gemma4_compat._decoding import deferral, flash, obstacles, static_caches, steps
 from gemma4_compat._decoding.graphs import REMEMBERED, Graph, Variant
 from gemma4_compat._decoding.recording import RECORDERS
-from gemma4_compat._models import cache_names, prefill
+from gemma4_compat._models import attention_memory, cache_names, prefill
 
 if TYPE_CHECKING:
     from gemma4_compat._decoding.decoder import Decoding
@@ -173,20 +173,31 @@ def has_run(decoding: Decoding, model: Any, prompt: Prompt) -> None:
 
 def _captured(decoding: Decoding, model: Any, prompt: Prompt, variant: Variant) -> Graph | None:
     """Capture the forward of a prompt without running it. None, with model and cache unchanged, if that fails."""
-    recorder = RECORDERS[prompt.device.type]
-    obstacle = recorder.obstacle() or obstacles.find(model, obstacles.modules_of_a_step(model))
+    obstacle = RECORDERS[prompt.device.type].obstacle() or obstacles.find(model, obstacles.modules_of_a_step(model))
     if obstacle is not None:
         decoding.reason(obstacle)
         variant.prompts_refused = True
         return None
     while sum(len(other.prompts) for other in decoding.variants) >= MAX_GRAPHS:
         next(other for other in reversed(decoding.variants) if other.prompts).prompts.popitem(last=False)
-    if not has_room(decoding, model, prompt.device, prompt.inputs["input_ids"].numel()):
+    if not has_room(decoding, model, prompt.device, *_asked(prompt.inputs)):  # copies of the masks are new
         return None
-    begun, before = time.perf_counter(), _reserved(prompt.device)
+    begun, before = time.perf_counter(), _unused(prompt.device)
+    graph = _recorded(decoding, model, prompt, variant)
+    if graph is None:
+        return None
+    decoding.prompt_bytes += max(_unused(prompt.device) - before, 0)
+    decoding.statistics.prompts_captured += 1
+    decoding.statistics.capture_seconds += time.perf_counter() - begun
+    decoding.keep_memory(prompt.cache)
+    variant.prompts[prompt.addresses, prompt.kind] = graph
+    return graph
+
+
+def _recorded(decoding: Decoding, model: Any, prompt: Prompt, variant: Variant) -> Graph | None:
     try:
         if not any(_all(decoding)):
-            decoding.prompt_pool, decoding.prompt_bytes = recorder.new_pool(), 0
+            decoding.prompt_pool, decoding.prompt_bytes = RECORDERS[prompt.device.type].new_pool(), 0
         static = prompt.static_inputs()
         with prefill.known_to_hide_nothing(prompt.hides_nothing):
             recording, outputs = decoding.recorded(model, prompt, static, decoding.prompt_pool)
@@ -194,13 +205,7 @@ def _captured(decoding: Decoding, model: Any, prompt: Prompt, variant: Variant) 
         decoding.reason_of(error, prompt=True)
         variant.prompts_refused = True
         return None
-    decoding.prompt_bytes += max(_reserved(prompt.device) - before, 0)
-    decoding.statistics.prompts_captured += 1
-    decoding.statistics.capture_seconds += time.perf_counter() - begun
-    decoding.keep_memory(prompt.cache)
-    graph = Graph(recording, {}, steps.tensors(static), outputs)  # not fused
-    variant.prompts[prompt.addresses, prompt.kind] = graph
-    return graph
+    return Graph(recording, {}, steps.tensors(static), outputs)  # not fused
 
 
 def _all(decoding: Decoding) -> Iterator[Graph]:
@@ -219,17 +224,61 @@ def release(decoding: Decoding) -> bool:
 def make_room(decoding: Decoding, model: Any, inputs: dict[str, Any]) -> None:
     """Before a forward without a graph: if it may need the memory that the graphs of prompts keep, drop them."""
     ids = inputs.get("input_ids")
-    if ids is None or ids.numel() == len(ids) or not any(_all(decoding)):
-        return
-    if not has_room(decoding, model, ids.device, ids.numel()):
+    if ids is not None and ids.numel() > len(ids):
+        _make_room(
+            decoding, model, ids.device, *_asked(inputs), masks=not isinstance(inputs.get("attention_mask"), dict)
+        )
+
+
+def make_room_for_chunks(decoding: Decoding, model: Any, cache: Any, rows: int, size: int) -> None:
+    """Before the masks of chunks are made, which graphs of other chunks may leave no memory for.
+
+    Args:
+        decoding: of the model.
+        model: of transformers.
+        cache: that they are read into, or None.
+        rows: of a batch.
+        size: tokens of a chunk, for each row.
+    """
+    with decoding.lock:
+        kinds = [kind for variant in decoding.variants for _, kind in variant.prompts]
+        if any(shape == (rows, size) for kind in kinds for shape, *_ in kind[1]):
+            return  # these had room for their masks
+        _make_room(decoding, model, model.device, rows, size, cache, masks=True)
+
+
+def _make_room(
+    decoding: Decoding, model: Any, device: Any, rows: int, tokens: int, cache: Any, *, masks: bool
+) -> None:
+    if any(_all(decoding)) and not has_room(decoding, model, device, rows, tokens, cache, masks=masks):
         _log.debug("gemma4_compat: the graphs of prompts give back %d bytes", decoding.prompt_bytes)
         release(decoding)
 
 
-def has_room(decoding: Decoding, model: Any, device: Any, tokens: int) -> bool:
-    """Whether a forward of so many tokens fits twice into the memory that is free."""
+def _asked(inputs: dict[str, Any]) -> tuple[int, int, Any]:
+    """Rows and tokens of a forward, and its cache."""
+    rows, tokens = inputs["input_ids"].shape
+    return rows, tokens, cache_names.cache_in(inputs)
+
+
+def has_room(
+    decoding: Decoding, model: Any, device: Any, rows: int, tokens: int, cache: Any, *, masks: bool = True
+) -> bool:
+    """Whether a forward fits twice into the memory that is free: see :func:`activations`."""
     left = free(device, decoding.prompt_bytes if any(_all(decoding)) else 0)
-    return left is None or 2 * activations(model, tokens) <= left
+    if left is None:
+        return True
+    copies = not _computes_attention(decoding, device, cache)
+    return 2 * activations(model, rows, tokens, cache, masks=masks, copies=copies) <= left
+
+
+def _computes_attention(decoding: Decoding, device: Any, cache: Any) -> bool:
+    """Whether kernels of our own are known to compute the attention of prompts that are read into this cache."""
+    if not decoding.own or cache is None or not static_caches.is_static(cache):
+        return False
+    from gemma4_compat._decoding import reading  # with torch
+
+    return static_caches.length(cache) >= reading.POSITIONS and reading.is_used(device)
 
 
 def free(device: Any, kept: int = 0) -> int | None:
@@ -247,22 +296,52 @@ def free(device: Any, kept: int = 0) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0] + max(unused, 0))
 
 
-def activations(model: Any, tokens: int) -> int:
-    """Bytes that a forward of so many tokens takes at most, roughly: an MLP, per-layer inputs, attention."""
-    text = model.config.get_text_config()
+def activations(model: Any, rows: int, tokens: int, cache: Any, *, masks: bool, copies: bool) -> int:
+    """Bytes that a forward takes at most, roughly: an MLP, experts, per-layer inputs, attention.
+
+    Args:
+        model: of transformers.
+        rows: of a batch.
+        tokens: of the forward, for each row.
+        cache: what it reads into; None or one that is not static: as long as the tokens.
+        masks: whether it makes masks, which are there otherwise.
+        copies: whether PyTorch computes attention: masks as numbers, and keys and values for each query head.
+    """
+    text, item = model.config.get_text_config(), int(model.dtype.itemsize)
     widest = int(text.intermediate_size) * (2 if getattr(text, "use_double_wide_mlp", False) else 1)
     per_layer = int(getattr(text, "hidden_size_per_layer_input", 0) or 0) * int(text.num_hidden_layers)
     heads = int(text.num_attention_heads) * int(getattr(text, "global_head_dim", 0) or 512)
-    values = 6 * int(text.hidden_size) + 4 * (widest + per_layer + heads)
+    experts = int(text.top_k_experts) if getattr(text, "enable_moe_block", False) else 0
+    values = 6 * int(text.hidden_size) * (1 + experts) + 4 * (widest + per_layer + heads)
     weight = 2 * widest * int(text.hidden_size)  # dequantized
-    return int(model.dtype.itemsize) * (tokens * values + weight)
+    full = static_caches.length(cache) if cache is not None and static_caches.is_static(cache) else tokens
+    sliding = min(full, int(getattr(text, "sliding_window", 0) or 0)) + tokens
+    found = item * (rows * tokens * values + weight)
+    pairs = rows * tokens * full
+    if masks:
+        found += pairs + rows * tokens * sliding
+    if copies:
+        return found + max(_copies(text, rows, tokens, seen, item) for seen in (full, sliding))
+    return found + max(flash.WORKSPACE, pairs if masks else 0)  # while padding is hidden there are two masks
 
 
-def _reserved(device: Any) -> int:
-    """Bytes that PyTorch's allocator has from the GPU, without what is only cached."""
+def _copies(text: Any, rows: int, tokens: int, seen: int, item: int) -> int:
+    """What PyTorch's attention makes of a mask, keys and values."""
+    of_full = getattr(text, "num_global_key_value_heads", None) if getattr(text, "attention_k_eq_v", False) else None
+    kv_heads = int(of_full or text.num_key_value_heads)
+    width = int(getattr(text, "global_head_dim", 0) or 512)
+    pairs, heads = rows * tokens * seen, int(text.num_attention_heads)
+    found = attention_memory.repeated(rows * seen, heads, kv_heads, width, item)
+    if text._attn_implementation == "eager":
+        return found + attention_memory.EAGER_SCORES * heads * pairs
+    return found + 2 * attention_memory.mask_as_numbers(pairs, item)  # and a copy of them
+
+
+def _unused(device: Any) -> int:
+    """Bytes that PyTorch's allocator keeps from the GPU and no tensor has, without what is only cached."""
     import torch
 
     if device.type != "cuda":
         return 0
     torch.cuda.empty_cache()
-    return int(torch.cuda.memory_reserved(device))
+    return int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))

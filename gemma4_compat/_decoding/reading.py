@@ -92,6 +92,13 @@ class Reading(own.Own):
         return self._bounds[what][1]
 
 
+def is_used(device: Any) -> bool:
+    """Whether these kernels compute the attention of prompts that has a mask, as far as it was tried."""
+    with _lock:
+        found = [passed for (where, layout), passed in _passed.items() if where == device and layout.masked]
+    return bool(found) and all(found) and sleep.is_installed(windows.ID)
+
+
 def _passes(call: flash.Call) -> bool:
     """Whether kernels of this layout err no more than PyTorch's on this device. Tried once, not inside a capture."""
     device = call.query.device

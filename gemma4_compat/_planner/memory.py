@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from gemma4_compat._models import attention_memory
 from gemma4_compat._planner.blueprint import Attention, Block, Blueprint, rounded
 
 
@@ -38,7 +39,7 @@ class Measured:
     slots: int = 2
     norm: int = 8
     per_layer_inputs: int = 12
-    eager_scores: int = 10
+    eager_scores: int = attention_memory.EAGER_SCORES
     logits: int = 14
     image_tokens: int = 280
     audio_frames: int = 3000
@@ -139,13 +140,14 @@ def activations(blueprint: Blueprint, layers: Collection[Block], load: Load, *, 
 
     - always alive: the embedded inputs and the residual stream (2 T hidden e), the per-layer inputs as looked up and
       as projected (2 T W e), rotary tables, the attention mask (prompt x prompt bytes if a layer needs one);
-    - before the layers, and before a prefill has a cache: the per-layer inputs being projected
+    - before the layers, and before a prompt has a cache: the per-layer inputs being projected
       (``MEASURED.per_layer_inputs`` T W);
     - then the KV cache (:func:`kv_cache`) and the largest of: a layer's attention; its MLP: gate, activation, up (3 T
       intermediate e); its experts; the logits of the last position (``MEASURED.logits`` batch vocabulary: ``generate``
       keeps no others);
     - attention: queries with their norm in fp32, keys and values repeated for every head if the kernel has no grouped
-      heads, the output with its fp32 accumulator, and all scores twice if the kernel is "math" (in fp32) or eager;
+      heads, the output with its fp32 accumulator, the mask as numbers and a copy of them (``attention_memory``),
+      and all scores twice if the kernel is "math" (in fp32) or eager; or the copy of a ``DynamicCache`` that grows;
     - the dequantized bf16 copy of a layer's largest 4-bit weight, if the forward has more than one token, and of its
       quantized experts (while decoding: of those that are hit), and 8-bit's quantized inputs and int32 products;
     - LoRA: the layer's widest input and output in fp32.
@@ -175,8 +177,9 @@ def activations(blueprint: Blueprint, layers: Collection[Block], load: Load, *, 
     first = 0
     if head:
         stages.append(MEASURED.logits * load.batch * blueprint.vocabulary)
-        # Before a prefill the cache is empty, but a static one may be left from the previous generation.
-        first = (MEASURED.per_layer_inputs - 2 * item) * tokens * wide + (0 if prefill and not load.fast else cache)
+        # Before a prompt the cache is empty, but a static one may be left from the previous generation.
+        empty = prefill and not load.fast and not load.chunked
+        first = (MEASURED.per_layer_inputs - 2 * item) * tokens * wide + (0 if empty else cache)
     return alive + max(first, cache + max(stages))
 
 
@@ -263,9 +266,13 @@ def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> 
     kernel = _kernel(blueprint, attention, load, rows, prefill=prefill)
     if not prefill and not load.fast:  # while a layer's cache grows, the old and the new one both exist
         kernel += kv_cache(block, load, item, prefill=False)
+    elif not load.fast and load.chunked:  # keys are copied before values are
+        grown = kv_cache(block, load, item, prefill=True) // 2
+        kernel = max(kernel, tokens * (width + 2 * attention.kv_width) * item + grown)
     elif not prefill and attention.window is not None and load.context > attention.window:
         kernel = max(kernel, tokens * width * item + kv_cache(block, load, item, prefill=False))
-    projected = tokens * width * (item + MEASURED.norm)
+    # Attention comes before the layer has added to the stream.
+    attends = max(tokens * width * (item + MEASURED.norm), kernel) - tokens * hidden * item
     mlp = 3 * tokens * block.intermediate * item
     many = tokens > 1
     workspace = block.workspace if many else 0
@@ -282,7 +289,7 @@ def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> 
         else:
             experts += block.experts
     lora = tokens * 4 * (block.intermediate + hidden) if block.adapter else 0
-    return residual + workspace + lora + max(projected, kernel, mlp, experts, MEASURED.norm * tokens * hidden)
+    return residual + workspace + lora + max(attends, mlp, experts, MEASURED.norm * tokens * hidden)
 
 
 def grouped_experts(pairs: int, hidden: int, item: int) -> int:
@@ -300,13 +307,15 @@ def _kernel(blueprint: Blueprint, attention: Attention, load: Load, rows: int, *
     seen = _seen(attention, load, prefill=prefill)
     keys = load.batch * seen * width  # for every head
     pairs = load.batch * rows * seen
-    repeated = 2 * keys * item if 1 < attention.kv_heads < attention.heads else 0  # one head is broadcast as a view
+    heads = attention.heads, attention.kv_heads, attention.head_dim
+    repeated = attention_memory.repeated(load.batch * seen, *heads, item)
     if load.attention == "eager":
         return queries * item + repeated + MEASURED.eager_scores * attention.heads * pairs
     kernel = queries * (2 * item + 4)  # in, out, and an accumulator
-    masked = (load.fast or load.chunked) and _is_masked(blueprint, attention, load, prefill=prefill)
-    if masked:  # added to the scores, so in their dtype
-        kernel += pairs * (item + 1)
+    masked = _is_masked(blueprint, attention, load, prefill=prefill)
+    if masked:
+        numbers = attention_memory.mask_as_numbers(pairs, item)
+        kernel = numbers + max(kernel, queries * item + numbers)  # they are copied before the output is there
     if attention.head_dim > 256 and blueprint.math_attention and not masked:
         kernel += 2 * keys * (item + 4) + 2 * 4 * attention.heads * pairs
     elif masked:

@@ -41,6 +41,7 @@ from gemma4_compat._decoding import (
     new_caches,
     obstacles,
     pieces,
+    prompts,
     static_caches,
 )
 from gemma4_compat._decoding.recording import RECORDERS
@@ -120,9 +121,11 @@ def prefill(
     **kwargs: Any,
 ) -> Any:
     """After ``decode_fast``, a prompt is read at once where that fits into memory, with a call that replays."""
-    if not decoder.is_preferred(self) or generation_config.prefill_chunk_size is not None:
+    cache, size = cache_names.cache_in(model_kwargs), generation_config.prefill_chunk_size
+    if decoder.is_preferred(self) and size is not None:
+        prompts.make_room_for_chunks(decoder.of(self), self, cache, len(input_ids), min(size, input_ids.shape[1]))
+    if not decoder.is_preferred(self) or size is not None:
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-    cache = cache_names.cache_in(model_kwargs)
     given = None if generation_config.disable_compile else call.decoder_for(self, cache)
 
     def whole() -> Any:

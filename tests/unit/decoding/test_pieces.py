@@ -190,10 +190,10 @@ def test_where_a_prompt_is_cut(
 def test_pieces_are_smaller_where_memory_is_short(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first prompt decides, so that bits do not depend on the calls before."""
     monkeypatch.setattr(pieces, "SMALL", 4)
-    monkeypatch.setattr(prompts, "has_room", lambda _decoding, _model, _device, tokens: tokens <= 4)
+    monkeypatch.setattr(prompts, "has_room", lambda *given, **_: given[4] <= 4)
     model = fast(models, None)
     for seed in range(3):
         near(model, text(model, 30, seed=seed))
-        assert decoder.of(calls.base(model)).largest_pieces == {1: 4}
-        monkeypatch.setattr(prompts, "has_room", lambda *_: True)
+        assert decoder.of(calls.base(model)).largest_pieces == {(1, 33): 4}
+        monkeypatch.setattr(prompts, "has_room", lambda *_, **__: True)
     assert steps(model).prompts_captured == 1

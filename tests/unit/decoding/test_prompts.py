@@ -222,7 +222,7 @@ def test_few_graphs_are_kept_and_steps_keep_theirs(models: Models, monkeypatch: 
 def test_graphs_go_where_memory_is_short(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fast(models, None)
     same(model, [5] * 3)
-    monkeypatch.setattr(prompts, "has_room", lambda *_: False)
+    monkeypatch.setattr(prompts, "has_room", lambda *_, **__: False)
     same(model, [5])
     assert counts(model) == (1, 3)  # what is there is replayed
     same(model, [6] * 3)

@@ -40,15 +40,18 @@ def text_model(variant: str) -> Any:
 
 
 def kernel(query: Any, key: Any, value: Any, attn_mask: Any = None, **_options: Any) -> Any:
-    """What ``scaled_dot_product_attention`` allocates on a GPU: a mask's opposite, and as numbers (PyTorch's
-    ``convert_boolean_attn_mask``); a sum in float32; the output.
+    """What ``scaled_dot_product_attention`` allocates on a GPU: a mask as numbers (PyTorch's
+    ``convert_boolean_attn_mask``), and a copy of it, as ``attention_memory`` infers; a sum in
+    float32; the output.
     """
     import torch
 
-    hidden = None if attn_mask is None else attn_mask.logical_not()
-    numbers = None if hidden is None else hidden.to(query.dtype)
+    numbers = attn_mask
+    if attn_mask is not None:
+        numbers = torch.zeros_like(attn_mask, dtype=query.dtype)
+        numbers = numbers.clone()
     found = torch.empty_like(query, dtype=torch.float32), torch.empty_like(query)
-    del hidden, numbers
+    del numbers
     return found[1]
 
 

@@ -1,0 +1,27 @@
+"""How many bytes attention takes beside queries, keys and values, where there is a mask.
+
+``scaled_dot_product_attention`` makes numbers of a bool mask, in the dtype of the queries, and copies them for a GPU's
+memory-efficient kernel. That copy is inferred, not observed: the sums with it are near the peaks in
+benchmarks/results/2026-11-27-h100/contexts-E2B.json, and without it too low. transformers copies keys and values for
+each query head, as no kernel has both a mask and grouped heads.
+"""
+
+from __future__ import annotations
+
+#: Bytes per score with eager attention: bf16, masked, fp32, bf16 again.
+EAGER_SCORES = 10
+
+
+def mask_as_numbers(pairs: int, item: int) -> int:
+    """Bytes of a mask as numbers.
+
+    Args:
+        pairs: of a query and a key.
+        item: bytes of a number.
+    """
+    return pairs * item
+
+
+def repeated(keys: int, heads: int, kv_heads: int, head_dim: int, item: int) -> int:
+    """Bytes of keys and values, once for each query head, of ``keys`` tokens; one head is broadcast as a view."""
+    return 2 * keys * heads * head_dim * item if 1 < kv_heads < heads else 0
