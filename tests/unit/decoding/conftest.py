@@ -62,6 +62,7 @@ def kernels_on_host(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
+    kernels._kernels.pop(torch.device("cpu"), None)  # of tests without this fixture
     yield
     kernels._kernels.pop(torch.device("cpu"), None)
 
