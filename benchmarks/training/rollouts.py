@@ -6,7 +6,7 @@ A 4-bit model with random weights and a float32 LoRA adapter in training mode, a
 are drawn by replay, a step with checkpointing under bfloat16 autocast follows (the loss weighs log-probabilities of
 the completions by made-up advantages), then the same prompt is decoded greedily, eagerly and by replay. ``--own`` lets
 kernels of this package compute; then tokens of random weights differ, and the step only has to stay finite.
-Without a GPU (``--shape tiny-E2B``) nothing is replayed.
+Without a GPU (``--shape tiny-E2B``) nothing is replayed. Exit code 1: a number is not finite, or logits differ.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gemma4_compat
 from benchmarks.decoding import models
+from benchmarks.small_card import device
 
 TARGETS = r".*language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 ROWS, PROMPT, NEW, COMPARED = 8, 64, 48, 24
@@ -34,20 +35,31 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--own", action="store_true", help="decode_fast's own arithmetic in place of exact=True")
     arguments = parser.parse_args()
+    result = measured(arguments.shape, arguments.steps, own=arguments.own)
+    print(json.dumps(result, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return int(bool(problems(result, own=arguments.own)))
+
+
+def measured(shape: str, steps: int, *, own: bool) -> dict[str, Any]:
+    """What each step gave, with the machine and the releases."""
     import torch
 
-    model = load(arguments.shape, exact=not arguments.own)
+    model = load(shape, exact=not own)
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
     ids = models.text_prompt(model, PROMPT)["input_ids"].repeat(ROWS, 1)
     found = []
-    for _ in range(arguments.steps):
+    for _ in range(steps):
         completed = generate(model, ids, new=NEW, do_sample=True, top_k=0).sequences
         found.append(step(model, completed, optimizer) | compared(model, ids))
-        print(json.dumps(found[-1]), flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    finite = all(one["finite"] for one in found)
-    return int(not finite or not (arguments.own or all(one["logits_equal"] for one in found)))
+    return {"shape": shape, "own": own, "machine": device.machine(), "steps": found}
+
+
+def problems(result: dict[str, Any], *, own: bool) -> list[str]:
+    """Steps with numbers that are not finite or, in PyTorch's arithmetic, other logits than eager ones."""
+    steps = enumerate(result["steps"])
+    return [f"step {number}" for number, one in steps if not one["finite"] or not (own or one["logits_equal"])]
 
 
 def load(shape: str, *, exact: bool) -> Any:

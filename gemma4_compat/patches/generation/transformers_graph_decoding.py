@@ -122,9 +122,10 @@ def prefill(
 ) -> Any:
     """After ``decode_fast``, a prompt is read at once where that fits into memory, with a call that replays."""
     cache, size = cache_names.cache_in(model_kwargs), generation_config.prefill_chunk_size
-    if decoder.is_preferred(self) and size is not None:
+    if not decoder.is_preferred(self):
+        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    if size is not None:
         prompts.make_room_for_chunks(decoder.of(self), self, cache, len(input_ids), min(size, input_ids.shape[1]))
-    if not decoder.is_preferred(self) or size is not None:
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     given = None if generation_config.disable_compile else call.decoder_for(self, cache)
 

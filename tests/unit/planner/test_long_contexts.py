@@ -41,15 +41,11 @@ def text_model(variant: str) -> Any:
 
 def kernel(query: Any, key: Any, value: Any, attn_mask: Any = None, **_options: Any) -> Any:
     """What ``scaled_dot_product_attention`` allocates on a GPU: a mask as numbers (PyTorch's
-    ``convert_boolean_attn_mask``), and a copy of it, as ``attention_memory`` infers; a sum in
-    float32; the output.
+    ``convert_boolean_attn_mask``) and the copy that ``attention_memory`` infers; a sum in float32; the output.
     """
     import torch
 
-    numbers = attn_mask
-    if attn_mask is not None:
-        numbers = torch.zeros_like(attn_mask, dtype=query.dtype)
-        numbers = numbers.clone()
+    numbers = None if attn_mask is None else torch.zeros_like(attn_mask, dtype=query.dtype).clone()
     found = torch.empty_like(query, dtype=torch.float32), torch.empty_like(query)
     del numbers
     return found[1]

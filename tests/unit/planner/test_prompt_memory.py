@@ -93,7 +93,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_attention_takes_what_is_planned(variant: str, implementation: str, static: bool) -> None:
-    """To 3 %, and not less but for positions and sums of a row: 0.2 %."""
+    """The plan is at most 3 % above the peak. It leaves out positions and sums of a row: at most 0.2 %."""
     model = attention_of(variant, implementation)
     described = describe(model)
     for context, chunk in CASES:
