@@ -58,6 +58,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("replays", measurements.replays_section),
         ("prompts", decoding.prompts),
         ("attention", decoding.attention),
+        ("contexts", decoding.contexts),
         ("turns", decoding.turns),
         ("rounds", decoding.rounds),
     ],

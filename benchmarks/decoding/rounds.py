@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -38,6 +39,10 @@ from benchmarks.small_card import device as small_card_device
 
 #: Tokens of the prompt.
 PROMPT = 64
+#: Texts, at most, until no graph is captured in them.
+SETTLED = 8
+#: Texts without an assistant, of which the median counts.
+TIMED = 3
 
 
 def paced(decide: Callable[[int], int]) -> contextlib.AbstractContextManager[Any]:
@@ -160,16 +165,28 @@ class Case:
         self.batch = models.text_prompt(self.model, PROMPT)
         most = max(self.options.tokens, self.options.warm, self.options.long)
         models.base(self.model).generation_config.max_cache_len = PROMPT + most  # all texts share graphs
-        for _ in range(2):  # the first time, steps are captured and fused, and again with full windows
-            self.longest, seconds = timed(self.model, self.batch, most, **self.sampling)
-        self.plain = {most: seconds}
+        self.longest, _ = self._settled(lambda: timed(self.model, self.batch, most, **self.sampling))
+        self.plain: dict[int, float] = {}
         for tokens in (self.options.long, self.options.tokens):
-            if tokens not in self.plain:
-                self.plain[tokens] = timed(self.model, self.batch, tokens, **self.sampling)[1]
+            seconds = [timed(self.model, self.batch, tokens, **self.sampling)[1] for _ in range(TIMED)]
+            self.plain[tokens] = statistics.median(seconds)
         speeds = {str(tokens): tokens / seconds for tokens, seconds in self.plain.items()}
         self.found["plain_tokens_s"] = speeds
         shown = ", ".join(f"{speed:.0f} tokens/s in {tokens}" for tokens, speed in speeds.items())
         self.write(self.found, f"without drafts: {shown}")
+
+    def _settled(self, run: Callable[[], Any]) -> Any:
+        """What ``run`` returns, once no graph is captured or fused in it: those of full windows come late."""
+        inner = models.base(self.model)
+        for _ in range(SETTLED):
+            counted = [gemma4_compat.decoding_statistics(one) for one in (inner, self.assistant)]
+            before = [(one.captured, one.fused) for one in counted]
+            found = run()
+            if before == [(one.captured, one.fused) for one in counted]:
+                break
+        else:
+            self.found["unsettled"] = True
+        return found
 
     def one(self, share: float, tokens: int) -> Data:
         """A text with drafts of which such a share is right."""
@@ -201,7 +218,7 @@ class Case:
         shares = [share for share in self.options.shares if share > 0] if count else [0.0]
         inner = models.base(self.model)
         with paced(lambda _most: count), graphs() as replayed:
-            self.one(0.0, self.options.warm)  # captures and fuses
+            self._settled(lambda: self.one(0.0, max(self.options.warm, self.options.tokens)))
             rows = [self.one(share, self.options.tokens) for share in shares]
         wall = 1000 * decoder.of(inner).paces[self.assistant].seconds.get(count, float("nan"))
         names = (f"drafts {count}", f"reads {count + 1}")

@@ -11,6 +11,7 @@ compared with those that ``generate`` built. If one bit differs, this ``generate
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 from gemma4_compat._decoding import deferral, static_caches, steps
@@ -196,7 +197,8 @@ class Loop:
 
     def _optimize_model_for_decode(self) -> Any:
         """What the model's own returns; it looks for submodels once, not twice."""
-        return _with(_Submodels(self._model), "_optimize_model_for_decode")
+        known = None if self._decoder is None else self._decoder.variant
+        return _with(_Submodels(self._model, known), "_optimize_model_for_decode")
 
     def prepare_inputs_for_generation(self, input_ids: Any, **given: Any) -> dict[str, Any]:
         """Nothing, if the inputs follow from the last ones."""
@@ -227,10 +229,15 @@ class Loop:
 
 
 class _Submodels:
-    """A model whose ``set_experts_implementation`` is told which of its 1,600 modules are models."""
+    """A model whose ``set_experts_implementation`` is told which of its 1,600 modules are models.
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    Args:
+        model: of transformers.
+        variant: keeps what was found, as long as the model's modules stay; or None.
+    """
+
+    def __init__(self, model: Any, variant: Variant | None) -> None:
+        self._model, self._variant = model, variant
         self._found: list[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -243,10 +250,20 @@ class _Submodels:
     def modules(self) -> list[Any]:
         """The models in it."""
         if self._found is None:
+            self._found = self._kept()
+        if self._found is None:
             from transformers import PreTrainedModel
 
             self._found = [module for module in walk.modules(self._model)[1:] if isinstance(module, PreTrainedModel)]
+            if self._variant is not None:
+                self._variant.submodels = list(map(weakref.ref, self._found))
         return self._found
+
+    def _kept(self) -> list[Any] | None:
+        if self._variant is None or self._variant.submodels is None:
+            return None
+        found = [reference() for reference in self._variant.submodels]
+        return None if None in found else found
 
 
 def _with(view: _Submodels, name: str, *args: Any) -> Any:

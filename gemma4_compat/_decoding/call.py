@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._decoding import advancing, decoder, obstacles, pieces, prompts, static_caches, steps
+from gemma4_compat._decoding.graphs import Variant
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._models import cache_names, family
 from gemma4_compat._offload import model_lock
@@ -31,6 +32,11 @@ class Decoder:
     def is_for(self, cache: Any) -> bool:
         """Whether this one serves a ``generate`` with that cache, and has not begun."""
         return self._first and self._cache() is cache
+
+    @property
+    def variant(self) -> Variant | None:
+        """The variant of the last step or prompt."""
+        return next(iter(self._decoding.variants), None)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """Return what ``model(*args, **inputs)`` returns; where it can be replayed, without running its Python."""

@@ -73,7 +73,7 @@ def read(
         estimated: whether an estimate is enough to read chunks; otherwise memory must have run out.
 
     Raises:
-        torch.OutOfMemoryError: the smallest chunk does not fit either.
+        torch.OutOfMemoryError: the smallest chunk does not fit either, with all graphs given back.
     """
     import torch
 
@@ -85,20 +85,28 @@ def read(
     # Windows that hold something are copied to the host, unless there is room for two such forwards.
     spacious = static_caches.held(cache) and size is None and room.fits(times=2)
     before = None if spacious else static_caches.Held(cache)
-    while True:
-        try:
-            return at_once() if size is None else in_chunks(size)
-        except torch.OutOfMemoryError:
-            if before is None or not _smaller(room, size):
-                raise
-        # Not in the handler: the error holds what the forward had.
-        before.restore()
-        model_kwargs.clear()
-        model_kwargs.update(given)
-        with decoding.lock:
-            prompts.release(decoding)
-        size = _smaller(room, size)[0]
-        _tell(decoding, size, "it ran out of memory")
+    try:
+        while True:
+            try:
+                return at_once() if size is None else in_chunks(size)
+            except torch.OutOfMemoryError:
+                if before is None or decoding.pauses or not (_smaller(room, size) or decoding.captured):
+                    raise
+            # Not in the handler: the error holds what the forward had.
+            before.restore()
+            model_kwargs.clear()
+            model_kwargs.update(given)
+            with decoding.lock:
+                prompts.release(decoding)
+            smaller = _smaller(room, size)
+            if smaller:
+                size = smaller[0]
+                _tell(decoding, size, "it ran out of memory")
+            else:  # once more, without any graph
+                decoding.give_back()
+                decoding.pauses = True
+    finally:
+        decoding.pauses = False
 
 
 def _smaller(room: Room, size: int | None) -> list[int]:

@@ -49,6 +49,7 @@ class Decoding:
         self.memories: list[static_caches.Memory] = []
         self._variants: list[Variant] = []
         self.waiting: weakref.ref[Any] | None = None  # the `call.Decoder` that was made last
+        self.pauses = False  # no graph of a prompt is captured or replayed
         self.prompt_pool: Any = None  # of the graphs of prompts, and how many bytes it takes
         self.prompt_bytes = 0
         self.largest_pieces: dict[tuple[int, int], int] = {}  # of prompts, in tokens, by rows and length of the cache
@@ -171,6 +172,18 @@ class Decoding:
                 of(assistant).clear()
             self.known_assistants.clear()
             self.paces.clear()
+
+    @property
+    def captured(self) -> bool:
+        """Whether there are graphs."""
+        return any(variant.graphs or variant.prompts for variant in self._variants)
+
+    def give_back(self) -> None:
+        """Release all graphs where memory is short. The next call captures anew."""
+        with self.lock:
+            self._lost = Recapture(Cause.MEMORY, "a prompt needed what they take")
+            self._variants = []
+            self.prompt_pool, self.prompt_bytes = None, 0
 
     def variant(self, model: Any, *, in_full: bool, settling: bool = False, quiet: bool = False) -> Variant:
         """The variant of the model as it is now.

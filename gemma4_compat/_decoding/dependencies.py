@@ -278,6 +278,10 @@ class Dependencies:
             return False
         return self._seldom.hold() and self._layouts.hold() and self._other_layouts.hold()
 
+    def rest_holds(self) -> bool:
+        """What :meth:`hold` checks beside :meth:`may_be_read`, which has just held."""
+        return not self._gone and self._often.hold()
+
     def may_be_read(self) -> bool:
         """Whether all memory that a replay reads is what it was, and the same adapters are active.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,4 +39,5 @@ class Variant:
     prompts: collections.OrderedDict[Any, Graph] = field(default_factory=collections.OrderedDict)
     read: collections.OrderedDict[Any, Any] = field(default_factory=collections.OrderedDict)  # kinds of prompts
     prompts_refused: bool = False  # they cannot be captured
+    submodels: list[weakref.ref[Any]] | None = None  # of transformers, once they have been looked for
     tried: dict[Any, bool] = field(default_factory=dict)  # rounds, and whether they have the bits of single tokens

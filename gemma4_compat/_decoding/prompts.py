@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._decoding import deferral, flash, obstacles, static_caches, steps
 from gemma4_compat._decoding.graphs import REMEMBERED, Graph, Variant
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._models import attention_memory, cache_names, prefill
+from gemma4_compat._offload import streaming
+from gemma4_compat._quantization import experts
 
 if TYPE_CHECKING:
     from gemma4_compat._decoding.decoder import Decoding
@@ -96,7 +98,7 @@ def run(decoding: Decoding, model: Any, prompt: Prompt, *, first: bool) -> Any:
     Returns:
         the model's output; None if it has to run without a graph, and nothing has run then.
     """
-    if not any(prompt.kind in variant.read for variant in decoding.variants):
+    if decoding.pauses or not any(prompt.kind in variant.read for variant in decoding.variants):
         return None  # without a look at the model
     if first and not prompt.addresses:
         outputs = _ahead(decoding, prompt)
@@ -147,7 +149,7 @@ def _ahead(decoding: Decoding, prompt: Prompt) -> Any:
     state = random.get_state()
     decoding.launch(graph, prompt)
     graph.recording.replay()
-    if known.hold() and known.hold_in_full():
+    if known.rest_holds() and known.hold_in_full():
         return _replayed(decoding, prompt, variant, graph)
     if prompt.device.type == "cuda":
         torch.cuda.current_stream(prompt.device).synchronize()  # before anything that it reads is released
@@ -268,17 +270,29 @@ def has_room(
     left = free(device, decoding.prompt_bytes if any(_all(decoding)) else 0)
     if left is None:
         return True
-    copies = not _computes_attention(decoding, device, cache)
+    copies = not computes_attention(decoding, model, cache)
     return 2 * activations(model, rows, tokens, cache, masks=masks, copies=copies) <= left
 
 
-def _computes_attention(decoding: Decoding, device: Any, cache: Any) -> bool:
-    """Whether kernels of our own are known to compute the attention of prompts that are read into this cache."""
+def computes_attention(
+    decoding: Decoding, model: Any, cache: Any, heads: Collection[tuple[int, int, int]] = ()
+) -> bool:
+    """Whether kernels of our own compute the attention of prompts that are read into this cache and have a mask.
+
+    Args:
+        decoding: of the model.
+        model: of transformers.
+        cache: static, or it is PyTorch that computes.
+        heads: query heads, key-value heads and their width, of which kernels are tried if they have not been; without
+            any, those that have been are known.
+    """
     if not decoding.own or cache is None or not static_caches.is_static(cache):
         return False
     from gemma4_compat._decoding import reading  # with torch
 
-    return static_caches.length(cache) >= reading.POSITIONS and reading.is_used(device)
+    if static_caches.length(cache) < reading.POSITIONS:
+        return False
+    return reading.computes(model.device, model.dtype, heads) if heads else reading.is_used(model.device)
 
 
 def free(device: Any, kept: int = 0) -> int | None:
@@ -297,7 +311,7 @@ def free(device: Any, kept: int = 0) -> int | None:
 
 
 def activations(model: Any, rows: int, tokens: int, cache: Any, *, masks: bool, copies: bool) -> int:
-    """Bytes that a forward takes at most, roughly: an MLP, experts, per-layer inputs, attention.
+    """Bytes that a forward takes at most, roughly: an MLP, experts, per-layer inputs, attention, streamed layers.
 
     Args:
         model: of transformers.
@@ -311,18 +325,31 @@ def activations(model: Any, rows: int, tokens: int, cache: Any, *, masks: bool, 
     widest = int(text.intermediate_size) * (2 if getattr(text, "use_double_wide_mlp", False) else 1)
     per_layer = int(getattr(text, "hidden_size_per_layer_input", 0) or 0) * int(text.num_hidden_layers)
     heads = int(text.num_attention_heads) * int(getattr(text, "global_head_dim", 0) or 512)
-    experts = int(text.top_k_experts) if getattr(text, "enable_moe_block", False) else 0
-    values = 6 * int(text.hidden_size) * (1 + experts) + 4 * (widest + per_layer + heads)
+    chosen = int(text.top_k_experts) if getattr(text, "enable_moe_block", False) else 0
+    values = 6 * int(text.hidden_size) * (1 + chosen) + 4 * (widest + per_layer + heads)
     weight = 2 * widest * int(text.hidden_size)  # dequantized
     full = static_caches.length(cache) if cache is not None and static_caches.is_static(cache) else tokens
     sliding = min(full, int(getattr(text, "sliding_window", 0) or 0)) + tokens
-    found = item * (rows * tokens * values + weight)
+    found = item * (rows * tokens * values + weight) + _experts(model, rows * tokens * chosen) + streaming.slots(model)
     pairs = rows * tokens * full
     if masks:
         found += pairs + rows * tokens * sliding
     if copies:
         return found + max(_copies(text, rows, tokens, seen, item) for seen in (full, sliding))
     return found + max(flash.WORKSPACE, pairs if masks else 0)  # while padding is hidden there are two masks
+
+
+def _experts(model: Any, pairs: int) -> int:
+    """What a layer's 4-bit experts take once they are dequantized, if a token chooses one so many times."""
+    text = model.config.get_text_config()
+    if not pairs or not any(
+        experts.quantized_parameter(module, name) is not None
+        for module in experts.all_experts(model).values()
+        for name in experts.NAMES
+    ):
+        return 0
+    each = 3 * int(text.moe_intermediate_size) * int(text.hidden_size)  # gate, up, down
+    return min(pairs, int(text.num_experts)) * each * int(model.dtype.itemsize)
 
 
 def _copies(text: Any, rows: int, tokens: int, seen: int, item: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -97,6 +98,29 @@ def is_used(device: Any) -> bool:
     with _lock:
         found = [passed for (where, layout), passed in _passed.items() if where == device and layout.masked]
     return bool(found) and all(found) and sleep.is_installed(windows.ID)
+
+
+def computes(device: Any, dtype: Any, heads: Iterable[tuple[int, int, int]]) -> bool:
+    """Whether these kernels compute the attention of prompts that has a mask. They are tried if they have not been.
+
+    Args:
+        device: of the model.
+        dtype: of its keys.
+        heads: query heads, key-value heads and their width.
+    """
+
+    def drawn(count: int, rows: int, width: int) -> Any:
+        return torch.empty((1, count, rows, width), dtype=dtype, device=device)
+
+    mask = torch.ones((1, 1, _TOKENS_OF_A_TRIAL, _TOKENS_OF_A_TRIAL), dtype=torch.bool, device=device)
+    for count, kv_heads, width in heads:
+        key = drawn(kv_heads, _TOKENS_OF_A_TRIAL, width)
+        query = drawn(count, _TOKENS_OF_A_TRIAL, width)
+        with torch.no_grad():
+            call = flash.understood(query, key, key, mask, enable_gqa=True)
+        if call is None or not WITH_MASK.get(width, False) or not _passes(call):
+            return False
+    return sleep.is_installed(windows.ID)
 
 
 def _passes(call: flash.Call) -> bool:

@@ -34,6 +34,7 @@ class Cause(str, enum.Enum):
     SETTING = "a setting of torch changed"
     # what is kept
     EVICTED = "too many graphs"
+    MEMORY = "memory was short"
     TURNED_OFF = "decode_fast was turned off"
 
     __str__ = str.__str__

@@ -107,6 +107,11 @@ def streamers(model: Any) -> list[LayerStreamer]:
     return list(dict.fromkeys(streamer for streamer in found if streamer is not None))
 
 
+def slots(model: Any) -> int:
+    """Bytes on the device for streamed layers: for the one that runs and for the next."""
+    return sum(2 * streamer.buffer_size for streamer in streamers(model))
+
+
 def streamed_modules(model: Any) -> dict[Any, str]:
     """Every module whose weights a streamer has in a group: ``"disk"`` if a copy reads files, else ``"memory"``."""
     return {
@@ -151,7 +156,7 @@ class LayerStreamer:
         self._copies: CopyStream | None = None
         # Bytes of the largest group, and the same without experts. Every group takes that much, so each fits where
         # another was.
-        self._buffer_size = self._part_size = 0
+        self.buffer_size = self._part_size = 0
         self._prefetched: ModuleGroup | None = None  # not used yet
         self._kept: dict[int, list[ModuleGroup]] = {}  # by the graph task of a backward pass
         self._in_graphs: list[ModuleGroup] = []  # once per graph of a gradient (create_graph) that has its weights
@@ -353,7 +358,7 @@ class LayerStreamer:
     def _start_copy(self, group: ModuleGroup, *, in_part: bool) -> None:
         assert self._copies is not None
         group.in_part = in_part
-        self._copies.start_copy(group, self._part_size if in_part else self._buffer_size)
+        self._copies.start_copy(group, self._part_size if in_part else self.buffer_size)
 
     def _prefetch(self, group: ModuleGroup, *, in_part: bool) -> None:
         import torch
@@ -413,7 +418,7 @@ class LayerStreamer:
             self._copies = CopyStream(group.device)
         if group.device != self._copies.device:  # each list of layers streams to one device
             return None
-        self._buffer_size = max(self._buffer_size, group.size)
+        self.buffer_size = max(self.buffer_size, group.size)
         self._part_size = max(self._part_size, group.size_without_experts)
         group.watch_outputs(torch.compiler.disable(functools.partial(self._watch_gradients, position, group)))
         return group

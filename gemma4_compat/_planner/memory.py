@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from gemma4_compat._decoding import flash
 from gemma4_compat._models import attention_memory
 from gemma4_compat._planner.blueprint import Attention, Block, Blueprint, rounded
 
@@ -66,6 +67,7 @@ class Load:
         attention: "sdpa" or "eager".
         assistant: an assistant drafts; with ``fast``, texts are decoded in rounds (``assistants=True``).
         fast: decode with ``gemma4_compat.decode_fast``: a static cache, and a step replayed as a CUDA graph.
+        own_attention: kernels of this package compute the attention of prompts that has a mask, without copies.
         weights_only: reserve nothing for the KV cache and the temporaries, like upstream's maps.
     """
 
@@ -78,6 +80,7 @@ class Load:
     attention: str = "sdpa"
     assistant: bool = False
     fast: bool = False
+    own_attention: bool = False
     weights_only: bool = False
 
     @property
@@ -308,6 +311,8 @@ def _kernel(blueprint: Blueprint, attention: Attention, load: Load, rows: int, *
     keys = load.batch * seen * width  # for every head
     pairs = load.batch * rows * seen
     heads = attention.heads, attention.kv_heads, attention.head_dim
+    if load.own_attention and prefill and rows > 1 and _is_masked(blueprint, attention, load, prefill=True):
+        return 2 * queries * item + flash.WORKSPACE + pairs  # while padding is hidden there are two masks
     repeated = attention_memory.repeated(load.batch * seen, *heads, item)
     if load.attention == "eager":
         return queries * item + repeated + MEASURED.eager_scores * attention.heads * pairs

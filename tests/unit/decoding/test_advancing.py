@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 from transformers.generation import utils
 
-from gemma4_compat._decoding import advancing, call, fused_steps, kernels, static_caches
+from gemma4_compat._decoding import advancing, call, decoder, fused_steps, kernels, static_caches
 from gemma4_compat._models import cache_names
 from tests.unit.decoding.calls import (
     WINDOW,
@@ -341,3 +341,22 @@ def test_implementations_of_experts_are_switched_and_restored(models: Models, mo
     del model.set_experts_implementation, calls[:]
     assert switched(loop) == expected
     assert calls == [1]  # our own call of `set_experts_implementation`
+
+
+def test_submodels_are_found_once_until_modules_change(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, walks = models.fresh(), []
+    walked = advancing.walk.modules
+    monkeypatch.setattr(advancing.walk, "modules", lambda root: walks.append(root) or walked(root))
+    decoding, cache = decoder.of(model), static_cache(model)
+
+    def submodels() -> list[Any]:
+        decoding.variant(model, in_full=True)
+        return advancing._Submodels(model, call.Decoder(model, decoding, cache).variant).modules()
+
+    found = submodels()
+    assert found
+    assert all(one is other for one, other in zip(found, submodels(), strict=True))
+    assert walks == [model]
+    model.get_decoder().layers[0].mlp.act_fn = torch.nn.Identity()
+    submodels()
+    assert walks == [model, model]

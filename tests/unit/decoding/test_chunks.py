@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._decoding import chunks, prompts, static_caches
+from gemma4_compat._decoding import chunks, decoder, prompts, static_caches
+from gemma4_compat._decoding.recaptures import Cause
 from gemma4_compat._engine import versions
 from gemma4_compat._models import cache_names
 from gemma4_compat._planner import reading
@@ -240,6 +241,34 @@ def test_where_no_chunk_fits_the_error_is_raised(fast: Fast) -> None:
     _runs_out(model, text(model, 40))
     assert forwards == [40, 24, 12, 6, 3]
     generate(model, text(model, 2))
+
+
+def test_before_the_error_is_raised_all_graphs_are_given_back(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of steps, too. The last attempt captures nothing that it would have to give back."""
+    import torch
+
+    monkeypatch.setattr(reading, "SIZES", SIZES)
+    model = gemma4_compat.decode_fast(models.fresh(None), exact=True)
+    model.generation_config.max_cache_len = 64  # graphs serve both texts
+    decoding, forwards = decoder.of(model), []
+    full = False
+
+    def allocates(states: Any) -> None:
+        forwards.append(states.shape[1])
+        if full and states.shape[1] > 1 and decoding.captured:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    calls.failing(model, allocates, 3)
+    generate(model, text(model, 9))
+    assert decoding.captured
+    full = True
+    forwards.clear()
+    found = generate(model, text(model, 40, seed=1))
+    assert [size for size in forwards if size > 1] == [40, 24, 12, 6, 3, *(3,) * 13]
+    assert steps(model).recaptures[Cause.MEMORY] == 1
+    assert not decoding.pauses
+    gemma4_compat.decode_fast(model, enabled=False)
+    assert_equal(found, generate(model, text(model, 40, seed=1), {"disable_compile": True}, prefill_chunk_size=3))
 
 
 def test_several_processes_read_at_once(fast: Fast, monkeypatch: pytest.MonkeyPatch) -> None:

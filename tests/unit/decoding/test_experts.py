@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("bitsandbytes")
 
-from gemma4_compat._decoding import obstacles
+from gemma4_compat._decoding import obstacles, prompts
+from gemma4_compat._offload import streaming
 from gemma4_compat._reproduction import tiny_models
 from tests.unit.decoding.calls import ask, assert_equal, compared, generate, steps, text
 from tests.unit.offload.test_expert_lookup import loaded, placed
@@ -67,3 +68,22 @@ def test_with_an_adapter_on_the_experts(workspace: Any, checkpoint: Path, where:
     found = generate(model, text(model), new=6)
     assert (steps(model).captured, steps(model).reasons) == (1, ())
     assert_equal(found, generate(plain, text(plain), {"disable_compile": True}, new=6))
+
+
+@pytest.mark.parametrize("tokens", [3, 64])
+def test_graphs_of_prompts_leave_room_for_the_experts(workspace: Any, checkpoint: Path, tokens: int) -> None:
+    """As many of a layer's as tokens choose are dequantized at once, and two layers are brought."""
+    model = placed(workspace, loaded(workspace, checkpoint, "4bit"), "nested", "memory")
+    plain = loaded(workspace, checkpoint, None)
+    generate(model, text(model), new=2)  # now layers are streamed
+    sizes = (
+        streaming.slots(model),
+        [prompts.activations(one, 1, tokens, None, masks=False, copies=True) for one in (model, plain)],
+    )
+    slots, (brought, resident) = sizes
+    config = model.config.get_text_config()
+    chosen = min(tokens * config.top_k_experts, config.num_experts)
+    layer = next(layer for layer in plain.get_decoder().layers)
+    one = sum(weight.nbytes for weight in layer.experts.parameters()) // config.num_experts
+    assert slots > 0
+    assert brought - resident == slots + chosen * one

@@ -196,6 +196,14 @@ def _evicted(models: Models, monkeypatch: pytest.MonkeyPatch) -> Any:
     return model
 
 
+@case(Cause.MEMORY, "a prompt needed what they take")
+def _memory(models: Models, _: Any) -> Any:
+    model = ready(models)
+    decoder.of(model).give_back()
+    generate(model, text(model))
+    return model
+
+
 @case(Cause.TURNED_OFF, "")
 def _turned_off(models: Models, _: Any) -> Any:
     model = ready(models)
