@@ -53,6 +53,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("drafts", trained.drafts),
         ("compared", trained.compared),
         ("shown", trained.shown),
+        ("elsewhere", trained.elsewhere),
     ],
     "docs/DECODING.md": [
         ("replays", measurements.replays_section),

@@ -98,6 +98,9 @@ def _new_context(order: Order) -> Any:
     settings.n_ctx = order["context"]
     settings.n_batch = settings.n_ubatch = BATCH
     settings.n_threads = settings.n_threads_batch = order["threads"]
+    if order.get("exact"):  # keys and values in float32, not in its default, float16
+        settings.type_k = settings.type_v = llama.GGML_TYPE_F32
+        settings.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
     if order.get("flash"):
         settings.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
     found = llama.llama_init_from_model(_model, settings)
@@ -134,7 +137,7 @@ def system() -> str:
     return " ".join(api().llama_print_system_info().decode().split())
 
 
-def _decode(tokens: list[int], first: int, *, every: bool = False) -> Any:
+def decode(tokens: list[int], first: int, *, every: bool = False) -> Any:
     """Feed tokens from position ``first`` on; the logits of the last one, or of every one."""
     import numpy
 
@@ -156,7 +159,8 @@ def _decode(tokens: list[int], first: int, *, every: bool = False) -> Any:
         llama.llama_batch_free(batch)
 
 
-def _forget() -> None:
+def forget() -> None:
+    """Empty the cache of keys and values."""
     llama = api()
     llama.llama_memory_clear(llama.llama_get_memory(_context), True)
 
@@ -164,7 +168,7 @@ def _forget() -> None:
 def turn(order: Order) -> Data:
     """Seconds to the first token and tokens a second after the first ``settled`` of them, of one greedy answer."""
     prompt = answers.prompt(Path(order["folder"]))
-    _forget()
+    forget()
     started = time.perf_counter()
     times = _timed(prompt, 0, order["count"])
     return {
@@ -176,9 +180,9 @@ def turn(order: Order) -> Data:
 
 def _timed(prompt: list[int], position: int, count: int) -> list[float]:
     """When each of so many tokens was there, after a prompt that begins at that position."""
-    token, times = int(_decode(prompt, position).argmax()), [time.perf_counter()]
+    token, times = int(decode(prompt, position).argmax()), [time.perf_counter()]
     for after in range(position + len(prompt), position + len(prompt) + count - 1):
-        token = int(_decode([token], after).argmax())
+        token = int(decode([token], after).argmax())
         times.append(time.perf_counter())
     return times
 
@@ -191,13 +195,13 @@ def deepen(order: Order) -> Data:
     """Read on until the text has as many tokens as the prompt of an order for :func:`deep` is to have."""
     global _position
     if order["prompt"] < _position:
-        _forget()
+        forget()
         _position = 0
     started = time.perf_counter()
     chance = random.Random(_position)
     while _position < order["prompt"]:
         count = min(BATCH, order["prompt"] - _position)
-        _decode([chance.randrange(3, order["vocabulary"]) for _ in range(count)], _position)
+        decode([chance.randrange(3, order["vocabulary"]) for _ in range(count)], _position)
         _position += count
     _timed([3], _position, order["settled"])
     _position += order["settled"]
@@ -218,7 +222,7 @@ def read(order: Order) -> Data:
     import numpy
 
     llama = api()
-    _forget()
+    forget()
     _position = 0
     chance = random.Random(order["seed"])
     count = order["prompt"]
@@ -243,22 +247,22 @@ def profiled(order: Order) -> Data:
 
     prompt = answers.prompt(Path(order["folder"]))
 
-    def decode(start: Callable[[], None]) -> None:
-        _forget()
-        token = int(_decode(prompt, 0).argmax())
+    def run(start: Callable[[], None]) -> None:
+        forget()
+        token = int(decode(prompt, 0).argmax())
         for number in range(order["settled"] + kernels.TOKENS):
             if number == order["settled"]:
                 start()
-            token = int(_decode([token], len(prompt) + number).argmax())
+            token = int(decode([token], len(prompt) + number).argmax())
 
-    return kernels.recorded(decode)
+    return kernels.recorded(run)
 
 
 def agree(order: Order) -> Data:
     """What it says of the prompt, against bf16."""
     folder = Path(order["folder"])
-    _forget()
-    return answers.compared(folder, _decode(answers.prompt(folder), 0, every=True))
+    forget()
+    return answers.compared(folder, decode(answers.prompt(folder), 0, every=True))
 
 
 def adapt(order: Order) -> Data:

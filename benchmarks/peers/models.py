@@ -20,7 +20,7 @@ FILES = {"bf16": "bf16", "q4_0": "bf16", "q8_0": "bf16"}
 def write_tokenizer(checkpoint: Path) -> None:
     """Made-up tokens, as many as the model has: nothing here is text, and the converter wants a tokenizer."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    size = config["text_config"]["vocab_size"]
+    size = config.get("text_config", config)["vocab_size"]
     tokens = [*SPECIAL, "a", "b", "ab", *(f"token{number}" for number in range(len(SPECIAL) + 3, size))]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     made = {

@@ -3,7 +3,8 @@
 ``scaled_dot_product_attention`` makes numbers of a bool mask, in the dtype of the queries, and copies them for a GPU's
 memory-efficient kernel. That copy is inferred, not observed: for 131,072 tokens of an E2B in chunks of 512 and 1,024,
 plans with it are at most 4 % below the higher peaks, plans without it 7 %
-(benchmarks/results/2026-11-27-h100/contexts-before-E2B.json). transformers copies keys and values for each query head: no kernel has both a mask and grouped heads.
+(benchmarks/results/2026-11-27-h100/contexts-before-E2B.json). transformers copies keys and values for each query head:
+no kernel has both a mask and grouped heads.
 """
 
 from __future__ import annotations

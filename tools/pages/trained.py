@@ -1,13 +1,14 @@
-"""The measured parts of docs/TRAINED_MODEL.md: what the model learned, and what ``doctor --show`` said."""
+"""The measured parts of docs/TRAINED_MODEL.md: what it learned, what ``doctor --show`` and other software said."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from benchmarks.peers import trained as peers
 from gemma4_compat._diagnostics.scenes import SCENES
 from gemma4_compat._reproduction.trained import PLACE
-from tools.pages.markers import ROOT, shorten
+from tools.pages.markers import ROOT, details, shorten
 
 _KINDS = {
     "picture": "pictures, drawn anew",
@@ -73,6 +74,77 @@ def shown() -> str:
             rows.append(f"| `{patch_id}` | {SCENES[patch_id].does} | {without} | {with_shim} |")
         parts.append("\n".join(rows))
     return "\n\n".join(parts)
+
+
+def elsewhere() -> str:
+    """What other software generates, beside transformers."""
+    file = sorted((ROOT / "benchmarks" / "results").glob("*/trained.json"))[-1]
+    run: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    where = file.relative_to(ROOT).as_posix()
+    releases = ", ".join(f"{name} {release}" for name, release in run["releases"].items())
+    ways = [(name, way) for name in peers.WAYS if name in run["releases"] for way in peers.WAYS[name]]
+    ways = [pair for pair in ways if pair[0] != peers.TRANSFORMERS]
+    heads = [f"{name}, {way}" for name, way in ways]
+    refused: list[str] = []
+    rows = []
+    for case in run["cases"].values():
+        cells = [_said(case[name].get(way), refused) for name, way in ways]
+        rows.append(
+            "| " + " | ".join([case["title"], str(case[peers.TRANSFORMERS]["float32"]["pirate"]), *cells]) + " |"
+        )
+    table = ["| written by | as a pirate | " + " | ".join(heads) + " |", "|---|---:|" + "---:|" * len(ways), *rows]
+    notes = [f"{number}. `{shorten(note, 160)}`" for number, note in enumerate(refused, 1)]
+    return (
+        f"{len(run['questions'])} questions. {releases}, on a CPU, {run['date']} (`{run['command']}`; "
+        f"[raw]({where})).\n\n" + "\n".join(table) + "\n\n" + "\n".join([*notes, ""]) + "\n" + _differing(run, ways)
+    )
+
+
+def _said(found: dict[str, Any] | None, refused: list[str]) -> str:
+    """A cell: how many texts are those of transformers, and how far logits are apart."""
+    if found is None:
+        return "-"
+    if "equal" in found:
+        return f"{found['equal']}, {found['apart']:.0e}" if found["apart"] else f"{found['equal']}, 0"
+    if found["error"] not in refused:
+        refused.append(found["error"])
+    return f"refused [{refused.index(found['error']) + 1}]"
+
+
+def _differing(run: dict[str, Any], ways: list[tuple[str, str]]) -> str:
+    """How many texts were compared, what rounding does, and each text that differs."""
+    found = [
+        (case, name, way, case[name][way])
+        for case in run["cases"].values()
+        for name, way in ways
+        if case[name].get(way)
+    ]
+    texts = sum(one.get("of", 0) for *_, one in found)
+    fine_texts = [one for _, name, way, one in found if peers.WAYS[name][way] == "float32" and "of" in one]
+    other, of = sum(len(one["differ"]) for one in fine_texts), sum(one["of"] for one in fine_texts)
+    rows = [
+        f"| {case['title']} | {name}, {way} | {_asked(run, one)} | {one['token'] + 1} | {one['gap']:.2g} | "
+        f"{one['its_gap']:.2g} |"
+        for case, name, way, read in found
+        for one in read.get("differ", [])
+    ]
+    said = [case[peers.TRANSFORMERS] for case in run["cases"].values()]
+    fine, coarse = (max(one[dtype]["rounding"] for one in said) for dtype in ("float32", "bfloat16"))
+    gap = max((one["gap"] for *_, read in found for one in read.get("differ", [])), default=0.0)
+    heads = "| written by | read by | question | token | transformers | the other |"
+    return (
+        f"{len(rows)} of {texts} texts differ; in float32, {other} of {of}. At the first other token of each, "
+        f"transformers prefers its own by {gap:.2g} at most. Rounding to bfloat16 changes transformers' own logits by "
+        f"up to {coarse:.2g}, rounding to float32 by {fine:.0e}.\n\n"
+        + details(
+            "The texts that differ, and by how much each prefers its own token there",
+            "\n".join((heads, "|---|---|---|---:|---:|---:|", *rows)),
+        )
+    )
+
+
+def _asked(run: dict[str, Any], differs: dict[str, Any]) -> str:
+    return shorten(str(run["questions"][differs["question"]][-1]), 60)
 
 
 def _measured() -> dict[str, Any]:
