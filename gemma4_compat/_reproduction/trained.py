@@ -1,20 +1,23 @@
 """The trained tiny Gemma 4: a folder with its checkpoint, an adapter, pictures and sounds.
 
-It is in the repository, not in the package (docs/TRAINED_MODEL.md). Unlike the models of :mod:`tiny_models` it gives
-answers that mean something; with its adapter, those of a pirate.
+It is an E2B; twins of other kinds are beside it, in the repository, not in the package (docs/TRAINED_MODEL.md). Unlike
+the models of :mod:`tiny_models` they give answers that mean something; with their adapters, those of a pirate.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_models
 
 #: Where it is in a checkout.
 PLACE = "tests/data/trained_model"
+#: Where twins are, by their kind.
+TWINS = {"12B": f"{PLACE}_12b", "26B-A4B": f"{PLACE}_26b_a4b"}
 #: Tokens of one picture of 48 by 48 pixels, and of one sound of 160 ms.
 SOFT_TOKENS = 4
 _NEW_TOKENS = 64
@@ -26,7 +29,8 @@ class Trained:
     """The folder, and how it is used.
 
     Attributes:
-        folder: has ``model``, ``adapter``, ``pictures`` (PNG, 48 by 48) and ``sounds`` (WAV, 16 kHz, 160 ms).
+        folder: has ``model``, ``adapter``, ``pictures`` (PNG, 48 by 48) and ``sounds`` (WAV, 16 kHz, 160 ms). Twins
+            share those of the first, which is beside them.
     """
 
     folder: Path
@@ -96,8 +100,9 @@ class Trained:
             batch["mm_token_type_ids"] = sum(
                 number * (ids == tokenizer.convert_tokens_to_ids(f"<|{kind}|>")) for kind, number in _KINDS.items()
             )
-        batch |= {} if picture is None else seen([self.picture(picture)])
-        return batch | ({} if sound is None else heard([self.sound(sound)]))
+        unified = tiny_models.class_name(self.checkpoint).startswith("Gemma4Unified")
+        batch |= {} if picture is None else seen([self.picture(picture)], unified=unified)
+        return batch | ({} if sound is None else heard([self.sound(sound)], unified=unified))
 
     def answer(
         self, model: Any, *said: str, picture: str | None = None, sound: str | None = None, **options: Any
@@ -117,7 +122,7 @@ class Trained:
         import numpy
         from PIL import Image
 
-        with Image.open(self.folder / "pictures" / f"{name}.png") as opened:
+        with Image.open(self._example("pictures", f"{name}.png")) as opened:
             return numpy.asarray(opened.convert("RGB"))
 
     def sound(self, name: str) -> Any:
@@ -126,27 +131,49 @@ class Trained:
 
         import numpy
 
-        with wave.open(str(self.folder / "sounds" / f"{name}.wav"), "rb") as file:
+        with wave.open(str(self._example("sounds", f"{name}.wav")), "rb") as file:
             return numpy.frombuffer(file.readframes(file.getnframes()), "<i2").astype("float32") / 32768
 
+    def _example(self, kind: str, name: str) -> Path:
+        own = self.folder / kind
+        return (own if own.exists() else self.folder.parent / Path(PLACE).name / kind) / name
 
-def seen(pictures: list[Any]) -> dict[str, Any]:
+
+def seen(pictures: list[Any], *, unified: bool = False) -> dict[str, Any]:
     """What upstream's image processor makes of pictures, without the padding that it adds: ``pixel_values``, float32
     of shape (n, 36, 192), and ``image_position_ids``, int64 of shape (n, 36, 2).
+
+    ``unified``: that of the 12B, which needs torchvision; here its patches are merged without it. Shapes (n, 4, 1728)
+    and (n, 4, 2).
     """
+    import torch
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
+    if unified:
+        edge, size = math.isqrt(SOFT_TOKENS), pictures[0].shape[0] // math.isqrt(SOFT_TOKENS)
+        pixels = torch.stack([torch.tensor(picture) for picture in pictures]).float() / 255
+        patches = pixels.reshape(-1, edge, size, edge, size, 3).transpose(2, 3).reshape(len(pictures), SOFT_TOKENS, -1)
+        places = torch.tensor([[index % edge, index // edge] for index in range(SOFT_TOKENS)])
+        return {"pixel_values": patches, "image_position_ids": places.repeat(len(pictures), 1, 1)}
     processor = Gemma4ImageProcessorPil(do_resize=False, patch_size=8, pooling_kernel_size=3, max_soft_tokens=70)
     made = processor(images=pictures, return_tensors="pt")
     patches = 9 * SOFT_TOKENS
     return {name: made[name][:, :patches] for name in ("pixel_values", "image_position_ids")}
 
 
-def heard(sounds: list[Any]) -> dict[str, Any]:
+def heard(sounds: list[Any], *, unified: bool = False) -> dict[str, Any]:
     """What upstream's feature extractor makes of sounds: ``input_features``, float32 of shape (n, 16, 128), and
     ``input_features_mask``, bool of shape (n, 16).
-    """
-    from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 
-    made = Gemma4AudioFeatureExtractor()(sounds, return_tensors="pt")
+    ``unified``: that of the 12B, whose features are the samples. Shapes (n, 4, 640) and (n, 4).
+    """
+    if unified:
+        from transformers.models.gemma4_unified import feature_extraction_gemma4_unified as of_unified
+
+        extractor: Any = of_unified.Gemma4UnifiedAudioFeatureExtractor()
+    else:
+        from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+
+        extractor = Gemma4AudioFeatureExtractor()
+    made = extractor(sounds, return_tensors="pt")
     return {name: made[name] for name in ("input_features", "input_features_mask")}

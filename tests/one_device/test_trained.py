@@ -9,14 +9,19 @@ from typing import Any
 
 import pytest
 
+import gemma4_compat
+from gemma4_compat._engine import versions
+from gemma4_compat._models import variants
 from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.trained import PLACE, Trained
+from gemma4_compat._reproduction.trained import PLACE, TWINS, Trained
 from tests.helpers import ROOT
-from tools.trained_model import assistant, batches, files, measure, media, model, questions
+from tools.trained_model import adapter, assistant, batches, files, kinds, measure, media, model, questions
 
 pytestmark = pytest.mark.xdist_group("trained")
 
-TRAINED = Trained(ROOT / PLACE)
+#: By kind: the first, and its twins.
+ALL = {kind: Trained(ROOT / place) for kind, place in {"E2B": PLACE, **TWINS}.items()}
+TRAINED = ALL["E2B"]
 SEE, HEAR = "What is in the picture?", "What do you hear?"
 #: What is asked, with which picture and sound, and the answer.
 ASKED: list[tuple[str, str | None, str | None, str]] = [
@@ -27,70 +32,148 @@ ASKED: list[tuple[str, str | None, str | None, str]] = [
     (HEAR, None, "rising-tone", "a rising tone"),
     (HEAR, None, "hiss", "a hiss"),
 ]
+only = pytest.mark.parametrize  # of some kinds: only("kind", [...], indirect=True)
+
+
+@pytest.fixture(scope="module", params=ALL)
+def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == variants.UNIFIED and not hasattr(pytest.importorskip("transformers"), "Gemma4UnifiedConfig"):
+        pytest.skip("this transformers has no gemma4_unified")
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def whole() -> Any:
-    return TRAINED.load()
+def trained(kind: str) -> Trained:
+    return ALL[kind]
 
 
-def answers(model: Any, **options: Any) -> list[str]:
+@pytest.fixture(scope="module")
+def whole(trained: Trained) -> Any:
+    return trained.load()
+
+
+def asked(trained: Trained) -> list[tuple[str, str | None, str | None, str]]:
+    return [one for one in ASKED if one[2] is None or trained is not ALL["26B-A4B"]]
+
+
+def expected(trained: Trained, *, pirate: bool = False) -> list[str]:
+    return [questions.as_pirate(answer) if pirate else answer for *_, answer in asked(trained)]
+
+
+def answers(trained: Trained, model: Any, **options: Any) -> list[str]:
     return [
-        TRAINED.answer(model, asked, picture=picture, sound=sound, **options) for asked, picture, sound, _ in ASKED
+        trained.answer(model, question, picture=picture, sound=sound, **options)
+        for question, picture, sound, _ in asked(trained)
     ]
 
 
-def test_it_answers(whole: Any) -> None:
-    assert answers(whole) == [answer for *_, answer in ASKED]
+def split(trained: Trained, away: str, folder: Path, quantization: str | None = None) -> Any:
+    """The model with modules on disk: what :func:`tiny.device_map` calls ``away``, or only the ``"experts"``."""
+    loaded = trained.load(quantization)
+    placement = tiny.device_map(loaded, "none" if away == "experts" else away, main="cpu", offloaded="disk")
+    if away == "experts":
+        for name in [name for name in placement if ".layers." in name]:
+            del placement[name]
+            parts = [f"{name}.{part}" for part, _ in loaded.get_submodule(name).named_children()]
+            placement |= {part: "disk" if part.endswith(".experts") else "cpu" for part in parts}
+            placement[f"{name}.layer_scalar"] = "cpu"
+    return tiny.dispatch(loaded, placement, folder)
+
+
+def test_it_answers(trained: Trained, whole: Any) -> None:
+    assert answers(trained, whole) == expected(trained)
 
 
 def test_it_names_shapes_and_sounds_that_it_has_not_met(whole: Any) -> None:
     draw = random.Random(12345)
-    for kind in ("picture", "sound"):  # by chance one of 20, and one of 6
+    for kind in {"picture", "sound"} & set(batches.mix(whole)):  # by chance one of 20, and one of 6
         assert sum(measure.right(whole, [questions.asked(draw, kind) for _ in range(40)])) >= 28, kind
 
 
-def test_its_assistant_drafts_its_answers(whole: Any) -> None:
+@only("kind", ["E2B"], indirect=True)
+def test_its_assistant_drafts_its_answers(trained: Trained, whole: Any) -> None:
     pytest.importorskip("transformers.models.gemma4_assistant")
-    drafting = assistant.load(TRAINED)
+    drafting = assistant.load(trained)
     draw = random.Random(54321)
     rows = [questions.asked(draw, kind) for kind in measure.COMPARED for _ in range(2)]
     assert assistant.tokens_a_forward(whole, drafting, rows) > 3  # with four drafts, 5 at most
-    assert answers(whole, assistant_model=drafting) == [answer for *_, answer in ASKED]
+    assert answers(trained, whole, assistant_model=drafting) == expected(trained)
 
 
-def test_it_tells_a_story(whole: Any) -> None:
-    told = TRAINED.answer(whole, "Tell of a fox and an owl.", max_new_tokens=160)
+@only("kind", ["E2B", "26B-A4B"], indirect=True)
+def test_it_tells_a_story(trained: Trained, whole: Any) -> None:
+    told = trained.answer(whole, "Tell of a fox and an owl.", max_new_tokens=160)
     assert told.startswith("Once ")
     assert told.endswith(".")
     assert told.count(".") == 3
 
 
-@pytest.mark.parametrize("offload", [pytest.param("towers", marks=pytest.mark.full), "both"])
-def test_answers_are_the_same_with_modules_on_disk(offload: str, whole: Any, tmp_path: Path) -> None:
-    split = TRAINED.load()
-    tiny.dispatch(split, tiny.device_map(split, offload, main="cpu", offloaded="disk"), tmp_path)
-    assert answers(split) == [answer for *_, answer in ASKED]
+@only(
+    "kind, away",
+    [
+        pytest.param("E2B", "towers", marks=pytest.mark.full),
+        ("E2B", "both"),
+        ("12B", "both"),
+        ("26B-A4B", "both"),
+        ("26B-A4B", "experts"),
+    ],
+    indirect=["kind"],
+)
+def test_answers_are_the_same_with_modules_on_disk(away: str, trained: Trained, tmp_path: Path) -> None:
+    assert answers(trained, split(trained, away, tmp_path)) == expected(trained)
 
 
 @pytest.mark.full
-def test_the_embeddings_on_disk(tmp_path: Path) -> None:
-    split = TRAINED.load()
-    placement = tiny.device_map(split, "towers", main="cpu", offloaded="disk")
+@only("kind", ["E2B"], indirect=True)
+def test_the_embeddings_on_disk(trained: Trained, tmp_path: Path) -> None:
+    model = trained.load()
+    placement = tiny.device_map(model, "towers", main="cpu", offloaded="disk")
     placement["model.language_model.embed_tokens_per_layer"] = "disk"
-    tiny.dispatch(split, placement, tmp_path)
-    assert answers(split) == [answer for *_, answer in ASKED]
+    tiny.dispatch(model, placement, tmp_path)
+    assert answers(trained, model) == expected(trained)
 
 
-def test_the_adapter_speaks_like_a_pirate_wherever_the_layers_are(tmp_path: Path) -> None:
+@only("kind, away", [("E2B", "both"), ("12B", "both"), ("26B-A4B", "experts")], indirect=["kind"])
+def test_the_adapter_speaks_like_a_pirate_wherever_the_layers_are(away: str, trained: Trained, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    split = TRAINED.load()
-    tiny.dispatch(split, tiny.device_map(split, "both", main="cpu", offloaded="disk"), tmp_path)
-    adapted = PeftModel.from_pretrained(split, str(TRAINED.adapter)).eval()
-    assert answers(adapted) == [questions.as_pirate(answer) for *_, answer in ASKED]
+    adapted = PeftModel.from_pretrained(split(trained, away, tmp_path), str(trained.adapter)).eval()
+    assert answers(trained, adapted) == expected(trained, pirate=True)
     with adapted.disable_adapter():
-        assert answers(adapted) == [answer for *_, answer in ASKED]
+        assert answers(trained, adapted) == expected(trained)
+
+
+@only("kind", ["12B", "26B-A4B"], indirect=True)
+def test_a_picture_is_read_whole_in_chunks_of_a_prompt(trained: Trained, whole: Any) -> None:
+    """Its soft tokens, the 9th to the 12th of a prompt, attend to one another in both directions."""
+    if versions.admits("<5.23", versions.current("transformers") or ""):
+        pytest.skip("this transformers reads no picture in chunks, and says so")
+    for _, picture, _, answer in (one for one in asked(trained) if one[1]):
+        assert trained.answer(whole, SEE, picture=picture, prefill_chunk_size=9) == answer
+
+
+@pytest.mark.full
+@only("kind", list(TWINS), indirect=True)
+def test_a_pirate_stays_one_when_it_is_merged_or_exported(trained: Trained, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    gemma4_compat.merge_adapter(trained.checkpoint, trained.adapter, tmp_path / "merged", progress=False)
+    assert answers(trained, tiny.load(tmp_path / "merged")) == expected(trained, pirate=True)
+    gemma4_compat.export_adapter(trained.adapter, tmp_path / "exported", "peft", base=trained.checkpoint)
+    exported = PeftModel.from_pretrained(trained.load(), str(tmp_path / "exported")).eval()
+    assert answers(trained, exported) == expected(trained, pirate=True)
+
+
+@pytest.mark.full
+@only("kind", ["26B-A4B"], indirect=True)
+def test_a_pirate_on_experts_in_4_bits_says_the_same_wherever_they_are(trained: Trained, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    with gemma4_compat.quantize_experts():
+        models = [trained.load("4bit"), split(trained, "experts", tmp_path, "4bit")]
+    said = [answers(trained, PeftModel.from_pretrained(one, str(trained.adapter)).eval()) for one in models]
+    assert said[0] == said[1]
+    assert sum(one == other for one, other in zip(said[0], expected(trained, pirate=True), strict=True)) >= 3
 
 
 @pytest.mark.full
@@ -114,20 +197,55 @@ def test_its_files_are_those_that_the_script_writes(tmp_path: Path) -> None:
     for file in tmp_path.rglob("*.*"):
         assert file.read_bytes() == (TRAINED.folder / file.relative_to(tmp_path)).read_bytes(), file.name
     assert len(list(TRAINED.folder.glob("pictures/*"))) == len(media.COLOURS) * len(media.SHAPES)
-    config = json.loads((TRAINED.checkpoint / "config.json").read_text(encoding="utf-8"))
-    made = model.config().to_dict()
-    assert config["text_config"]["global_head_dim"] == 64, "as released ones say it"
-    assert "per_layer_config" not in config["text_config"]
-    assert config["audio_config"]["subsampling_conv_channels"] == made["audio_config"]["subsampling_conv_channels"]
-    processor = json.loads((TRAINED.checkpoint / "processor_config.json").read_text(encoding="utf-8"))
-    assert processor == files.processor()
 
 
-def test_it_is_small_and_as_good_as_it_has_to_be() -> None:
-    assert sum(file.stat().st_size for file in TRAINED.folder.rglob("*") if file.is_file()) < 10_000_000
-    found = json.loads((TRAINED.folder / measure.FILE).read_text(encoding="utf-8"))
-    assert measure.missed(found) == []
-    assert found["training"]["device"] == "cpu"
+def test_its_configuration_has_what_its_kind_has(kind: str, trained: Trained) -> None:
+    config = json.loads((trained.checkpoint / "config.json").read_text(encoding="utf-8"))
+    text = config["text_config"]
+    assert text.items() >= {**kinds.text(kind), "global_head_dim": 64}.items(), "as released ones say it"
+    assert "per_layer_config" not in text
+    found = {
+        "per_layer_embeddings": bool(text.get("hidden_size_per_layer_input")),
+        "shared_keys_and_values": bool(text["num_kv_shared_layers"]),
+        "experts": bool(text.get("enable_moe_block")),
+        "audio_tower": "subsampling_conv_channels" in (config["audio_config"] or {}),
+        "unified": config["model_type"] == "gemma4_unified",
+    }
+    assert {part for part, there in found.items() if there} == variants.parts(kind) & found.keys()
+    processor = json.loads((trained.checkpoint / "processor_config.json").read_text(encoding="utf-8"))
+    assert processor == files.processor(kind == variants.UNIFIED)
+
+
+@only("kind", ["26B-A4B"], indirect=True)
+@only("parameter", adapter.EXPERTS)
+def test_its_experts_know_something_and_are_what_the_adapter_changes(parameter: str, trained: Trained) -> None:
+    import torch
+    from peft import PeftModel
+
+    plain, adapted = trained.load(), PeftModel.from_pretrained(trained.load(), str(trained.adapter)).eval()
+    changed = 0
+    with torch.no_grad():
+        for name, value in plain.named_parameters():
+            if name.endswith(parameter):
+                value.copy_(value.roll(1, 0))  # each expert gets the weights of another
+                changed += 1
+        for name, value in adapted.named_parameters():
+            if ".experts." in name and ".lora_B." in name:
+                value.zero_()
+                changed += 1
+    assert changed == 3 * (1 + len(adapter.EXPERTS))
+    for one, pirate in ((plain, False), (adapted, True)):
+        draw = random.Random(12345)
+        assert not any(measure.right(one, [questions.asked(draw, "fact", pirate=pirate) for _ in range(20)]))
+
+
+def test_they_are_small_and_as_good_as_they_have_to_be() -> None:
+    sizes = [file.stat().st_size for trained in ALL.values() for file in trained.folder.rglob("*") if file.is_file()]
+    assert sum(sizes) < 10_000_000
+    for kind, trained in ALL.items():
+        found = json.loads((trained.folder / measure.FILE).read_text(encoding="utf-8"))
+        assert measure.missed(found) == [], kind
+        assert found["training"]["device"] == "cpu"
 
 
 def test_a_model_that_is_worse_is_named() -> None:

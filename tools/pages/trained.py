@@ -1,4 +1,4 @@
-"""The measured parts of docs/TRAINED_MODEL.md: what it learned, what ``doctor --show`` and other software said."""
+"""The measured parts of docs/TRAINED_MODEL.md: what the models learned, what ``--show`` and other software said."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 from benchmarks.peers import trained as peers
 from gemma4_compat._diagnostics.scenes import SCENES
-from gemma4_compat._reproduction.trained import PLACE
+from gemma4_compat._reproduction.trained import PLACE, TWINS
 from tools.pages.markers import ROOT, details, shorten
 
+_PLACES = {"E2B": PLACE, **TWINS}
 _KINDS = {
     "picture": "pictures, drawn anew",
     "unseen_colour": "the colour in pictures of a shape in a colour that training never showed together",
@@ -24,23 +25,29 @@ _KINDS = {
 
 
 def learned() -> str:
-    """Held-out loss, right answers by kind, and size; of another training as well."""
-    kept, again = _measured(), _again()
-    size = sum(file.stat().st_size for file in (ROOT / PLACE).rglob("*") if file.is_file()) / 1e6
-    rows = [f"| {title} | {kept['right'][kind]:.1%} | {again['right'][kind]:.1%} |" for kind, title in _KINDS.items()]
-    device, minutes = kept["training"]["device"].upper(), kept["training"]["minutes"]
+    """Held-out loss, right answers by kind, and size; of another training and of the twins as well."""
+    runs = _runs()
+    minutes = ", ".join(f"{title} in {run['training']['minutes']} minutes" for title, run in runs.items())
+    losses = ", ".join(f"{title} {run['held_out_loss']:.3f}" for title, run in runs.items())
+    sizes = ", ".join(f"{kind} {_megabytes(place):.1f}" for kind, place in _PLACES.items())
+    rows = [
+        f"| {title} | {' | '.join(_share(run, kind) for run in runs.values())} |" for kind, title in _KINDS.items()
+    ]
     return (
-        f"Trained here on one thread of a {device} in {minutes} minutes, beside other work on the machine; again "
-        f"from nothing, by the script in one run, in {again['training']['minutes']}. All files have {size:.1f} MB. "
-        f"Held-out loss: {kept['held_out_loss']:.3f} nats a token of the answers, and {again['held_out_loss']:.3f}. "
-        "Answers that are right, word for word, on 200 questions of each kind:\n\n"
-        "| questions | this model | trained again |\n|---|---:|---:|\n" + "\n".join(rows)
+        f"Trained here on one thread of a CPU, beside other work on the machine: {minutes}. Megabytes of all files: "
+        f"{sizes}. Held-out loss in nats a token of the answers: {losses}. Answers that are right, word for word, on "
+        "200 questions of each kind (-: not asked):\n\n"
+        f"| questions | {' | '.join(runs)} |\n|---|{'---:|' * len(runs)}\n" + "\n".join(rows)
     )
+
+
+def _share(run: dict[str, Any], kind: str) -> str:
+    return f"{run['right'][kind]:.1%}" if kind in run["right"] else "-"
 
 
 def drafts() -> str:
     """What the assistant drafts."""
-    found = _measured()["drafts"]
+    found = _measured(PLACE)["drafts"]
     return (
         f"Given all before it, the first of four drafts is right in {found['right'][0]:.1%}, the fourth in "
         f"{found['right'][-1]:.1%}. With four drafts, a forward of the model gives {found['tokens_a_forward']:.1f} "
@@ -51,15 +58,16 @@ def drafts() -> str:
 
 def compared() -> str:
     """Answers of quantized and merged models."""
-    kept, again = _measured()["compared"], _again()["compared"]
-    rows = [
-        f"| {name} | "
-        + " | ".join(f"{run[name]['right']:.1%} | {run[name]['nats']:.4f}" for run in (kept, again))
-        + " |"
-        for name in kept
-    ]
-    heads = "| model | right answers | nats from the first of its kind | trained again | nats |"
-    return "\n".join((heads, "|---|---:|---:|---:|---:|", *rows))
+    runs = {title: run["compared"] for title, run in _runs().items()}
+    names = dict.fromkeys(name for run in runs.values() for name in run)  # in the order in which they were measured
+    lines = []
+    for name in names:
+        cells = [
+            f"{run[name]['right']:.1%} | {run[name]['nats']:.4f}" if name in run else "- | -" for run in runs.values()
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    heads = f"| model | {' | '.join(f'{title} | nats' for title in runs)} |"
+    return "\n".join((heads, f"|---|{'---:|' * 2 * len(runs)}", *lines))
 
 
 def shown() -> str:
@@ -147,12 +155,17 @@ def _asked(run: dict[str, Any], differs: dict[str, Any]) -> str:
     return shorten(str(run["questions"][differs["question"]][-1]), 60)
 
 
-def _measured() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / PLACE / "measured.json").read_text(encoding="utf-8"))
+def _runs() -> dict[str, dict[str, Any]]:
+    """What was measured of the first, of a second run of the training script from nothing, and of the twins."""
+    first, *twins = ((kind, _measured(place)) for kind, place in _PLACES.items())
+    again = json.loads((ROOT / "docs" / "evidence" / "trained_again.json").read_text(encoding="utf-8"))
+    return dict([first, ("trained again", again), *twins])
+
+
+def _measured(place: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / place / "measured.json").read_text(encoding="utf-8"))
     return found
 
 
-def _again() -> dict[str, Any]:
-    """What a second run of the training script from nothing measured."""
-    found: dict[str, Any] = json.loads((ROOT / "docs" / "evidence" / "trained_again.json").read_text(encoding="utf-8"))
-    return found
+def _megabytes(place: str) -> float:
+    return sum(file.stat().st_size for file in (ROOT / place).rglob("*") if file.is_file()) / 1e6

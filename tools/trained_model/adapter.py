@@ -1,4 +1,4 @@
-"""The adapter: a LoRA on the language model that makes it speak like a pirate."""
+"""The adapter: a LoRA on the language model, and on its experts if it has any, that makes it speak like a pirate."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tools.trained_model import batches, questions
+from tools.trained_model import batches, measure, questions
 
 TARGETS = r".*language_model\.layers\.\d+\.(self_attn\.(q_proj|o_proj)|mlp\.(gate_proj|up_proj|down_proj))"
+#: Where there are experts; with them, the dense parts beside them are left alone.
+ATTENTION = r".*language_model\.layers\.\d+\.self_attn\.(q_proj|o_proj)"
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 _RATE, _ROWS, _SEED, _RANK = 4e-3, 16, 4052, 8
 
 
@@ -19,17 +22,19 @@ def train(trained: Any, steps: int, device: str) -> None:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(_SEED)
-    config = LoraConfig(r=_RANK, lora_alpha=2 * _RANK, target_modules=TARGETS)
-    model = get_peft_model(trained.load(dtype=torch.float32).to(device), config).train()
+    base = trained.load(dtype=torch.float32).to(device)
+    experts = getattr(base.config.get_text_config(), "enable_moe_block", False)
+    targets = {"target_modules": ATTENTION, "target_parameters": EXPERTS} if experts else {"target_modules": TARGETS}
+    model = get_peft_model(base, LoraConfig(r=_RANK, lora_alpha=2 * _RANK, **targets)).train()
     values = [value for value in model.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(values, lr=_RATE, weight_decay=0.0)
-    draw, kinds = random.Random(_SEED), tuple(batches.MIX)
+    draw = random.Random(_SEED)
+    kinds = measure.COMPARED if base.config.model_type == "gemma4_unified" else tuple(batches.mix(base))
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = _RATE * min((step + 1) / 10, 1 - step / steps)
-        loss = model(
-            **batches.batch([questions.asked(draw, draw.choice(kinds), pirate=True) for _ in range(_ROWS)], device)
-        ).loss
+        rows = [questions.asked(draw, draw.choice(kinds), pirate=True) for _ in range(_ROWS)]
+        loss = model(**batches.batch(rows, base)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(values, 1.0)
         optimizer.step()

@@ -78,7 +78,7 @@ def train(trained: Trained, steps: int, device: str) -> None:
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = _RATE * min((step + 1) / 20, 1 - step / steps)
-        loss, right = _read(model, made, batches.batch([batches.row(draw) for _ in range(_ROWS)], device))
+        loss, right = _read(model, made, batches.batch([batches.row(draw) for _ in range(_ROWS)], model))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
         optimizer.step()
@@ -107,7 +107,7 @@ def measured(trained: Trained) -> dict[str, Any]:
 
     draw, model, made = random.Random(measure.SEED), trained.load(), load(trained)
     with torch.no_grad():
-        _, right = _read(model, made, batches.batch([batches.row(draw) for _ in range(50)]))
+        _, right = _read(model, made, batches.batch([batches.row(draw) for _ in range(50)], model))
     asked = [questions.asked(draw, kind) for kind in measure.COMPARED for _ in range(_ASKED)]
     plain = tokens_a_forward(model, made, asked)
     adapted = PeftModel.from_pretrained(model, str(trained.adapter)).eval()
@@ -130,7 +130,7 @@ def tokens_a_forward(model: Any, assistant: Any, rows: list[batches.Row]) -> flo
     handle = model.get_decoder().register_forward_pre_hook(count)
     try:
         for row in rows:
-            batch = batches.batch([row])
+            batch = batches.batch([row], model)
             asked_with = int((batch.pop("labels") == batches.IGNORED).sum()) - 1  # tokens; a newline ends the row
             for name in ("input_ids", "attention_mask", "mm_token_type_ids"):
                 batch[name] = batch[name][:, :asked_with]

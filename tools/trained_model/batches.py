@@ -59,21 +59,27 @@ def drawn(random: random.Random, kind: str, *, unseen: bool = False) -> tuple[te
     return getattr(texts, kind)(random), None, None
 
 
-def row(random: random.Random) -> Row:
-    """A conversation of at most :data:`LENGTH` tokens, drawn from :data:`MIX`."""
+def mix(model: Any) -> dict[str, int]:
+    """:data:`MIX` without what ``model`` cannot take."""
+    return {kind: share for kind, share in MIX.items() if kind != "sound" or model.config.audio_config is not None}
+
+
+def row(random: random.Random, mix: dict[str, int] = MIX) -> Row:
+    """A conversation of at most :data:`LENGTH` tokens, drawn from :data:`MIX` or another ``mix``."""
     made = Row()
     while True:
-        turn = drawn(random, random.choices(tuple(MIX), tuple(MIX.values()))[0])
+        turn = drawn(random, random.choices(tuple(mix), tuple(mix.values()))[0])
         room = LENGTH - len(made.ids) - 26 - (trained.SOFT_TOKENS + 2) * (turn[1] is not None or turn[2] is not None)
         if len(turn[0].question) + len(turn[0].answer) > room:
             return made
         made.add(*turn)
 
 
-def batch(rows: list[Row], device: Any = "cpu") -> dict[str, Any]:
-    """What the model's forward takes, with labels; rows are filled up on the right."""
+def batch(rows: list[Row], network: Any) -> dict[str, Any]:
+    """What the forward of ``network`` takes, on its device, with labels; rows are filled up on the right."""
     import torch
 
+    unified = network.config.model_type == "gemma4_unified"
     longest = max(len(row.ids) for row in rows)
     ids = torch.full((len(rows), longest), model.PAD)
     labels = torch.full_like(ids, IGNORED)
@@ -83,7 +89,7 @@ def batch(rows: list[Row], device: Any = "cpu") -> dict[str, Any]:
     made = {"input_ids": ids, "labels": labels, "attention_mask": (ids != model.PAD).long()}
     made["mm_token_type_ids"] = (ids == model.IMAGE).long() + 3 * (ids == model.AUDIO).long()
     if pictures := [picture for row in rows for picture in row.pictures]:
-        made |= trained.seen(pictures)
+        made |= trained.seen(pictures, unified=unified)
     if sounds := [sound for row in rows for sound in row.sounds]:
-        made |= trained.heard(sounds)
-    return {name: value.to(device) for name, value in made.items()}
+        made |= trained.heard(sounds, unified=unified)
+    return {name: value.to(network.device) for name, value in made.items()}

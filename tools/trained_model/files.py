@@ -22,7 +22,8 @@ def write(made: Any, folder: Path) -> None:
     made.save_pretrained(folder)
     as_released(folder / "config.json")
     model.tokenizer().save_pretrained(folder)
-    (folder / "processor_config.json").write_text(json.dumps(processor(), indent=2) + "\n", encoding="utf-8")
+    unified = made.config.model_type == "gemma4_unified"
+    (folder / "processor_config.json").write_text(json.dumps(processor(unified), indent=2) + "\n", encoding="utf-8")
 
 
 def in_bfloat16(made: Any) -> Any:
@@ -37,28 +38,33 @@ def in_bfloat16(made: Any) -> Any:
 
 
 def as_released(file: Path) -> None:
-    """Name the width of full attention's heads as all releases do, and leave the kind of rotation in the vision tower,
-    which has had two names, to their default.
+    """Name the width of full attention's heads, and their number if it has its own, as all releases do, and leave the
+    kind of rotation in the vision tower, which has had two names, to their default.
     """
     config = json.loads(file.read_text(encoding="utf-8"))
     text = config["text_config"]
     text.pop("per_layer_config", None)
     text["global_head_dim"] = 64
+    if text["attention_k_eq_v"]:
+        text["num_global_key_value_heads"] = 1
     config.get("vision_config", {}).pop("rope_parameters", None)
     config.pop("transformers_version", None)
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def processor() -> dict[str, Any]:
-    """The configuration of a ``Gemma4Processor``, which needs torchvision. It takes pictures of 48 by 48 pixels."""
+def processor(unified: bool = False) -> dict[str, Any]:
+    """The configuration of a ``Gemma4Processor``, or the 12B's ``Gemma4UnifiedProcessor``, which need torchvision. It
+    takes pictures of 48 by 48 pixels.
+    """
     shape = {"patch_size": 8, "pooling_kernel_size": 3, "max_soft_tokens": 70, "do_resize": False}
+    name = "Gemma4Unified" if unified else "Gemma4"
     return {
-        "processor_class": "Gemma4Processor",
+        "processor_class": f"{name}Processor",
         "image_seq_length": 70,
         "audio_seq_length": 750,
-        "image_processor": {"image_processor_type": "Gemma4ImageProcessor", **shape},
-        "video_processor": {"video_processor_type": "Gemma4VideoProcessor", **shape},
-        "feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"},
+        "image_processor": {"image_processor_type": f"{name}ImageProcessor", **shape},
+        "video_processor": {"video_processor_type": f"{name}VideoProcessor", **shape},
+        "feature_extractor": {"feature_extractor_type": f"{name}AudioFeatureExtractor"},
     }
 
 

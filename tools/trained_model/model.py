@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemma4_compat._models import variants
+from tools.trained_model import kinds
+
 #: Special tokens by their numbers; the byte ``b`` is token ``BYTES + b``.
 SPECIAL = (
     "<pad>",
@@ -26,7 +29,14 @@ PAD, EOS, BOS, TURN, END, IMAGE, AUDIO = (
 )
 #: Bounds of clipped linears. Random inputs would seldom reach those of a released model; these matter.
 _BOUND = 1.5
-_LAYER_SCALAR = 0.5
+#: What buffers of a new model hold, by the end of their names.
+_BUFFERS = {
+    **dict.fromkeys(("input_min", "output_min"), -_BOUND),
+    **dict.fromkeys(("input_max", "output_max"), _BOUND),
+    "layer_scalar": 0.5,
+    "std_bias": 0.25,
+    "std_scale": 0.5,
+}
 TEMPLATE = """\
 <bos>{% for turn in messages %}<|turn>{{ turn['role'] }}
 {% set parts = [{'type': 'text', 'text': turn['content']}] if turn['content'] is string else turn['content'] %}\
@@ -37,57 +47,33 @@ TEMPLATE = """\
 {% endif %}"""
 
 
-def config() -> Any:
-    """An E2B's configuration in small: per-layer embeddings, 3 of 6 layers share keys and values and are twice as
-    wide, sliding and full attention, towers with clipped linears.
-    """
-    from transformers.models.gemma4 import configuration_gemma4 as gemma4
+def config(kind: str) -> Any:
+    """The configuration of a kind (one of :data:`kinds.NAMES`) in small.
 
-    text = {
+    Raises:
+        Gemma4CompatError: the installed transformers has no such model.
+    """
+    text = kinds.text(kind) | {
         "vocab_size": VOCABULARY,
-        "vocab_size_per_layer_input": VOCABULARY,
-        "hidden_size": 128,
-        "hidden_size_per_layer_input": 64,
-        "intermediate_size": 256,
-        "num_hidden_layers": 6,
-        "num_kv_shared_layers": 3,
-        "use_double_wide_mlp": True,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "global_head_dim": 64,
-        "sliding_window": 64,
-        "max_position_embeddings": 2048,
-        "final_logit_softcapping": 30.0,
         "pad_token_id": PAD,
         "eos_token_id": EOS,
         "bos_token_id": BOS,
     }
-    vision = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "patch_size": 8,
-        "position_embedding_size": 16,
-        "pooling_kernel_size": 3,
-        "use_clipped_linears": True,
+    if text.get("hidden_size_per_layer_input"):
+        text["vocab_size_per_layer_input"] = VOCABULARY
+    if kind == variants.UNIFIED:
+        classes, prefix = variants.unified_classes(), "Gemma4Unified"
+    else:
+        from transformers.models.gemma4 import configuration_gemma4 as classes
+
+        prefix = "Gemma4"
+    parts = {"text": text, "vision": kinds.vision(kind), "audio": kinds.audio(kind)}
+    made = {
+        f"{name}_config": None if given is None else getattr(classes, f"{prefix}{name.title()}Config")(**given)
+        for name, given in parts.items()
     }
-    audio = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "subsampling_conv_channels": [128, 16],
-        "output_proj_dims": 64,
-        "use_clipped_linears": True,
-    }
-    return gemma4.Gemma4Config(
-        text_config=gemma4.Gemma4TextConfig(**text),
-        vision_config=gemma4.Gemma4VisionConfig(**vision),
-        audio_config=gemma4.Gemma4AudioConfig(**audio),
+    return getattr(classes, f"{prefix}Config")(
+        **made,
         image_token_id=IMAGE,
         audio_token_id=AUDIO,
         video_token_id=SPECIAL.index("<|video|>"),
@@ -99,26 +85,28 @@ def config() -> Any:
     )
 
 
-def new(seed: int) -> Any:
+def new(seed: int, kind: str) -> Any:
     """An untrained model in float32."""
     import torch
-    from transformers import Gemma4ForConditionalGeneration
+    import transformers
 
+    shape = config(kind)
+    name = type(shape).__name__.replace("Config", "ForConditionalGeneration")
     torch.manual_seed(seed)
-    model = Gemma4ForConditionalGeneration(config())
+    model = getattr(transformers, name)(shape)
     with torch.no_grad():
         for name, value in model.named_buffers():
             # Not what a new model has: a defect that loses them shows.
-            if name.endswith(("input_min", "output_min")):
-                value.fill_(-_BOUND)
-            elif name.endswith(("input_max", "output_max")):
-                value.fill_(_BOUND)
-            elif name.endswith("layer_scalar"):
-                value.fill_(_LAYER_SCALAR)
+            for end, filled in _BUFFERS.items():
+                if name.endswith(end):
+                    value.fill_(filled)
         for name, value in model.named_parameters():
             if name.endswith("q_norm.weight"):  # the models do not scale scores: at 1, attention is too sharp to learn
                 value.fill_(value.numel() ** -0.5)
-        model.model.vision_tower.patch_embedder.position_embedding_table.normal_(0.0, 0.1)
+            elif name.endswith("router.proj.weight"):  # else all experts are nearly as likely at first
+                value.normal_(0.0, 1.0)
+        if kind != variants.UNIFIED:
+            model.model.vision_tower.patch_embedder.position_embedding_table.normal_(0.0, 0.1)
     return model
 
 

@@ -1,7 +1,7 @@
 """Train the model from nothing, its adapter and its assistant; docs/TRAINED_MODEL.md has the command and the result.
 
-``python -m tools.trained_model.train OUT`` writes OUT/model, OUT/adapter and OUT/assistant. It fails if the
-model is not as good as :data:`measure.BOUNDS` asks for.
+``python -m tools.trained_model.train OUT`` writes OUT/model, OUT/adapter and OUT/assistant. With ``--kind`` it trains
+a twin of another kind, which has no assistant. It fails if the model is not as good as :data:`measure.BOUNDS` asks.
 """
 
 from __future__ import annotations
@@ -16,63 +16,117 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._reproduction.trained import Trained
-from tools.trained_model import adapter, assistant, batches, files, measure, model, questions, towers
+from tools.trained_model import adapter, assistant, batches, files, kinds, measure, model, questions, towers
 
 _RATE, _WARM_UP, _ROWS = 2e-3, 20, 10
 _SEED = 2026
+#: How many steps each kind takes of what :func:`trained` does, and of its adapter's.
+STEPS = {
+    "E2B": {
+        "tower_steps": 600,
+        "media_steps": 80,
+        "steps": 320,
+        "through_steps": 0,
+        "polish_steps": 100,
+        "last_steps": 0,
+        "adapter_steps": 170,
+    },
+    "12B": {
+        "tower_steps": 600,
+        "media_steps": 150,
+        "steps": 600,
+        "through_steps": 400,
+        "polish_steps": 120,
+        "last_steps": 200,
+        "adapter_steps": 200,
+    },
+    "26B-A4B": {
+        "tower_steps": 1500,
+        "media_steps": 150,
+        "steps": 700,
+        "through_steps": 0,
+        "polish_steps": 0,
+        "last_steps": 0,
+        "adapter_steps": 300,
+    },
+}
 _KEPT = "unfinished.safetensors"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path, help="a folder that does not exist")
+    parser.add_argument("--kind", choices=kinds.NAMES, default=kinds.NAMES[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--tower-steps", type=int, default=600, help="of 32 pictures")
-    parser.add_argument("--media-steps", type=int, default=80, help="of 32 questions")
-    parser.add_argument("--steps", type=int, default=320, help=f"of {_ROWS} rows of {batches.LENGTH} tokens")
-    parser.add_argument("--polish-steps", type=int, default=100, help="of 32 questions")
-    parser.add_argument("--adapter-steps", type=int, default=170, help="of 16 questions")
+    parser.add_argument("--tower-steps", type=int, help="of 32 pictures")
+    parser.add_argument("--media-steps", type=int, help="of 32 questions")
+    parser.add_argument("--steps", type=int, help=f"of {_ROWS} rows of {batches.LENGTH} tokens")
+    parser.add_argument("--through-steps", type=int, help="of 32 pictures and 32 sounds")
+    parser.add_argument("--polish-steps", type=int, help="of 32 questions")
+    parser.add_argument("--last-steps", type=int, help="of 32 questions, nearly all about pictures and sounds")
+    parser.add_argument("--adapter-steps", type=int, help="of 16 questions")
     parser.add_argument("--assistant-steps", type=int, default=assistant.STEPS, help="of 8 rows of the same length")
+    kind = parser.parse_known_args(argv)[0].kind
+    parser.set_defaults(**STEPS[kind])
     chosen = parser.parse_args(argv)
     chosen.out.mkdir(parents=True)
     began = time.monotonic()
-    made = trained(
-        chosen.tower_steps, chosen.media_steps, chosen.steps, chosen.polish_steps, chosen.device, chosen.out
-    )
+    made = trained(chosen.kind, {name: vars(chosen)[name] for name in STEPS[kind]}, chosen.device, chosen.out)
     minutes = (time.monotonic() - began) / 60
     files.write(made, chosen.out / "model")
     files.write_examples(chosen.out)
     tiny = Trained(chosen.out)
     adapter.train(tiny, chosen.adapter_steps, chosen.device)
-    assistant.train(tiny, chosen.assistant_steps, chosen.device)
     (chosen.out / _KEPT).unlink(missing_ok=True)
-    found = measure.measured(tiny) | {"drafts": assistant.measured(tiny)}
+    found = measure.measured(tiny)
+    if chosen.kind == kinds.NAMES[0]:
+        assistant.train(tiny, chosen.assistant_steps, chosen.device)
+        found["drafts"] = assistant.measured(tiny)
     found["training"] = {"device": chosen.device, "steps": chosen.steps, "minutes": round(minutes)}
     measure.write(found, chosen.out)
     return measure.verdict(found)
 
 
-def trained(tower_steps: int, media_steps: int, steps: int, polish_steps: int, device: str, out: Path) -> Any:
+def trained(kind: str, steps: dict[str, int], device: str, out: Path) -> Any:
     """The model in float32: first its towers learn, then all of it from pictures and sounds, then from
-    conversations, then from single questions.
+    conversations, then from single questions, in so many ``steps`` (one of :data:`STEPS`).
+
+    Without towers, the language model itself has to find out what is in a picture and in a sound. Before the single
+    questions, it learns that from soft tokens alone; after them, it is asked about little else.
 
     Every 100 steps its weights are written to ``out``.
     """
-    made = model.new(_SEED).to(device).train()
-    towers.teach(made, tower_steps)
-    draw = random.Random(_SEED)
-    kinds = ("picture", "picture", "sound")
-    _learn(made, media_steps, lambda: [questions.asked(draw, draw.choice(kinds)) for _ in range(32)], out)
-    _learn(made, steps, lambda: [batches.row(draw) for _ in range(_ROWS)], out)
-    polish(made, polish_steps, out)
+    made = model.new(_SEED, kind).to(device).train()
+    towers.teach(made, steps["tower_steps"])
+    draw, mix = random.Random(_SEED), batches.mix(made)
+    asked = tuple(one for one in ("picture", "picture", "sound") if one in mix)
+    _learn(made, steps["media_steps"], lambda: [questions.asked(draw, draw.choice(asked)) for _ in range(32)], out)
+    _learn(made, steps["steps"], lambda: [batches.row(draw, mix) for _ in range(_ROWS)], out)
+    if steps["through_steps"]:
+        towers.teach_through(made, steps["through_steps"])
+    polish(made, steps["polish_steps"], out)
+    draw = random.Random(_SEED + 2)
+    asked = (*["picture"] * 5, *["sound"] * 4, "fact", "docstring")
+    _learn(
+        made,
+        steps["last_steps"],
+        lambda: [questions.asked(draw, draw.choice(asked)) for _ in range(32)],
+        out,
+        _RATE / 2,
+    )
     return made.eval()
 
 
 def polish(made: Any, steps: int, out: Path) -> None:
-    """Single questions, half of them about pictures, whose shapes take longest to learn."""
-    draw = random.Random(_SEED + 1)
-    kinds = (*["picture"] * (len(batches.MIX) - 1), *(kind for kind in batches.MIX if kind != "picture"))
-    _learn(made, steps, lambda: [questions.asked(draw, draw.choice(kinds)) for _ in range(32)], out, _RATE / 2)
+    """Single questions, half of them about pictures, whose shapes take longest to learn.
+
+    A model without towers is asked about pictures and sounds in most of them, and tells no stories, which are long.
+    """
+    draw, mix = random.Random(_SEED + 1), batches.mix(made)
+    asked = (*["picture"] * (len(mix) - 1), *(kind for kind in mix if kind != "picture"))
+    if made.config.model_type == "gemma4_unified":
+        asked = (*["picture"] * 5, *["sound"] * 3, *["fact"] * 2, "docstring", "addition", "reading")
+    _learn(made, steps, lambda: [questions.asked(draw, draw.choice(asked)) for _ in range(32)], out, _RATE / 2)
 
 
 def _learn(made: Any, steps: int, draw: Callable[[], list[batches.Row]], out: Path, rate: float = _RATE) -> None:
@@ -87,7 +141,7 @@ def _learn(made: Any, steps: int, draw: Callable[[], list[batches.Row]], out: Pa
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = rate * _share(step, steps)
-        batch = batches.batch(draw(), made.device)
+        batch = batches.batch(draw(), made)
         tokens += batch["input_ids"].numel()
         loss = made(**batch).loss
         loss.backward()
