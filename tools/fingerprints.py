@@ -79,7 +79,7 @@ def of(target: Target) -> str:
     except AttributeError:  # it is for GPUs, and this PyTorch is not
         return _in_file(target)
     owner, name = changes.resolve_owner(target.module, target.name)
-    return fingerprint(changes.raw_slot(owner, name))
+    return fingerprint(changes.raw_slot(owner, name, attribute=target.attribute))
 
 
 def _in_file(target: Target) -> str:

@@ -36,7 +36,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
 #: Attributes of the model itself that its callers set.
 _OF_CALLS = ("generation_config", "training", "forward")
-#: Another object whenever checkpointing is turned on. No step with checkpointing is captured.
+#: Another object whenever checkpointing is turned on. No step calls it: there are no gradients.
 _CHECKPOINTING = "_gradient_checkpointing_func"
 _MARKS = "make_inputs_require_grads"
 _CONFIG = (Cause.CONFIGURATION, "config")

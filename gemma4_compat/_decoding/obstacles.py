@@ -8,6 +8,7 @@ from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._decoding import dependencies
+from gemma4_compat._models import checkpointing
 from gemma4_compat._offload import host_memory, row_lookup, streaming
 
 #: Parts that a step without images or audio does not run.
@@ -63,8 +64,8 @@ def _only_in_training(module: Any) -> str:
     if isinstance(module, (torch.nn.modules.batchnorm._BatchNorm, torch.nn.RReLU)):
         return f"where {kind.__qualname__} computes otherwise"
     for name, value in vars(module).items():
-        if name == "gradient_checkpointing" and value:
-            return "with gradient checkpointing, which has no use for a cache"
+        if name == checkpointing.FLAG and value and checkpointing.drops_cache(module):
+            return "with gradient checkpointing, which drops the cache before transformers 5.24"
         if _draws(name, value) or (name == "p" and isinstance(module, torch.nn.modules.dropout._DropoutNd) and value):
             return f"and {name} is {value}: tokens are drawn with dropout"
     variants = getattr(module, "lora_variant", None) or {}

@@ -10,6 +10,8 @@ Hazards this file exists for:
 * ``from x import f`` gave ``f`` to other modules. Every module that holds the same object gets the replacement; the
   undo finds the replacement wherever it went since. Other holders of ``f`` (registries, class attributes, closures,
   bound methods) keep it; :mod:`gemma4_compat._engine.holders` counts them.
+* A flag that instances set, over a default in the class or none, becomes a property (:class:`Attribute`). What they
+  set stays in their own namespaces: copies and pickles have it, and after the undo it is read from there again.
 * Objects keep our function: a bound method (accelerate's ``module._old_forward``) outlives the undo. It becomes a
   pass-through, and the next installation puts the same function back, so that it works there again.
 * A reload executes a module again, in the same namespace: its functions and classes are new. The old classes still
@@ -30,6 +32,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import FunctionType, TracebackType
 from typing import Any
+
+from gemma4_compat._engine.fingerprint import VALUE
 
 
 @dataclass(slots=True)  # what it refers to is counted
@@ -57,6 +61,7 @@ _latest: weakref.WeakValueDictionary[tuple[str, str], FunctionType] = weakref.We
 # See `sleep`: ids of patches that are needed; owner, name and previous object, where something asleep was installed.
 _awake: set[str] = set()
 _beds: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+_attributes: dict[tuple[type, str], Attribute] = {}  # by owner and name, one that changes nothing
 _switching = threading.Lock()
 
 
@@ -69,6 +74,49 @@ class _Edit:
     label: str
 
 
+class Attribute(property):
+    """What instances read under a name: what they set, else the value in their class.
+
+    Reading it from the class itself gives the value that was there before.
+    """
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is not None:
+            return super().__get__(instance, owner)
+        (value,) = vars(upstream(self.fget))[VALUE]
+        if value is _ABSENT:
+            raise AttributeError(f"{getattr(owner, '__name__', owner)!s} has no such attribute")
+        return value
+
+
+def _attribute(owner: type, name: str, value: Any) -> Attribute:
+    """One that changes nothing: the same one each time."""
+    known = _attributes.get((owner, name))
+    if known is not None and vars(known.fget)[VALUE][0] is value:
+        return known
+
+    def read(self: Any) -> Any:
+        return self.__dict__.get(name, value)
+
+    def read_own(self: Any) -> Any:
+        if name not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self.__dict__[name]
+
+    def write(self: Any, new: Any) -> None:
+        self.__dict__[name] = new
+
+    def delete(self: Any) -> None:
+        if name not in self.__dict__:
+            raise AttributeError(name)
+        del self.__dict__[name]
+
+    reader = read_own if value is _ABSENT else read
+    vars(reader)[VALUE] = (value,)
+    found = _attributes[owner, name] = Attribute(reader, write, delete)
+    return found
+
+
 class ChangeSet:
     """The edits of one patch. Not thread-safe: the engine uses it under its lock."""
 
@@ -78,12 +126,21 @@ class ChangeSet:
         self._journal: list[_Edit] = []
         self._functions: list[tuple[FunctionType, Any]] = []  # module functions: (installed, original)
         self._wrappers: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # the functions it installed
-        self._labels: set[str] = set()  # the names it replaced
+        self._labels: dict[str, bool] = {}  # the names it replaced, and whether they are attributes
 
-    def replace(self, module: str, name: str, replacement: Callable[..., Any], *, asleep: bool = False) -> None:
+    def replace(
+        self,
+        module: str,
+        name: str,
+        replacement: Callable[..., Any],
+        *,
+        asleep: bool = False,
+        attribute: bool = False,
+    ) -> None:
         """Put ``replacement(original, *args, **kwargs)`` in place of ``module.name`` (``name`` may be dotted).
 
-        Static and class methods stay what they are; a property gets another getter. With ``asleep``, the function
+        Static and class methods stay what they are; a property gets another getter. An ``attribute`` of instances (see
+        :class:`Attribute`) is read by ``replacement(original, instance)``. With ``asleep``, the function
         that is put there calls the original until :func:`gemma4_compat._engine.sleep.awaken`. A replacement of
         ``__getattr__`` in a class that has none may have an attribute ``known``, by class the names that it is asked
         for: any other is missing, without a call.
@@ -92,13 +149,13 @@ class ChangeSet:
             AttributeError: nothing of that name is there.
             TypeError: what is there is not a function, a static method, a class method or a property.
         """
-        owner, attribute = resolve_owner(module, name)
-        raw = raw_slot(owner, attribute)
+        owner, slot = resolve_owner(module, name)
+        raw = raw_slot(owner, slot, attribute=attribute)
         label = f"{module}.{name}"
-        self._labels.add(label)
+        self._labels[label] = attribute
         if (kept := beneath(raw, self.patch_id, label)) is not None and not _installed[kept].changes.active:
             self._switch_on(kept, replacement, asleep)
-            self._journal.append(_Edit(owner, attribute, raw, kept, label))
+            self._journal.append(_Edit(owner, slot, raw, kept, label))
             if not isinstance(owner, type):
                 self._functions.append((kept, _installed[kept].original))
             return
@@ -108,26 +165,27 @@ class ChangeSet:
             installed = raw.getter(self._wrap(raw.fget, replacement, label, asleep))
         else:
             installed = self._wrap(raw, replacement, label, asleep)
-        before = vars(owner).get(attribute, _ABSENT)
+        before = vars(owner).get(slot, _ABSENT)
         if asleep and isinstance(owner, type) and not is_installed(function_of(raw)):
-            _beds[id(owner), attribute] = owner, attribute, before
+            _beds[id(owner), slot] = owner, slot, before
         if before is _ABSENT and isinstance(owner, type):
             # Inherited: otherwise it would be pickled under a name that leads to the base class's function.
             function = function_of(installed)
-            function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{attribute}"
-        self._set(owner, attribute, before, installed, label)
+            function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{slot}"
+        self._set(owner, slot, before, installed, label)
         if isinstance(installed, FunctionType) and not isinstance(owner, type):
             self._functions.append((installed, raw))
             for namespace in modules():
-                if vars(namespace).get(attribute) is raw:
-                    self._set(namespace, attribute, raw, installed, f"{namespace.__name__}.{attribute}")
+                if vars(namespace).get(slot) is raw:
+                    self._set(namespace, slot, raw, installed, f"{namespace.__name__}.{slot}")
 
     def is_lost(self, module: str, name: str) -> bool:
         """Whether ``module.name`` was redefined after it was replaced: nothing of this patch is in it or below it."""
-        if f"{module}.{name}" not in self._labels:
+        attribute = self._labels.get(f"{module}.{name}")
+        if attribute is None:
             return False
         try:
-            current = function_of(raw_slot(*resolve_owner(module, name)))
+            current = function_of(raw_slot(*resolve_owner(module, name), attribute=attribute))
         except (KeyError, AttributeError):
             return False
         while current not in self._wrappers:
@@ -154,7 +212,8 @@ class ChangeSet:
             self._switch_on(kept, replacement, asleep)
             return kept
         state: list[Any] = [None, original]
-        asked = label.endswith(".__getattr__")  # an error is an answer there, which compilers trace
+        # An error is an answer there, which compilers trace.
+        asked = label.endswith(".__getattr__") or VALUE in vars(upstream(original))
         known = vars(replacement).get("known") if original is missing else None
 
         @functools.wraps(original, updated=())
@@ -264,6 +323,7 @@ def bookkeeping(functions: Collection[Any]) -> list[Any]:
             ours += [*(installed.__closure__ or ()), vars(installed), switch, switch.state]
             ours += [item for pair in ((edit, edit.before) for edit in switch.changes._journal) for item in pair]
             ours += switch.changes._functions
+    ours += _attributes.values()
     ours += [vars(item) for item in ours if isinstance(item, (staticmethod, classmethod))]
     return list({id(item): item for item in ours if not isinstance(item, FunctionType)}.values())
 
@@ -341,17 +401,24 @@ def resolve_owner(module: str, name: str) -> tuple[Any, str]:
     return owner, attribute
 
 
-def raw_slot(owner: Any, name: str) -> Any:
+def raw_slot(owner: Any, name: str, *, attribute: bool = False) -> Any:
     """What ``owner`` (or, for a class, the first base that has it) holds under ``name``, without calling descriptors.
 
-    For a class without a ``__getattr__`` that is :func:`missing`.
+    For a class without a ``__getattr__`` that is :func:`missing`. An ``attribute`` of instances is always an
+    :class:`Attribute`, whether the class has a value or not.
 
     Raises:
         AttributeError: there is no such name.
     """
+    found = _ABSENT
     for namespace in owner.__mro__ if isinstance(owner, type) else (owner,):
         if name in vars(namespace):
-            return vars(namespace)[name]
+            found = vars(namespace)[name]
+            break
+    if attribute:
+        return found if isinstance(found, Attribute) else _attribute(owner, name, found)
+    if found is not _ABSENT:
+        return found
     if isinstance(owner, type) and name == "__getattr__":
         return missing
     raise AttributeError(f"{getattr(owner, '__name__', owner)!s} has no attribute {name!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gemma4_compat._engine import changes, hooks, versions
 from gemma4_compat._engine.fingerprint import fingerprint, stranger
@@ -78,7 +78,7 @@ def apply(patch: Patch, groups: Collection[str], edits: changes.ChangeSet, *, la
     for target in patch.targets:
         if target.group in groups and not _is_left_out(patch, target):
             asleep = sleeps and target.asleep is not None and target.asleep(late)
-            edits.replace(target.module, target.name, target.replacement, asleep=asleep)
+            edits.replace(target.module, target.name, target.replacement, asleep=asleep, attribute=target.attribute)
 
 
 def applied(patch: Patch, releases: Mapping[str, str], found: Found) -> str:
@@ -131,7 +131,7 @@ def _unknown(patch: Patch, group: str, releases: Mapping[str, str]) -> _Why | No
             continue
         if not _exists(target):
             return _Why(Reason.MODULE_ABSENT, explained(patch, releases, f"{target} does not exist"))
-        raw = changes.raw_slot(*changes.resolve_owner(target.module, target.name))
+        raw = _raw(target)
         try:
             found = fingerprint(raw)
         except OSError as error:
@@ -164,7 +164,7 @@ def _is_left_out(patch: Patch, target: Target) -> bool:
         return True
     if not target.waker or not _exists(target):
         return (target.optional or target.waker) and not _exists(target)
-    raw = changes.raw_slot(*changes.resolve_owner(target.module, target.name))
+    raw = _raw(target)
     try:
         return fingerprint(raw) not in target.known or _wrapped_by(patch, target, raw) is not None
     except OSError:  # no source: as unknown as other code
@@ -173,8 +173,12 @@ def _is_left_out(patch: Patch, target: Target) -> bool:
 
 def _exists(target: Target) -> bool:
     try:
-        owner, attribute = changes.resolve_owner(target.module, target.name)
-        changes.raw_slot(owner, attribute)
+        _raw(target)
     except (KeyError, AttributeError):
         return False
     return True
+
+
+def _raw(target: Target) -> Any:
+    owner, name = changes.resolve_owner(target.module, target.name)
+    return changes.raw_slot(owner, name, attribute=target.attribute)

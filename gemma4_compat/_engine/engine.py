@@ -216,7 +216,9 @@ class Engine:
                 record.changes.forget(name)
                 with contextlib.suppress(Exception):  # it fails again below, and is reported there
                     for target in lost:
-                        record.changes.replace(target.module, target.name, target.replacement)
+                        record.changes.replace(
+                            target.module, target.name, target.replacement, attribute=target.attribute
+                        )
                     continue
             if again or reloaded:  # into other code; without a reload, another library has replaced it
                 with self._uncovered(record):

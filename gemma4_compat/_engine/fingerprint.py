@@ -3,7 +3,8 @@
 It is taken from the syntax tree, not from byte code, so it is the same on every Python version. A patch lists the
 fingerprints it was proven on, and code it has never seen is never replaced.
 
-An ``__init__`` that a dataclass generated has no source: the fingerprint is that of the class and its bases.
+An ``__init__`` that a dataclass generated has no source: the fingerprint is that of the class and its bases. What
+instances read under a name (a target with ``attribute``) has the fingerprint of the value in its class.
 
 A fingerprint covers one function. It cannot notice a change in functions that this one calls; the reproductions, which
 ``doctor`` runs, can. Around the function are upstream's decorators, which the fingerprint covers, or wrappers of other
@@ -29,6 +30,9 @@ _IGNORED_FIELDS = frozenset({"annotation", "returns", "type_params", "type_comme
 # ``torch.compile`` and ``torch.compiler.disable`` run the function that they were given.
 _TRANSPARENT = "torch._dynamo"
 
+#: On the function that reads an attribute of instances: a tuple with the value in the class.
+VALUE = "__gemma4_compat_value__"
+
 # Finding and parsing a function's source takes most of the time of a decision, and decisions are repeated.
 _known: dict[int, tuple[weakref.ref[types.CodeType], str]] = {}
 
@@ -44,12 +48,16 @@ def fingerprint(function: Any) -> str:
         function = function.__func__
     elif isinstance(function, property):
         function = function.fget
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    inner = inspect.unwrap(function)
+    code = getattr(inner, "__code__", None)
+    if code is not None and VALUE in vars(inner):
+        (value,) = vars(inner)[VALUE]
+        return fingerprint_source(repr(value) if isinstance(value, (bool, int, str, type(None))) else "absent")
     if code is None:
         return fingerprint_source(inspect.getsource(function))
     key = id(code)  # equal code may have another source
     if key not in _known or _known[key][0]() is not code:
-        found = fingerprint_source(_source(inspect.unwrap(function)))
+        found = fingerprint_source(_source(inner))
         _known[key] = weakref.ref(code, lambda _: _known.pop(key, None)), found
     return _known[key][1]
 

@@ -171,6 +171,8 @@ class Target:
             before. The installed function then calls the original until :func:`gemma4_compat._engine.sleep.awaken`.
         waker: it only wakes the patch. If it does not exist, or its code is unknown, it is left out, and nothing of
             the patch sleeps.
+        attribute: it is not a function but what instances read under that name: a plain value of the class, or only
+            their own. ``replacement(original, instance)`` reads it; what instances set is kept as it is.
         group: targets of one group are replaced together, as soon as the modules of that group are imported. A patch
             for two copies of the same code has two groups, and the one does not wait for the other.
     """
@@ -184,6 +186,7 @@ class Target:
     affected: str = ""
     asleep: Callable[[bool], bool] | None = None
     waker: bool = False
+    attribute: bool = False
     group: str = ""
 
     def __str__(self) -> str:

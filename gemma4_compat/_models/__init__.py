@@ -8,5 +8,6 @@
 * :mod:`prefill`: how ``generate`` reads a prompt. :mod:`media`: the images and sounds in it.
 * :mod:`attention_memory`: what attention allocates beside its inputs and output.
 * :mod:`rotary`: buffers of rotary embeddings. :mod:`autocast`: what autocast does on a device.
+* :mod:`checkpointing`: whether a cache survives it.
 * :mod:`config_names`, :mod:`cache_config`, :mod:`cache_names`: names that differ between releases.
 """

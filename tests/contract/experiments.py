@@ -36,6 +36,8 @@ def faults_of_appearance(patch: Any, untouched: Snapshot) -> list[str]:
         found = vars(owner)[name]
         holders = owner.__mro__ if isinstance(owner, type) else (owner,)  # the first has it, or it was inherited
         held = [untouched.held[id(one), name][1] for one in holders if (id(one), name) in untouched.held]
+        if target.attribute:
+            continue  # there was no function
         original = held[0] if held else sys.modules["gemma4_compat._engine.changes"].missing
         if type(found) is not type(original):
             faults.append(f"{target} is a {type(found).__name__}")
@@ -111,13 +113,14 @@ def raising(patch: Any, untouched: Snapshot) -> list[dict[str, Any]]:
 
 def changed(patch: Any, untouched: Snapshot) -> dict[str, dict[str, Any]]:
     """One experiment for each target: its code is said to be unknown."""
+    from gemma4_compat._engine.changes import raw_slot
+
     module, found, raws = detection_module(), {}, []
     for target in patch.targets:
         place = slot(target)
         if place is not None:
             owner, name = place
-            holders = owner.__mro__ if isinstance(owner, type) else (owner,)
-            raws.append((target, next(vars(holder)[name] for holder in holders if name in vars(holder))))
+            raws.append((target, raw_slot(owner, name, attribute=target.attribute)))
     for target, raw in raws:
 
         def fingerprint(function: Any, raw: Any = raw, real: Callable[[Any], str] = module.fingerprint) -> str:

@@ -214,9 +214,10 @@ def future(modules: list[str]) -> dict[str, Any]:
     found = {"early": {"seen": look(early), "said": said}}
     early.revert()
     untouched = Snapshot()
-    places = {str(target): slot(target) for patch in patches for target in patch.targets}
+    targets = {str(target): target for patch in patches for target in patch.targets}
     code = {
-        name: detection_module().fingerprint(raw_slot(*place)) if place else None for name, place in places.items()
+        name: detection_module().fingerprint(raw_slot(*place, attribute=target.attribute)) if place else None
+        for name, (target, place) in {name: (target, slot(target)) for name, target in targets.items()}.items()
     }
     detected = {patch.id: patch.detect and patch.detect() for patch in patches}
     said = with_warnings(late.install)

@@ -26,6 +26,11 @@ FOR_GPUS = ("bitsandbytes.backends.cuda.ops",)
 FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property)
 
 
+def is_function(value: Any) -> bool:
+    """Whether a slot holds a function of some kind; what reads an attribute of instances is a kind of property."""
+    return type(value) in FUNCTIONS or issubclass(type(value), property)
+
+
 def modules_loaded() -> list[types.ModuleType]:
     return [item for item in list(sys.modules.values()) if isinstance(item, types.ModuleType)]
 
@@ -59,7 +64,7 @@ class Snapshot:
             for label, owner in namespaces()
             if is_ours_to_look_at(label)
             for name, value in list(vars(owner).items())
-            if type(value) in FUNCTIONS
+            if is_function(value)
         }
 
     def differences(self) -> list[str]:
@@ -92,7 +97,7 @@ class Snapshot:
             seen.add(id(owner))
             is_library = is_ours_to_look_at(label)
             for name, value in list(vars(owner).items()):
-                if type(value) not in FUNCTIONS:
+                if not is_function(value):
                     continue
                 if is_library:
                     before = self.held.get((id(owner), name))
@@ -130,13 +135,13 @@ def ours() -> list[str]:
         f"{label}.{name}"
         for label, owner in namespaces()
         for name, value in list(vars(owner).items())
-        if type(value) in FUNCTIONS and is_ours(function(value))
+        if is_function(value) and is_ours(function(value))
     ]
 
 
 def function(value: Any) -> Any:
     """The function in a slot: a static or class method's, a property's getter, or what is there itself."""
-    if type(value) is property:
+    if issubclass(type(value), property):
         return value.fget
     return value.__func__ if type(value) in (staticmethod, classmethod) else value
 
@@ -172,7 +177,7 @@ def slot(target: Any) -> tuple[Any, str] | None:
     *path, name = target.name.split(".")
     for part in path:
         owner = getattr(owner, part, None)
-    return (owner, name) if owner is not None and hasattr(owner, name) else None
+    return (owner, name) if owner is not None and (target.attribute or hasattr(owner, name)) else None
 
 
 def is_replaced(patch: Any) -> dict[str, bool | None]:

@@ -9,6 +9,9 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._decoding import obstacles
+from gemma4_compat.patches.training.transformers_generate_checkpointing import PATCH as CHECKPOINTING
+from tests.conftest import is_affected
+from tests.helpers import without
 from tests.unit.decoding.calls import Models, base, compared, generate, layers, steps, text
 
 pytestmark = pytest.mark.usefixtures("tapes")
@@ -32,14 +35,19 @@ def trained(models: Models, quantization: str | None = "4bit", *, own: bool = Fa
     return get_peft_model(model, config).train()
 
 
-def step(model: Any, optimizer: Any, seed: int) -> None:
-    """One step of the optimizer, with checkpointing, which TRL turns off for rollouts."""
+def checkpointed(model: Any) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def step(model: Any, optimizer: Any, seed: int, *, stays: bool = False) -> None:
+    """One step of the optimizer, with checkpointing, which TRL turns off for rollouts; or it ``stays`` on."""
+    checkpointed(model)
     ids = text(model, seed=seed)["input_ids"]
     model(input_ids=ids, mm_token_type_ids=0 * ids, labels=ids, use_cache=False).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    model.gradient_checkpointing_disable()
+    if not stays:
+        model.gradient_checkpointing_disable()
 
 
 def optimizer_of(model: Any) -> Any:
@@ -74,6 +82,42 @@ def test_rollouts_replay_with_the_bits_of_each_step(models: Models, quantization
     assert counted.captured == captured == 1
     assert not counted.recaptures
     assert model.training
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("quantization", [None, "4bit"])
+def test_rollouts_replay_with_checkpointing_on(models: Models, quantization: str | None, prepared: bool) -> None:
+    """Their tokens and logits are those of eager ones, and of the same model without checkpointing."""
+    import peft
+    import torch
+
+    model = trained(models, quantization)
+    if prepared:
+        peft.prepare_model_for_kbit_training(base(model), gradient_checkpointing_kwargs={"use_reentrant": False})
+        for name, weight in model.named_parameters():
+            weight.requires_grad_("lora_" in name)
+    optimizer = optimizer_of(model)
+    for seed in range(ROLLOUTS):
+        step(model, optimizer, seed, stays=True)
+        assert base(model).is_gradient_checkpointing
+        found = compared(model, lambda way: rollout(model, way))
+    counted = steps(model)
+    assert counted.captured == 1
+    assert not counted.recaptures
+    model.gradient_checkpointing_disable()
+    (expected,) = compared(model, lambda way: rollout(model, way))
+    assert torch.equal(found[0].sequences, expected.sequences)
+    assert all(map(torch.equal, found[0].logits, expected.logits))
+
+
+@pytest.mark.skipif(not is_affected(CHECKPOINTING), reason="since 5.24 transformers keeps the cache itself")
+def test_without_the_patch_checkpointing_is_a_reason_against_replays(models: Models) -> None:
+    model = trained(models)
+    checkpointed(model)
+    modules = obstacles.modules_of_a_step(model)
+    with without(CHECKPOINTING.id):
+        assert "with gradient checkpointing, which drops the cache" in next(obstacles.of_training(model, modules))
+    assert not list(obstacles.of_training(model, modules))
 
 
 @pytest.mark.usefixtures("kernels_on_host")
@@ -114,10 +158,6 @@ def test_a_trainers_configuration_that_forbids_replays_says_so(models: Models) -
     assert "trainer.generation_config.disable_compile = False" in reason
 
 
-def _checkpoints(model: Any) -> None:
-    layers(model)[1].gradient_checkpointing = True
-
-
 def _drops_attention(model: Any) -> None:
     layers(model)[1].self_attn.attention_dropout = 0.1
 
@@ -138,7 +178,6 @@ def _normalizes_batches(model: Any) -> None:
 
 
 CHANGES: dict[Callable[[Any], None], str] = {
-    _checkpoints: "with gradient checkpointing",
     _drops_attention: "attention_dropout is 0.1",
     _has_a_module_of_its_own: "Own may heed",
     _normalizes_batches: "BatchNorm1d computes otherwise",

@@ -1,0 +1,44 @@
+"""Gradient checkpointing where no gradients are recorded: whether transformers still drops the cache there."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+FLAG = "gradient_checkpointing"
+_LAYERS = "transformers.modeling_layers"
+
+
+def drops_cache(module: Any) -> bool:
+    """Whether a module in training mode drops the cache in forwards without gradients.
+
+    Before transformers 5.24, it does if its checkpointing is on. With ``transformers-generate-checkpointing`` applied
+    it does not: its flag reads False without gradients.
+    """
+    import torch
+
+    with torch.no_grad():
+        return bool(getattr(module, FLAG, False)) and not asks_for_gradients()
+
+
+def asks_for_gradients() -> bool:
+    """Whether this release checkpoints a layer only where gradients are recorded. Needs the loaded transformers."""
+    return _asks_for_gradients(sys.modules[_LAYERS].GradientCheckpointingLayer)
+
+
+@functools.cache
+def _asks_for_gradients(layer: type) -> bool:
+    functions = [inspect.unwrap(getattr(value, "__func__", value)) for value in vars(layer).values()]
+    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
+    return any("is_grad_enabled" in _names(code) for code in codes)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

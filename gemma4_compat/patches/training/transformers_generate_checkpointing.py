@@ -1,0 +1,109 @@
+"""``generate`` keeps its cache in training mode with gradient checkpointing.
+
+Symptom: silent: after ``model.train()`` and ``model.gradient_checkpointing_enable()``, ``generate`` returns other
+tokens than in ``eval()`` mode, because each new token sees only itself. This hits rollouts of your own training loop;
+TRL turns checkpointing off for each. With a static cache it raises ``RuntimeError: output with shape ... doesn't match
+the broadcast shape ...``. A forward under ``torch.no_grad()`` returns no cache.
+
+Cause: Before transformers 5.24, ``GradientCheckpointingLayer`` drops the cache if it is in training mode and its flag
+``gradient_checkpointing`` is set, and ``merge_with_config_defaults`` turns ``use_cache`` off for such a model. Neither
+asks whether gradients are recorded: without them there is no backward pass that would run a layer again.
+
+Fix: While gradients are off, the flags of layers and models read False, so both do what transformers 5.24 does. What
+was set stays set, and ``is_gradient_checkpointing`` says so. With gradients on, nothing changes. This holds for every
+model, also for those whose forward has a check of its own (GPT-2).
+
+Remove when: no supported release is older than transformers 5.24.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import ActsOn, Detection, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._models import cache_names, checkpointing
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_UTILS = "transformers.modeling_utils"
+
+
+def flag(original: Callable[..., Any], self: Any) -> Any:
+    found = original(self)
+    if not found:
+        return found
+    import torch
+
+    return found if torch.is_grad_enabled() else False
+
+
+def is_checkpointing(original: Callable[..., Any], self: Any) -> Any:
+    import torch
+
+    with torch.enable_grad():  # it reads the flags
+        return original(self)
+
+
+def detect() -> Detection:
+    return Detection.NOT_AFFECTED if checkpointing.asks_for_gradients() else Detection.AFFECTED
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    """Greedy tokens and logits, and the cache of a forward, against those of ``eval()`` mode."""
+    import torch
+
+    model = workspace.load()
+    batch = workspace.inputs(text_only=True)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(**batch, **options)
+    model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    found = model.generate(**batch, **options)
+    off = max((one - other).abs().max().item() for one, other in zip(expected.logits, found.logits, strict=True))
+    if off or not torch.equal(expected.sequences, found.sequences):
+        return Outcome(True, f"with checkpointing in training mode the logits of generate are off by {off:.3g}", off)
+    with torch.no_grad():
+        output = model(**batch, use_cache=True)
+    if cache_names.cache_in(output) is None:
+        return Outcome(True, "with checkpointing in training mode a forward without gradients returns no cache")
+    return Outcome(
+        False, f"with checkpointing in training mode, {len(found.logits)} tokens have the bits of eval()", off
+    )
+
+
+PATCH = Patch(
+    id="transformers-generate-checkpointing",
+    kind=Kind.REPAIR,
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F109",),
+    distribution="transformers",
+    affected=">=5.5,<5.24.0",
+    fixed="5.24.0",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.24.0",
+    acts_on=ActsOn.EVERY_MODEL,
+    detect=detect,
+    targets=(
+        Target(
+            module="transformers.modeling_layers",
+            name=f"GradientCheckpointingLayer.{checkpointing.FLAG}",
+            replacement=flag,
+            attribute=True,
+        ),
+        Target(module=_UTILS, name=f"PreTrainedModel.{checkpointing.FLAG}", replacement=flag, attribute=True),
+        Target(
+            module=_UTILS,
+            name="PreTrainedModel.is_gradient_checkpointing",
+            replacement=is_checkpointing,
+            affected="<5.23.0",
+        ),
+        Target(
+            module=_UTILS,
+            name="PreTrainedModel.is_activation_checkpointing",
+            replacement=is_checkpointing,
+            optional=True,  # since 5.23.0
+        ),
+    ),
+    reproduce=reproduce,
+)
