@@ -146,7 +146,8 @@ def plan_training(
     chunked_mlp: Annotated[
         bool | None,
         typer.Option(
-            "--chunked-mlp/--no-chunked-mlp", help="Use gemma4_compat.chunked_mlp; default: if it does not fit without."
+            "--chunked-mlp/--no-chunked-mlp",
+            help="Use gemma4_compat.chunked_mlp; default: if it does not fit without.",
         ),
     ] = None,
     activation_offloading: Annotated[

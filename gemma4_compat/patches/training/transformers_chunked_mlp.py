@@ -1,11 +1,11 @@
 """The MLPs of a Gemma 4 model can be computed in pieces in training, without the intermediates of all tokens.
 
-Symptom: silent: training on long texts ends in ``torch.OutOfMemoryError`` although gradient checkpointing is on and the
-loss is in chunks. While a layer is computed again, gate, activation, product and their gradients of all tokens exist at
-once: 2.3 GiB for 16,384 tokens of an E2B, whose whole step takes 7.
+Symptom: silent: training on long texts ends in ``torch.OutOfMemoryError`` although gradient checkpointing is on and
+the loss is in chunks. While a layer is computed again, gate, activation, product and their gradients of all tokens
+exist at once: 2.3 GiB for 16,384 tokens of an E2B, whose whole step takes 7.
 
 Cause: ``Gemma4TextMLP.forward`` computes all tokens in one call, and autograd keeps every intermediate of it until the
-backward pass. They are 4 to 8 times as wide as the hidden states, 8 times and double in KV-shared layers of the E2B.
+backward pass. They are 4 times as wide as the hidden states, 8 times in KV-shared layers of the E2B.
 
 Fix: For models given to ``gemma4_compat.chunked_mlp``, or all of them with
 ``GEMMA4_COMPAT_ENABLE=transformers-chunked-mlp``, an MLP in training keeps its inputs and computes a piece of 2,048
@@ -69,7 +69,7 @@ PATCH = Patch(
     id=mlp.ID,
     kind=Kind.REPAIR,
     severity=Severity.MEMORY,
-    failure_points=("F109",),
+    failure_points=("F110",),
     distribution="transformers",
     affected=">=5.5",
     acts_on=ActsOn.GEMMA4,

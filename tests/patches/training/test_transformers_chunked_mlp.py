@@ -1,8 +1,9 @@
-"""F109: MLPs in pieces are upstream's MLPs, for every class, wherever their weights are and whatever they are."""
+"""F110: MLPs in pieces are upstream's MLPs, for every class, wherever their weights are and whatever they are."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable
@@ -20,9 +21,9 @@ from tests.patches.promise import Promise
 from tests.patches.training.test_transformers_chunked_loss import batch, built, off, step
 
 TOKENS = 7
-#: Of the norm of all gradients: how far the two ways are apart. Compare BOUND in test_transformers_chunked_loss.py:
-#: a model of random weights doubles a rounding at every layer, and bfloat16 itself is 0.49 off from float32.
-BOUND = {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.1}
+#: Of the norm of all gradients: how far the two ways are apart. Of the same models, float16 itself is up to 0.8 off
+#: from float32 and bfloat16 1.2, for a model of random weights doubles a rounding at every layer.
+BOUND = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 0.01}
 
 
 class TestPromise(Promise):
@@ -53,7 +54,7 @@ def compare(model: Any, given: dict[str, Any], dtype: str = "bfloat16", tokens: 
         outputs, found = step(model, given)
     layers = sum(type(module).__name__.endswith("TextMLP") for module in model.modules())
     assert len(used) >= layers > 0
-    assert outputs.loss.item() == pytest.approx(plain.loss.item(), rel=1e-5 if dtype == "float32" else 0.02)
+    assert outputs.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6 if dtype == "float32" else 1e-3)
     assert off(right, found) <= BOUND[dtype]
     gemma4_compat.chunked_mlp(model, enabled=False)
     again, same = step(model, given)
@@ -147,7 +148,7 @@ def test_dropout_is_the_same_in_what_is_computed_again(workspace: Any, checkpoin
         def in_parts(x: Any) -> Any:
             count = -(-x.shape[1] // TOKENS)
             bounds = [index * x.shape[1] // count for index in range(count + 1)]
-            return torch.cat([forward(x[:, first:last]) for first, last in zip(bounds, bounds[1:])], dim=1)
+            return torch.cat([forward(x[:, first:last]) for first, last in itertools.pairwise(bounds)], dim=1)
 
         return in_parts
 
@@ -222,7 +223,8 @@ def test_only_training_with_more_tokens_than_a_piece_is_in_pieces(
     used = counted(monkeypatch)
     assert torch.equal(model(**ids).logits, plain(**ids).logits)
     assert torch.equal(
-        model.generate(**ids, max_new_tokens=4, do_sample=False), plain.generate(**ids, max_new_tokens=4, do_sample=False)
+        model.generate(**ids, max_new_tokens=4, do_sample=False),
+        plain.generate(**ids, max_new_tokens=4, do_sample=False),
     )
     model.train()
     with torch.no_grad():
@@ -252,7 +254,7 @@ def test_compiled(workspace: Any) -> None:
 @pytest.mark.parametrize("tokens", [0, -1, 2.5, True, "2048"])
 def test_a_piece_of_no_tokens_is_one_error(workspace: Any, tokens: Any) -> None:
     model = workspace.load_text()
-    with pytest.raises(Gemma4CompatError, match="tokens is .*; a piece has at least 1 token"):
+    with pytest.raises(Gemma4CompatError, match=r"tokens is .*; a piece has at least 1 token"):
         gemma4_compat.chunked_mlp(model, tokens=tokens)
     assert not any(mlp.ATTRIBUTE in vars(module) for module in model.modules())
 
@@ -303,10 +305,8 @@ def test_undone_it_is_upstreams_again(workspace: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_undoing_it_before_and_after_a_dispatch(
-    workspace: Any, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
-    """accelerate keeps the forward that it finds; that one computes in pieces no more."""
+def test_undoing_it_before_and_after_a_dispatch(workspace: Any, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """The forward that accelerate found and keeps computes in pieces no more."""
     model = workspace.load()
     if when == "before":
         gemma4_compat.chunked_mlp(model, tokens=TOKENS)
@@ -349,8 +349,8 @@ def test_sharded_weights_are_computed_as_a_whole_with_one_warning(
     used = counted(monkeypatch)
     given = batch(workspace, text_only=True)
     with pytest.warns(Gemma4CompatWarning, match="MLPs are not computed in pieces.*shards") as told:
-        for _ in range(2):
-            model(**given)
+        both = [model(**given).logits is not None for _ in range(2)]
+    assert both == [True, True]
     assert not used
     assert len([one for one in told if one.category is Gemma4CompatWarning]) == 1
 
@@ -361,9 +361,7 @@ def test_adapters_that_look_at_whole_sequences(workspace: Any, monkeypatch: pyte
     monkeypatch.setattr(mlp, "_told", set())
     if "alora_invocation_tokens" not in LoraConfig.__dataclass_fields__:
         pytest.skip("this PEFT has no aLoRA")
-    config = LoraConfig(
-        r=4, target_modules=training_step.TARGETS, alora_invocation_tokens=[5], task_type="CAUSAL_LM"
-    )
+    config = LoraConfig(r=4, target_modules=training_step.TARGETS, alora_invocation_tokens=[5], task_type="CAUSAL_LM")
     model = get_peft_model(workspace.load_text(), config).train()
     given = batch(workspace, text_only=True)
     given["input_ids"][0, 10] = 5

@@ -250,27 +250,46 @@ def test_mlps_are_in_pieces_where_nothing_else_fits() -> None:
         assert (found, why in reason) == (chosen, True), reason
 
 
-def test_a_plan_chooses_pieces_and_says_so(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlp, "TOKENS", 64)
-    options: dict[str, Any] = {"max_length": 1024, "r": 2}
-    whole, parts = (
-        gemma4_compat.plan_training(str(workspace.checkpoint), 1 << 40, chunked_loss=True, chunked_mlp=way, **options)
-        for way in (False, True)
-    )
-    saved = whole.activations - parts.activations
-    assert saved == -whole.changes["--chunked-mlp"] == parts.changes["--no-chunked-mlp"] > 0
-    assert "gemma4_compat.chunked_mlp(model)" in parts.code
-    assert "chunked_mlp" not in whole.code
-    monkeypatch.setattr(switches, "MARGIN", 0)
-    cut = training._described(str(workspace.checkpoint), "4bit")[0]
-    memory = whole.adapter + whole.optimizer_states + whole.activations
-    needed = training.layout.smallest_budget(cut, TrainingLoad(step=memory))
-    plan = gemma4_compat.plan_training(str(workspace.checkpoint), needed - saved // 2, **options)
-    assert plan.chunked_mlp
-    assert "would not leave" in plan.reasons["chunked_mlp"]
-    text = " ".join(str(training_text.training_text(plan, width=90)).split())
-    assert "MLPs in pieces" in text
+def test_a_plan_chooses_pieces_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a step that takes 8 GiB, 5 with the loss in chunks, 3 with MLPs in pieces as well."""
+    taken = {(False, False): 8, (True, False): 5, (False, True): 6, (True, True): 3}
+    asked = []
+
+    def measure(model: Any, quantization: str | None, step: Step) -> training_step.StepMemory:
+        asked.append(step)
+        backward = taken[step.chunked_loss, step.chunked_mlp] << 30
+        return training_step.StepMemory(adapter=0, optimizer=0, forward=0, backward=backward, sizes=())
+
+    monkeypatch.setattr(training, "_measure", measure)
+
+    def plan(vram: str, **options: Any) -> Any:
+        return gemma4_compat.plan_training("E2B", vram, max_length=16_384, **options)
+
+    small = plan("5GiB")
+    assert (small.chunked_loss, small.chunked_mlp) == (True, True)
+    assert "the step takes 2.00 GiB more, and would not leave 512 MiB free" in small.reasons["chunked_mlp"]
+    assert (small.changes["--no-chunked-loss"], small.changes["--no-chunked-mlp"]) == (3 << 30, 2 << 30)
+    assert "gemma4_compat.chunked_mlp(model)\n" in small.code
+    text = " ".join(training_text.training_text(small, width=90).split())
+    assert "the loss in chunks, MLPs in pieces" in text
     assert "chunked mlp: on: otherwise the step takes" in text
+    large = plan("7GiB")
+    assert (large.chunked_loss, large.chunked_mlp) == (True, False)
+    assert large.changes["--chunked-mlp"] == -2 << 30
+    assert "chunked_mlp" not in large.code
+    asked.clear()
+    forced = plan("7GiB", chunked_mlp=True)
+    assert forced.chunked_mlp
+    assert "chunked_mlp" not in forced.reasons
+    assert plan("9GiB", chunked_loss=False, chunked_mlp=False).chunked_mlp is False
+    with pytest.raises(Gemma4CompatError, match=r"--chunked-mlp saves 2\.00 GiB"):
+        plan("5GiB", chunked_mlp=False)
+    with pytest.raises(Gemma4CompatError, match=r"the loss in chunks and MLPs in pieces, 3\.00 GiB"):
+        plan("2GiB")
+    asked.clear()
+    short = gemma4_compat.plan_training("E2B", "9GiB", max_length=2048)
+    assert short.reasons["chunked_mlp"] == "2,048 tokens are one piece"
+    assert not any(step.chunked_mlp for step in asked)
 
 
 @pytest.mark.full

@@ -144,6 +144,7 @@ def test_no_hook_sees_more_than_the_inputs() -> None:
 
 def test_dropout_is_drawn_again() -> None:
     mlp, inputs, gradient = data(dropout=0.5)
+
     def by_hand(mlp: Any, inputs: Any) -> Any:
         parts = [inputs[:, ROWS * index // 8 : ROWS * (index + 1) // 8] for index in range(8)]
         return torch.cat([mlp(part) for part in parts], dim=1)
@@ -193,7 +194,9 @@ def test_a_graph_that_is_kept_runs_again() -> None:
 
 def test_there_is_no_second_derivative() -> None:
     mlp, inputs, gradient = data()
-    with pytest.raises(Gemma4CompatError, match=r"second derivative, but an MLP in pieces.*chunked_mlp\(model, enabled"):
+    with pytest.raises(
+        Gemma4CompatError, match=r"second derivative, but an MLP in pieces.*chunked_mlp\(model, enabled"
+    ):
         torch.autograd.grad(in_pieces(mlp, inputs), inputs, gradient, create_graph=True)
 
 
