@@ -248,7 +248,7 @@ def test_compiled(workspace: Any) -> None:
     outputs.loss.backward()
     found = {name: weight.grad.float() for name, weight in model.named_parameters() if weight.grad is not None}
     assert outputs.loss.item() == pytest.approx(right.loss.item(), rel=1e-3)
-    assert off(gradients, found) <= BOUND["bfloat16"]
+    assert off(gradients, found) <= 0.06  # of the compiled model: test_transformers_chunked_loss.py
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 2.5, True, "2048"])
