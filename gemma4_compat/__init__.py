@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from gemma4_compat._scan.result import Problem as Problem
     from gemma4_compat._scan.result import Scan as Scan
     from gemma4_compat._training.loss import chunked_loss as chunked_loss
+    from gemma4_compat._training.mlp import chunked_mlp as chunked_mlp
     from gemma4_compat._turns.reuse import reuse_prefix as reuse_prefix
 
 __version__ = "0.1.0"
@@ -108,6 +109,7 @@ __all__ = [
     "__version__",
     "attached",
     "chunked_loss",
+    "chunked_mlp",
     "decode_fast",
     "decoding_statistics",
     "doctor",
@@ -155,6 +157,7 @@ _LAZY = {
     "TrainingPlan": "gemma4_compat._planner.result",
     "attached": "gemma4_compat._accelerate.listing",
     "chunked_loss": "gemma4_compat._training.loss",
+    "chunked_mlp": "gemma4_compat._training.mlp",
     "decode_fast": "gemma4_compat._decoding.fast",
     "decoding_statistics": "gemma4_compat._decoding.decoder",
     "doctor": "gemma4_compat._diagnostics.diagnosis",

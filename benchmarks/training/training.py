@@ -2,20 +2,23 @@
 8-bit and paged optimizers; and is that what `plan_training` said?
 
 python benchmarks/training/training.py --shape E2B --out FILE.json
-    [--where host,half,streamed,gpu] [--sequences 512,2048]
+    [--where host,half,streamed,gpu] [--sequences 512,2048] [--kinds chunked,plain,pieces] [--tokens 2048]
+    [--offload]
 
 Random weights in the real shape (no network), 4-bit with double quantization, LoRA of rank 16 on every linear layer of
 the decoder, checkpointing without reentry, bf16 autocast: the script that a plan writes. Parts:
 
-steps       for each placement and sequence, the loss plain and in chunks: seconds of a step after the first ones,
-            tokens a second, what is copied of streamed layers, the VRAM peak, the planner's, and the losses, which
-            must be those of the other placements, bit by bit
+steps       for each placement, sequence and kind, the loss plain, in chunks ("chunked"), or in chunks with MLPs in
+            pieces ("pieces"): seconds of a step after the first ones, tokens a second, what is copied of streamed
+            layers, the VRAM peak, the planner's, and the losses, which must be those of the other placements, bit by
+            bit; those of "pieces" may differ from those of "chunked" by rounding
 optimizers  with the first placement, the shortest sequence and the loss in chunks: the same for each optimizer
 out         what does not fit or raises is a result, and not the end
 
 The file is written after every measurement. Nothing starts that would end after `--minutes`; a part that takes longer
-is ended. Exit code 1: something raised, losses differ between placements, or a plan is off by more than 5 %. `--tiny`
-is `--shape tiny` with short sequences, for a CPU: then memory is not measured.
+is ended. `--offload` keeps what checkpointing keeps in host memory (transformers 5.17). Exit code 1: something raised,
+losses differ between placements, or a plan is off by more than 5 %. `--tiny` is `--shape tiny` with short sequences,
+for a CPU: then memory is not measured.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ from benchmarks.small_card.measure import planned_use
 from benchmarks.training import training_report
 
 PLACES = ("host", "half", "streamed", "gpu")
+#: By kind of step: whether the loss is in chunks, and whether MLPs are in pieces.
+KINDS = {"chunked": (True, False), "plain": (False, False), "pieces": (True, True)}
 OPTIMIZERS = ("adamw_torch", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
 RANK = 16
 #: Steps before those that are timed, and how many of these.
@@ -77,7 +82,8 @@ def load(order: Order) -> Data:
     found = {"load_s": time.perf_counter() - started, "load": device.memory()}
     rank = min(RANK, order["rank"])
     _model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS)).train()
-    _model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    options = {"offload": True} if order["offload"] else {}
+    _model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **options})
     _model.enable_input_require_grads()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -128,7 +134,9 @@ def train(order: Order) -> Data:
     """Steps of one kind, from the same weights and the same data each time."""
     import torch
 
-    gemma4_compat.chunked_loss(_model, enabled=order["chunked"])
+    chunked, pieces = KINDS[order["kind"]]
+    gemma4_compat.chunked_loss(_model, enabled=chunked)
+    gemma4_compat.chunked_mlp(_model, tokens=order["tokens"], enabled=pieces)
     trained = _trained()
     with torch.no_grad():
         for name, weight in trained.items():
@@ -187,11 +195,20 @@ def plan(order: Order) -> Data:
     from gemma4_compat._models import build as built
     from gemma4_compat._planner import training_step
     from gemma4_compat._quantization import config
+    from gemma4_compat._training import mlp
 
+    mlp.TOKENS = order["tokens"]
     folder = Path(order["folder"])
     model = built.on_meta(str(folder / "checkpoint"))[0]
     names = config.linear_names(model, models.skipped(folder))
-    step = training_step.Step(max_length=order["sequence"], r=min(RANK, order["rank"]), chunked_loss=order["chunked"])
+    chunked, pieces = KINDS[order["kind"]]
+    step = training_step.Step(
+        max_length=order["sequence"],
+        r=min(RANK, order["rank"]),
+        chunked_loss=chunked,
+        chunked_mlp=pieces,
+        activation_offloading=order["offload"],
+    )
     memory = training_step.measure(model, names, step)
     peaks: Data = {}
     for optimizer in OPTIMIZERS:
@@ -224,6 +241,7 @@ class Run:
         self.arguments, self.result, self.start = arguments, result, start
         self.deadline = time.monotonic() + 60 * arguments.minutes
         self.order = {"shape": arguments.shape, "folder": str(work), "rank": arguments.rank}
+        self.order |= {"offload": arguments.offload, "tokens": arguments.tokens}
         self.worker: common.Worker | None = None
         self.took: dict[str, float] = {}
 
@@ -280,27 +298,27 @@ def placed(run: Run, place: str) -> None:
     if loaded is None:
         return
     entry = run.result["steps"][place] = {"what": models.WHERE[place], **loaded, "cells": {}}
-    kinds = [(sequence, chunked) for sequence in run.arguments.sequences for chunked in (True, False)]
-    for sequence, chunked in kinds:
-        name = f"{sequence} {'chunked' if chunked else 'plain'}"
-        kind = {"sequence": sequence, "chunked": chunked}
+    kinds = [(sequence, kind) for sequence in run.arguments.sequences for kind in run.arguments.kinds]
+    for sequence, chosen in kinds:
+        name = f"{sequence} {chosen}"
+        kind = {"sequence": sequence, "kind": chosen}
         found = run.tell("train", f"{place} {name}", optimizer="adamw_torch", **kind)
         if found is None:
             if run.worker is None:  # the process has died with the model
                 return
             run.tell("free", f"{place}: free")
             continue
-        if place == run.arguments.where[0]:
+        if place == run.arguments.where[0] and len(run.arguments.where) > 1:
             repeated = run.tell("train", f"{place} {name} again", optimizer="adamw_torch", **kind)
             found["losses_again"] = [] if repeated is None else repeated["losses"]
-        entry["cells"][name] = found | kind
+        entry["cells"][name] = found | kind | {"chunked": KINDS[chosen][0]}
         run.keep(line(f"{place} {name}", sequence, found))
     if place == run.arguments.where[0]:
         for optimizer in run.arguments.optimizers:
-            kind = {"sequence": min(run.arguments.sequences), "chunked": True, "optimizer": optimizer}
+            kind = {"sequence": min(run.arguments.sequences), "kind": "chunked", "optimizer": optimizer}
             found = run.tell("train", f"{place} {optimizer}", **kind)
             if found is not None:
-                run.result["optimizers"][optimizer] = found | kind | {"where": place}
+                run.result["optimizers"][optimizer] = found | kind | {"chunked": True, "where": place}
                 run.keep(line(f"{place} {optimizer}", kind["sequence"], found))
 
 
@@ -310,9 +328,9 @@ def planned(run: Run) -> None:
         run.worker.close()
         run.worker = None
     for sequence in run.arguments.sequences:
-        for chunked in (True, False):
-            name = f"{sequence} {'chunked' if chunked else 'plain'}"
-            given = {"sequence": sequence, "chunked": chunked, "places": run.arguments.where}
+        for kind in run.arguments.kinds:
+            name = f"{sequence} {kind}"
+            given = {"sequence": sequence, "kind": kind, "places": run.arguments.where}
             found = run.tell("plan", f"plan {name}", **given)
             if found is None:
                 continue
@@ -321,7 +339,7 @@ def planned(run: Run) -> None:
                 if name in entry["cells"]:
                     compare(entry["cells"][name], found["peaks"]["adamw_torch"][place])
             for optimizer, cell in run.result["optimizers"].items():
-                if (cell["sequence"], cell["chunked"]) == (sequence, chunked):
+                if (cell["sequence"], cell["kind"]) == (sequence, kind):
                     compare(cell, found["peaks"][optimizer][cell["where"]])
             run.keep(f"planned {name}")
 
@@ -377,6 +395,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="--shape tiny --sequences 16,32, for a CPU")
     parser.add_argument("--where", default=",".join(PLACES), help=f"of {', '.join(PLACES)}")
     parser.add_argument("--sequences", default="512,2048", help="tokens of a sequence")
+    parser.add_argument("--kinds", default="chunked,plain", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a piece of the MLPs, at most")
+    parser.add_argument("--offload", action="store_true", help="keep checkpoints in host memory")
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS[1:]), help=f"of {', '.join(OPTIMIZERS)}")
     parser.add_argument("--rank", type=int, default=RANK)
     arguments = parser.parse_args(argv)
@@ -387,7 +408,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.shape is None:
         parser.error("--shape is required")
     options = common.shown(arguments)
-    for option, known in (("where", PLACES), ("optimizers", OPTIMIZERS)):
+    for option, known in (("where", PLACES), ("kinds", tuple(KINDS)), ("optimizers", OPTIMIZERS)):
         common.chosen(parser, arguments, option, known)
     arguments.sequences = [int(number) for number in arguments.sequences.split(",")]
     result = measured(arguments, options)

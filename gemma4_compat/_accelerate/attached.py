@@ -255,6 +255,14 @@ CHUNKED_LOSS_TOLD = _mark(
     *("chunked_loss_told", "transformers-chunked-loss", "a model"),
     "Why its loss was not computed in chunks, as already warned about.",
 )
+CHUNKED_MLP = _mark(
+    *("chunked_mlp", "transformers-chunked-mlp", "an MLP"),
+    "How many tokens it computes at once in training.",
+)
+_method(
+    *("forward", "transformers-chunked-mlp", "_training.mlp", "an MLP"),
+    "In training, it computes a few tokens at a time.",
+)
 UNFED_TOWERS_TOLD = _mark(
     *("unfed_towers_told", "transformers-unfed-towers", "a DistributedDataParallel module"),
     "The warning about towers without input was given.",

@@ -11,6 +11,7 @@ from gemma4_compat._planner.blueprint import Blueprint
 from gemma4_compat._planner.memory import TrainingLoad
 from gemma4_compat._planner.training_step import Step, StepMemory
 from gemma4_compat._planner.use import TrainingUse
+from gemma4_compat._training import mlp as pieces_of
 
 #: Bytes that a step leaves free where it can: neither what kernels use internally nor fragmentation is counted.
 MARGIN = 1 << 29
@@ -38,6 +39,27 @@ def loss(cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool,
     if more > 0:
         return True, f"otherwise the step takes {saved} more, and {more} more decoder layers would be streamed"
     return False, f"the logits of all tokens fit; in chunks the step would take {saved} less"
+
+
+def mlp(
+    cut: Blueprint, device: int | str, budget: int, step: Step, memories: Mapping[bool, StepMemory]
+) -> tuple[bool, str]:
+    """Whether MLPs are computed in pieces, and why. Layers are streamed first: a piece costs a forward, a copy hides.
+
+    Args:
+        cut: the model.
+        device: as the map has it.
+        budget: bytes that may be allocated on it.
+        step: its settings.
+        memories: of the step without pieces and with them.
+    """
+    if step.max_length * step.batch <= pieces_of.TOKENS:
+        return False, f"{step.max_length * step.batch:,} tokens are one piece"
+    saved = size_text(memories[False].peak - memories[True].peak)
+    room = budget - MARGIN
+    if room > 0 and layout.fits(cut, {device: room}, TrainingLoad(step=memories[False].peak)):
+        return False, f"the intermediates of all tokens fit; in pieces the step would take {saved} less, and more time"
+    return True, f"otherwise the step takes {saved} more, and would not leave {size_text(MARGIN)} free"
 
 
 def others(step: Step) -> dict[str, str]:

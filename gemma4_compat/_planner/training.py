@@ -20,6 +20,7 @@ from gemma4_compat._planner.switches import MARGIN
 from gemma4_compat._planner.training_step import Step, StepMemory
 from gemma4_compat._planner.use import TrainingUse
 from gemma4_compat._quantization import config, qat
+from gemma4_compat._training import mlp
 
 
 @renamed(sequence="max_length", rank="r", checkpointing="gradient_checkpointing", optimizer="optim")
@@ -33,6 +34,7 @@ def plan_training(
     gradient_checkpointing: bool = True,
     optim: str = "adamw_torch",
     chunked_loss: bool | None = None,
+    chunked_mlp: bool | None = None,
     activation_offloading: bool = False,
     quantize: str | None = "4bit",
     cpu: float | str | None = None,
@@ -59,6 +61,8 @@ def plan_training(
         optim: the optimizer: adamw_torch, adamw_torch_fused, adamw_8bit, paged_adamw_32bit, paged_adamw_8bit or sgd.
         chunked_loss: whether the loss is that of :func:`gemma4_compat.chunked_loss`. None: only if the step otherwise
             does not fit, leaves less than 0.5 GiB, or has more decoder layers streamed; ``reasons`` says which.
+        chunked_mlp: whether MLPs are those of :func:`gemma4_compat.chunked_mlp`. None: only if the step otherwise does
+            not fit or leaves less than 0.5 GiB, with all decoder layers streamed; ``reasons`` says which.
         activation_offloading: what checkpointing keeps is in host memory until the backward pass needs it
             (transformers' ``offload``, from 5.17 on).
         quantize: how the base is stored: "4bit", "4bit-double" or None.
@@ -81,6 +85,7 @@ def plan_training(
         gradient_checkpointing=gradient_checkpointing,
         optim=optim,
         chunked_loss=bool(chunked_loss),
+        chunked_mlp=bool(chunked_mlp),
         activation_offloading=activation_offloading,
     )
     cut, source = _described(model, quantization)
@@ -90,8 +95,18 @@ def plan_training(
         chosen, why = switches.loss(cut, device, budget, memories)
         step = replace(step, chunked_loss=chosen)
         reasons["chunked_loss"] = why
+    other = _other_mlps(model, quantization, step, memories[step.chunked_loss])
+    if chunked_mlp is None:
+        whole = memories[step.chunked_loss]
+        chosen, why = switches.mlp(cut, device, budget, step, {False: whole, True: other})
+        reasons["chunked_mlp"] = why
+        if chosen:
+            step = replace(step, chunked_mlp=True)
+            turned = replace(step, chunked_loss=not step.chunked_loss)
+            memories = {step.chunked_loss: other, turned.chunked_loss: _measure(model, quantization, turned)}
+            other = whole
     memory = memories[step.chunked_loss]
-    changes = _changes(model, quantization, step, memories)
+    changes = _changes(model, quantization, step, memories, other)
     placed = _placed(cut, device, budget, memory, changes, cpu=None if cpu is None else parse_size(cpu))
     use = placed.use[device]
     return TrainingPlan(
@@ -105,6 +120,7 @@ def plan_training(
         gradient_checkpointing=gradient_checkpointing,
         optim=optim,
         chunked_loss=step.chunked_loss,
+        chunked_mlp=step.chunked_mlp,
         activation_offloading=activation_offloading,
         trained=sum(memory.sizes),
         weights=use.weights,
@@ -155,10 +171,19 @@ def _measure(model: Any, quantization: str | None, step: Step) -> StepMemory:
     return training_step.measure(built, names, step)
 
 
-def _changes(model: Any, quantization: str | None, step: Step, memories: Mapping[bool, StepMemory]) -> dict[str, int]:
+def _other_mlps(model: Any, quantization: str | None, step: Step, memory: StepMemory) -> StepMemory:
+    """What the step takes whose MLPs are computed the other way; ``memory`` if all tokens are one piece."""
+    if step.max_length * step.batch <= mlp.TOKENS:
+        return memory
+    return _measure(model, quantization, replace(step, chunked_mlp=not step.chunked_mlp))
+
+
+def _changes(
+    model: Any, quantization: str | None, step: Step, memories: Mapping[bool, StepMemory], other_mlps: StepMemory
+) -> dict[str, int]:
     """How much more memory the step would take, by the option that changes it.
 
-    ``memories``: of the step without chunks and with them.
+    ``memories``: of the step without chunks and with them; ``other_mlps``: with MLPs computed the other way.
     """
     memory = memories[step.chunked_loss]
     checkpointing = step.gradient_checkpointing
@@ -167,6 +192,7 @@ def _changes(model: Any, quantization: str | None, step: Step, memories: Mapping
     found = {f"--{'no-' if checkpointing else ''}gradient-checkpointing": other.peak - memory.peak}
     other = memories[not step.chunked_loss]
     found["--no-chunked-loss" if step.chunked_loss else "--chunked-loss"] = other.peak - memory.peak
+    found["--no-chunked-mlp" if step.chunked_mlp else "--chunked-mlp"] = other_mlps.peak - memory.peak
     if checkpointing and training_step.can_offload():
         away = step.activation_offloading
         other = _measure(model, quantization, replace(step, activation_offloading=not away))
@@ -185,10 +211,11 @@ def _placed(
     if needed > budget:
         remedies = [f"{option} saves {size_text(-more)}" for option, more in changes.items() if more < 0]
         said = f" {'; '.join(remedies)}." if remedies else ""
-        chunked = " and the loss in chunks" if "--no-chunked-loss" in changes else ""
+        switched = ("--no-chunked-loss", "the loss in chunks"), ("--no-chunked-mlp", "MLPs in pieces")
+        ways = "".join(f" and {what}" for option, what in switched if option in changes)
         raise Gemma4CompatError(
             f"a step of {cut.model_class} takes {size_text(needed, up=True)} with all decoder layers streamed"
-            f"{chunked}, {size_text(memory.peak)} of it for the step itself, and there are {size_text(budget)}.{said} "
+            f"{ways}, {size_text(memory.peak)} of it for the step itself, and there are {size_text(budget)}.{said} "
             "A shorter sequence or a smaller batch takes less"
         )
     found = layout.layout(cut, {device: max(budget - MARGIN, needed)}, load, cpu=cpu)

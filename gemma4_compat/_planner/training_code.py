@@ -14,7 +14,7 @@ model = get_peft_model(
     model,
     LoraConfig(r={r}, lora_alpha={r}, target_modules=r"{targets}"),
 )
-{chunked}arguments = TrainingArguments(
+{chunked}{pieces}arguments = TrainingArguments(
     "adapter",
     bf16=True,
     per_device_train_batch_size={batch},
@@ -34,6 +34,7 @@ def training_code(source: Source, placed: Layout[Any], step: Step) -> str:
     training = _TRAINING.format(
         r=step.r,
         chunked="model = gemma4_compat.chunked_loss(model)\n" if step.chunked_loss else "",
+        pieces="model = gemma4_compat.chunked_mlp(model)\n" if step.chunked_mlp else "",
         targets=TARGETS,
         batch=step.batch,
         checkpointing=step.gradient_checkpointing,

@@ -17,7 +17,7 @@ from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._planner.blueprint import rounded
-from gemma4_compat._training import loss
+from gemma4_compat._training import loss, mlp
 
 #: Bytes that an optimizer keeps for a trained float32 weight, and for each of its blocks of 256 weights (float32
 #: maxima of bitsandbytes' 8-bit states). "paged": in memory that CUDA moves to the host, which counts as zero.
@@ -48,6 +48,7 @@ class Step:
         optim: one of :data:`OPTIMIZERS`, as ``TrainingArguments.optim`` names them.
         chunked_loss: the loss is that of ``gemma4_compat.chunked_loss``.
         activation_offloading: what checkpointing keeps is in host memory until the backward pass needs it.
+        chunked_mlp: MLPs are computed as with ``gemma4_compat.chunked_mlp``.
     """
 
     max_length: int
@@ -57,6 +58,7 @@ class Step:
     optim: str = "adamw_torch"
     chunked_loss: bool = False
     activation_offloading: bool = False
+    chunked_mlp: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,8 @@ def measure(model: Any, quantized: Collection[str], step: Step) -> StepMemory:
         adapted.train()
         if step.chunked_loss:
             loss.chunked_loss(adapted)
+        if step.chunked_mlp:
+            mlp.chunked_mlp(adapted)
         if step.gradient_checkpointing:
             adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             if step.activation_offloading:

@@ -143,6 +143,13 @@ def plan_training(
             "--chunked-loss/--no-chunked-loss", help="Use gemma4_compat.chunked_loss; default: if it is needed."
         ),
     ] = None,
+    chunked_mlp: Annotated[
+        bool | None,
+        typer.Option(
+            "--chunked-mlp/--no-chunked-mlp",
+            help="Use gemma4_compat.chunked_mlp; default: if it does not fit without.",
+        ),
+    ] = None,
     activation_offloading: Annotated[
         bool,
         typer.Option(
@@ -174,6 +181,7 @@ def plan_training(
         gradient_checkpointing=gradient_checkpointing,
         optim=optim,
         chunked_loss=chunked_loss,
+        chunked_mlp=chunked_mlp,
         activation_offloading=activation_offloading,
         quantize=quantize,
         cpu=cpu,

@@ -92,6 +92,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers-chunked-images": ("transformers.generation.utils",),
     "transformers-chunked-loss": ("transformers.models.gemma4.modeling_gemma4", "transformers.models.gemma4_unified.modeling_gemma4_unified"),
     "transformers-chunked-media": ("transformers.generation.utils",),
+    "transformers-chunked-mlp": ("transformers.models.gemma4.modeling_gemma4", "transformers.models.gemma4_unified.modeling_gemma4_unified"),
     "transformers-chunked-turns": ("transformers.generation.utils",),
     "transformers-compute-dtype": ("transformers.quantizers.quantizer_bnb_4bit",),
     "transformers-config-names": ("transformers.models.gemma4.configuration_gemma4", "transformers.models.gemma4_unified.configuration_gemma4_unified"),

@@ -46,6 +46,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_wide_heads",
         "transformers_zero3_buffers",
         "transformers_chunked_loss",
+        "transformers_chunked_mlp",
         "transformers_accumulation_weights",
     ),
     "placement": (

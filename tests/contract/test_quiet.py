@@ -60,7 +60,11 @@ def chunked_loss(workspace: Any, model: Any) -> None:
     train(workspace, gemma4_compat.chunked_loss(model))
 
 
-USES: list[Callable[[Any, Any], None]] = [generate, train, decode_fast, chunked_loss]
+def chunked_mlp(workspace: Any, model: Any) -> None:
+    train(workspace, gemma4_compat.chunked_mlp(model, tokens=7))
+
+
+USES: list[Callable[[Any, Any], None]] = [generate, train, decode_fast, chunked_loss, chunked_mlp]
 
 
 @pytest.mark.parametrize("adapter", [None, "language", "all"])
@@ -77,7 +81,7 @@ def test_loading_generating_and_training(
     from peft import PeftModel
 
     for use in USES:
-        if adapter is None and use in (train, chunked_loss) and (split or quantization):
+        if adapter is None and use in (train, chunked_loss, chunked_mlp) and (split or quantization):
             continue  # these weights are not trained
         with heard(caplog, capfd) as lines:
             model = tiny.load(workspace.checkpoint, quantization, device=workspace.main)

@@ -245,3 +245,6 @@ def training(model: Any) -> None:
     gemma4_compat.chunked_loss(model, enabled=False)
     gemma4_compat.chunked_loss(model, evaluation=True)
     gemma4_compat.chunked_loss(model, False)  # type: ignore[call-arg]
+    assert_type(gemma4_compat.chunked_mlp(Path("any")), Path)
+    gemma4_compat.chunked_mlp(model, tokens=4096)
+    gemma4_compat.chunked_mlp(model, tokens="4096")  # type: ignore[arg-type]

@@ -94,14 +94,18 @@ def test_a_merged_adapter_and_requests(workspace: Any) -> None:
     before = found(model)
     model.merge_adapter()
     gemma4_compat.chunked_loss(model)
+    gemma4_compat.chunked_mlp(model)
     new = found(model).keys() - before.keys()
     assert new == {
         ("peft-merge-offloaded", "unmerge"),
         ("peft-merge-offloaded", "unmerging hook"),
         ("peft-merge-offloaded", attached.UNMERGES),
         ("transformers-chunked-loss", attached.CHUNKED_LOSS),
+        ("transformers-chunked-mlp", attached.CHUNKED_MLP),
+        ("transformers-chunked-mlp", "forward"),
     }
     gemma4_compat.chunked_loss(model, enabled=False)
+    gemma4_compat.chunked_mlp(model, enabled=False)
     model.unmerge_adapter()
     assert found(model).keys() - before.keys() <= {
         ("peft-merge-offloaded", "unmerging hook"),

@@ -28,6 +28,7 @@ REFUSED = {
     "peft-kbit-dtypes",
     "peft-quantized-experts",
     "transformers-chunked-loss",
+    "transformers-chunked-mlp",
     "transformers-deferred-stop",
     "transformers-graph-decoding",
     "transformers-quantize-offloaded",

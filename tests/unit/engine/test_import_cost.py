@@ -92,6 +92,7 @@ def test_the_public_names_are_those_that_are_documented() -> None:
         "__version__",
         "attached",
         "chunked_loss",
+        "chunked_mlp",
         "decode_fast",
         "decoding_statistics",
         "doctor",

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._models import build
-from gemma4_compat._planner import switches, training, training_step
+from gemma4_compat._planner import switches, training, training_step, training_text
 from gemma4_compat._planner.memory import TrainingLoad
 from gemma4_compat._planner.training_step import Step
-from gemma4_compat._training import chunks
+from gemma4_compat._training import chunks, mlp
 from tests.unit.planner.models import VARIANTS
 
 MIB = 1 << 20
@@ -27,18 +27,25 @@ def of(checkpoint: Any, quantized: tuple[str, ...] = (), **step: Any) -> trainin
     return training_step.measure(build.on_meta(str(checkpoint))[0], quantized, Step(**step))
 
 
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("chunked, tokens", [(False, None), (True, None), (True, 7)])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("sequence, batch", [(24, 1), (16, 3)])
 def test_every_byte_is_that_of_a_step_with_memory(
-    workspace: Any, monkeypatch: pytest.MonkeyPatch, sequence: int, batch: int, checkpointing: bool, chunked: bool
+    workspace: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    sequence: int,
+    batch: int,
+    checkpointing: bool,
+    chunked: bool,
+    tokens: int | None,
 ) -> None:
     """The same model, in bf16 on the CPU, with the same adapter, and a real forward and backward pass."""
     import torch
     from peft import LoraConfig, get_peft_model
 
     monkeypatch.setattr(chunks, "LOGITS_BYTES", 10 * 256 * 2)  # of 10 tokens: several chunks
-    step = {"gradient_checkpointing": checkpointing, "chunked_loss": chunked}
+    step = {"gradient_checkpointing": checkpointing, "chunked_loss": chunked, "chunked_mlp": tokens is not None}
+    monkeypatch.setattr(mlp, "TOKENS", tokens or mlp.TOKENS)
     planned = of(workspace.checkpoint, max_length=sequence, batch=batch, r=4, **step)
     model = get_peft_model(
         workspace.load(), LoraConfig(r=4, lora_alpha=4, target_modules=training_step.TARGETS, init_lora_weights=False)
@@ -48,14 +55,15 @@ def test_every_byte_is_that_of_a_step_with_memory(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     gemma4_compat.chunked_loss(model, enabled=chunked)
-    tokens = torch.zeros(batch, sequence, dtype=torch.long)
-    more = {"shift_labels": tokens} if chunked else {}  # a plan counts a label for every token
-    inputs = {"input_ids": tokens, **more, "attention_mask": torch.ones_like(tokens)}
+    gemma4_compat.chunked_mlp(model, tokens=mlp.TOKENS, enabled=tokens is not None)
+    ids = torch.zeros(batch, sequence, dtype=torch.long)
+    more = {"shift_labels": ids} if chunked else {}  # a plan counts a label for every token
+    inputs = {"input_ids": ids, **more, "attention_mask": torch.ones_like(ids)}
     inputs["attention_mask"][0, 0] = 0  # masks without padding may be left out, which a plan does not count on
-    inputs["mm_token_type_ids"] = torch.zeros_like(tokens)
+    inputs["mm_token_type_ids"] = torch.zeros_like(ids)
     counted = training_step.storage_counter(model)
     with counted, torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(**inputs, labels=tokens, use_cache=False).loss
+        loss = model(**inputs, labels=ids, use_cache=False).loss
     forward = counted.reset_peak()
     with counted:
         loss.backward()
@@ -222,6 +230,66 @@ def test_the_loss_is_in_chunks_where_that_is_needed() -> None:
     ):
         found, reason = switches.loss(cut, 0, budget, memories)
         assert (found, why in reason) == (chunked, True), reason
+
+
+def test_mlps_are_in_pieces_where_nothing_else_fits() -> None:
+    """Layers are streamed first; and what is one piece has nothing to choose."""
+    cut = training._described("E2B", "4bit")[0]
+    step = {"adapter": 0, "optimizer": 0, "forward": 0, "sizes": ()}
+    memories = {
+        False: training_step.StepMemory(backward=3 << 30, **step),
+        True: training_step.StepMemory(backward=1 << 30, **step),
+    }
+    least = training.layout.smallest_budget(cut, TrainingLoad(step=3 << 30)) + switches.MARGIN
+    for length, budget, chosen, why in (
+        (16_384, least, False, "in pieces the step would take 2.00 GiB less, and more time"),
+        (16_384, least - (100 << 20), True, "the step takes 2.00 GiB more, and would not leave 512 MiB free"),
+        (2048, least - (100 << 20), False, "2,048 tokens are one piece"),
+    ):
+        found, reason = switches.mlp(cut, 0, budget, Step(max_length=length), memories)
+        assert (found, why in reason) == (chosen, True), reason
+
+
+def test_a_plan_chooses_pieces_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a step that takes 8 GiB, 5 with the loss in chunks, 3 with MLPs in pieces as well."""
+    taken = {(False, False): 8, (True, False): 5, (False, True): 6, (True, True): 3}
+    asked = []
+
+    def measure(model: Any, quantization: str | None, step: Step) -> training_step.StepMemory:
+        asked.append(step)
+        backward = taken[step.chunked_loss, step.chunked_mlp] << 30
+        return training_step.StepMemory(adapter=0, optimizer=0, forward=0, backward=backward, sizes=())
+
+    monkeypatch.setattr(training, "_measure", measure)
+
+    def plan(vram: str, **options: Any) -> Any:
+        return gemma4_compat.plan_training("E2B", vram, max_length=16_384, **options)
+
+    small = plan("5GiB")
+    assert (small.chunked_loss, small.chunked_mlp) == (True, True)
+    assert "the step takes 2.00 GiB more, and would not leave 512 MiB free" in small.reasons["chunked_mlp"]
+    assert (small.changes["--no-chunked-loss"], small.changes["--no-chunked-mlp"]) == (3 << 30, 2 << 30)
+    assert "gemma4_compat.chunked_mlp(model)\n" in small.code
+    text = " ".join(training_text.training_text(small, width=90).split())
+    assert "the loss in chunks, MLPs in pieces" in text
+    assert "chunked mlp: on: otherwise the step takes" in text
+    large = plan("7GiB")
+    assert (large.chunked_loss, large.chunked_mlp) == (True, False)
+    assert large.changes["--chunked-mlp"] == -2 << 30
+    assert "chunked_mlp" not in large.code
+    asked.clear()
+    forced = plan("7GiB", chunked_mlp=True)
+    assert forced.chunked_mlp
+    assert "chunked_mlp" not in forced.reasons
+    assert plan("9GiB", chunked_loss=False, chunked_mlp=False).chunked_mlp is False
+    with pytest.raises(Gemma4CompatError, match=r"--chunked-mlp saves 2\.00 GiB"):
+        plan("5GiB", chunked_mlp=False)
+    with pytest.raises(Gemma4CompatError, match=r"the loss in chunks and MLPs in pieces, 3\.00 GiB"):
+        plan("2GiB")
+    asked.clear()
+    short = gemma4_compat.plan_training("E2B", "9GiB", max_length=2048)
+    assert short.reasons["chunked_mlp"] == "2,048 tokens are one piece"
+    assert not any(step.chunked_mlp for step in asked)
 
 
 @pytest.mark.full

@@ -1,0 +1,161 @@
+"""The MLPs of a model's text layers in pieces, and ``gemma4_compat.chunked_mlp``."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from gemma4_compat._accelerate import attached
+from gemma4_compat._common import in_place, notice
+from gemma4_compat._engine import changes, sleep
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import family
+from gemma4_compat._training import head, pieces
+
+ID = "transformers-chunked-mlp"
+#: Tokens of a piece. With fewer, other parts of a layer are the peak; each piece dequantizes the weights again.
+TOKENS = 2048
+ATTRIBUTE = attached.CHUNKED_MLP
+_NAMES = ("Gemma4TextMLP", "Gemma4UnifiedTextMLP")
+_Model = TypeVar("_Model")
+_told: set[str] = set()
+
+
+def chunked_mlp(model: _Model, *, tokens: int | None = None, enabled: bool = True) -> _Model:
+    """Have the MLPs of a Gemma 4 model compute a few tokens at a time in training, and keep only their inputs.
+
+    >>> model = gemma4_compat.chunked_mlp(model)
+    >>> model(input_ids=ids, labels=ids).loss.backward()
+
+    The intermediates of an MLP (gate, activation, product, what LoRA adds, and their gradients) are the largest part
+    of a layer in training: for 16,384 tokens of an E2B 2.3 GiB. Here those of one piece exist at once. The backward
+    pass computes each piece again, so an MLP runs forward once more per step (docs/TRAINING.md has what that saves).
+    It needs no gradient checkpointing, and goes with it.
+
+    Outputs and gradients differ from upstream's by rounding, where a matrix product of fewer rows is summed in another
+    order; gradients of weights are sums over pieces. LoRA's dropout draws other random numbers, and the same ones when
+    a piece is computed again. Weights may be quantized, offloaded (they are copied in once for all pieces of a
+    forward, and once for those of a backward pass), adapted or trained. Experts are not MLPs in this sense; the dense
+    MLP beside them is.
+
+    Only steps with gradients in training mode change, and only those of more than ``tokens`` tokens, of all sequences
+    of the batch together. ``torch.compile`` compiles the MLP as it is. MLPs that FSDP, DeepSpeed ZeRO-3 or tensor
+    parallelism shards, and those whose adapter looks at whole sequences (aLoRA, X-LoRA), are left as they are, with
+    one warning. A pickle of the model has no pieces.
+
+    ``GEMMA4_COMPAT_ENABLE=transformers-chunked-mlp`` does the same for every Gemma 4 model of the process.
+
+    Args:
+        model: a transformers model, quantized, dispatched or not, or a PEFT model, DDP or another wrapper around one.
+        tokens: of a piece, at most; by default 2,048.
+        enabled: False undoes it.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        Gemma4CompatError: it is not a Gemma 4 model with text layers, ``tokens`` is not a positive integer, or the
+            patch ``transformers-chunked-mlp`` is off.
+    """
+    tokens = TOKENS if tokens is None else tokens
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        raise Gemma4CompatError(f"tokens is {tokens!r}; a piece has at least 1 token, and a whole number of them")
+    found = list(_mlps(model))
+    if not found or not any(family.is_gemma4(module) for module in _modules(model)):
+        raise Gemma4CompatError(f"chunked_mlp requires a Gemma 4 model with text layers; got {type(model).__name__}")
+    if enabled:
+        sleep.awaken(ID)
+        if not all(map(_is_on, found)):
+            raise Gemma4CompatError(
+                f"chunked_mlp needs the patch {ID}, which is not applied here: gemma4_compat.status()[{ID!r}] says why"
+            )
+        ask(model, tokens)
+    else:
+        for mlp in found:
+            vars(mlp).pop(ATTRIBUTE, None)
+            in_place.restore(mlp, "forward", forward)
+    return model
+
+
+def ask(model: Any, tokens: int | None = None) -> None:
+    """Have the MLPs in ``model`` compute in pieces, without checking whether the patch is applied."""
+    tokens = TOKENS if tokens is None else tokens
+    for mlp in _mlps(model):
+        setattr(mlp, ATTRIBUTE, tokens)
+        in_place.replace(mlp, "forward", functools.partial(forward, mlp))
+
+
+def ask_once(model: Any) -> None:
+    """The same for those MLPs that were not asked yet."""
+    if any(ATTRIBUTE not in vars(mlp) for mlp in _mlps(model)):
+        ask(model)
+
+
+def _modules(model: Any) -> Iterator[Any]:
+    modules = getattr(model, "modules", None)
+    return iter(modules()) if callable(modules) else iter(())
+
+
+def _mlps(model: Any) -> Iterator[Any]:
+    return (module for module in _modules(model) if type(module).__name__ in _NAMES)
+
+
+def _is_on(mlp: Any) -> bool:
+    """Whether the patch is applied to the text model of this MLP's family."""
+    kind = type(mlp)
+    model = vars(sys.modules[kind.__module__]).get(kind.__name__.replace("TextMLP", "TextModel"))
+    return model is not None and changes.is_on(model.forward, ID)
+
+
+def forward(mlp: Any, original: Callable[..., Any], x: Any) -> Any:
+    """An MLP's forward: (..., hidden) -> (..., hidden), in pieces if that was asked for and something trains."""
+    import torch
+
+    tokens = vars(mlp).get(ATTRIBUTE)
+    if tokens is None or not (mlp.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        return original(x)
+    if x.shape[:-1].numel() <= tokens or _is_traced() or not _is_on(mlp):
+        return original(x)
+    obstacle = _obstacle(mlp)
+    if obstacle:
+        if obstacle not in _told:
+            _told.add(obstacle)
+            notice.warn_user(
+                f"MLPs are not computed in pieces, and take the memory of all tokens: {obstacle}. Call "
+                "chunked_mlp(model, enabled=False) if this is intended."
+            )
+        return original(x)
+    return pieces.apply(
+        original, x, tokens=tokens, trained=head.trained(mlp), around=functools.partial(head.onloaded, mlp)
+    )
+
+
+def _is_traced() -> bool:
+    """Whether torch.func or a forward derivative is at work, which a Function without their rules would end."""
+    import torch
+
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch.jit.is_tracing()
+    )
+
+
+def _obstacle(mlp: Any) -> str:
+    """Why this MLP must be computed as a whole; empty if nothing is in the way."""
+    for module in mlp.modules():
+        if getattr(module, "_is_fsdp_managed_module", False):
+            return "FSDP shards them, and gathers their weights for one call"
+        if any("ALora" in type(variant).__name__ for variant in getattr(module, "lora_variant", {}).values()):
+            return "aLoRA looks for its invocation in whole sequences"
+        owner = getattr(vars(module).get("forward"), "__self__", None)
+        if type(owner).__module__.startswith("peft.tuners.xlora"):
+            return "X-LoRA scales each token of whole sequences"
+    for weight in mlp.parameters():
+        if hasattr(weight, "ds_id"):
+            return "DeepSpeed ZeRO-3 shards them, and gathers their weights for one call"
+        if hasattr(weight, "device_mesh"):
+            return "tensor parallelism shards their weights"
+    return ""

@@ -1,0 +1,78 @@
+"""The MLPs of a Gemma 4 model can be computed in pieces in training, without the intermediates of all tokens.
+
+Symptom: silent: training on long texts ends in ``torch.OutOfMemoryError`` although gradient checkpointing is on and
+the loss is in chunks. While a layer is computed again, gate, activation, product and their gradients of all tokens
+exist at once: 2.3 GiB for 16,384 tokens of an E2B, whose whole step takes 7.
+
+Cause: ``Gemma4TextMLP.forward`` computes all tokens in one call, and autograd keeps every intermediate of it until the
+backward pass. They are 4 times as wide as the hidden states, 8 times in KV-shared layers of the E2B.
+
+Fix: For models given to ``gemma4_compat.chunked_mlp``, or all of them with
+``GEMMA4_COMPAT_ENABLE=transformers-chunked-mlp``, an MLP in training keeps its inputs and computes a piece of 2,048
+tokens at a time; the backward pass computes each piece again. It is opt-in, because it takes one more forward of the
+MLPs, and because a matrix product of fewer rows may round differently.
+
+Remove when: transformers computes the MLPs of Gemma 4 in pieces in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine import settings
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._training import mlp
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.training and settings.is_enabled(mlp.ID):
+        mlp.ask_once(self)
+    return original(self, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    """How much of an MLP's intermediates the backward pass keeps if pieces were requested."""
+    import torch
+
+    model = workspace.load_text().train()
+    mlp.ask(model, tokens=4)
+    layer = model.model.layers[0].mlp
+    inputs = torch.zeros(1, 16, layer.hidden_size, dtype=model.dtype, device=workspace.main, requires_grad=True)
+    kept = 0
+
+    def keep(tensor: Any) -> Any:
+        nonlocal kept
+        kept += tensor.nbytes if tensor.shape[-1] == layer.intermediate_size and tensor.shape[-2] == 16 else 0
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(inputs)
+    whole = 16 * layer.intermediate_size * inputs.itemsize
+    return Outcome(kept > 0, f"the backward pass keeps {kept / whole:.0f} intermediates of all tokens of an MLP")
+
+
+def _target(family: str, kind: str) -> Target:
+    return Target(
+        module=f"transformers.models.{family}.modeling_{family}",
+        name=f"{kind}TextModel.forward",
+        replacement=text_model,
+        group=family,
+        asleep=lambda _late: not settings.is_enabled(mlp.ID),
+    )
+
+
+PATCH = Patch(
+    id=mlp.ID,
+    kind=Kind.REPAIR,
+    severity=Severity.MEMORY,
+    failure_points=("F110",),
+    distribution="transformers",
+    affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
+    targets=(_target("gemma4", "Gemma4"), _target("gemma4_unified", "Gemma4Unified")),
+    reproduce=reproduce,
+)
