@@ -91,6 +91,7 @@ def main() -> int:
     wanted[fingerprints.DATA] = fingerprints.text(*known)
     wanted[ROOT / "docs" / "QUANTIZATION.md"] = quantization.page()
     training = (ROOT / "docs" / "TRAINING.md").read_text(encoding="utf-8")
+    training = filled(training, "mlp pieces", measurements.mlp_pieces_section())
     wanted[ROOT / "docs" / "TRAINING.md"] = filled(training, "chunked loss", measurements.chunked_loss_section())
     wanted[ROOT / "docs" / "GPU.md"] = gpu.page()
     wanted[ROOT / "docs" / "VARIANTS.md"] = variants.page()

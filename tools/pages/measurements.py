@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,6 +149,20 @@ def checkpoints_section() -> str:
             f"[raw]({file.relative_to(ROOT).as_posix()})).",
         ]
     )
+
+
+def mlp_pieces_section() -> str:
+    """Peaks and speeds of steps with whole MLPs and with MLPs in pieces."""
+    rows = []
+    for shape in ("E2B", "E4B"):
+        file = ROOT / "benchmarks" / "results" / "2026-11-27-h100" / f"mlp_pieces-{shape}.json"
+        cells = json.loads(file.read_text(encoding="utf-8"))["steps"]["streamed"]["cells"]
+        whole, pieces = cells["16384 chunked"], cells["16384 pieces"]
+        peaks = (f"{cell['memory']['peak_gib']:.2f}" for cell in (whole, pieces))
+        speeds = [cell["sequence"] / statistics.median(cell["seconds"]) for cell in (whole, pieces)]
+        rows.append(f"| {shape} | {whole['sequence']:,} | {' | '.join(peaks)} | {speeds[0]:,.0f} | {speeds[1]:,.0f} |")
+    heads = "| model | tokens | whole, GiB | in pieces, GiB | whole, tokens a second | in pieces, tokens a second |"
+    return "\n".join((heads, "|---|---:|---:|---:|---:|---:|", *rows))
 
 
 def chunked_loss_section() -> str:
