@@ -23,7 +23,7 @@ def test_the_benchmark_reads_a_text_in_each_way(tmp_path: Path, warm_child: Call
     found = json.loads(out.read_text(encoding="utf-8"))["ways"]
     assert list(found) == ["chosen", "32"]
     for way in found.values():
-        assert len(way["runs"]) == 2
+        assert len(way["runs"]) == 3
         assert all(run["tokens_s"] > 0 and run["in_chunks"] == 0 for run in way["runs"])
         assert way["planned"]["prompt_gib"] > way["planned"]["decoding_gib"] > 0
     assert found["32"]["runs"][1]["replayed_forwards"] >= 3
