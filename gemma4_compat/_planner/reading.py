@@ -10,6 +10,7 @@ Otherwise larger chunks gain little, and those of up to ``prompts.MAX_TOKENS`` a
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -88,19 +89,25 @@ class Room:
         if self._shapes is None:
             return 0
         cut, share = self._shapes
-        own = prompts.computes_attention(self._decoding, self._model, self._cache, self._heads())
         tokens = self._new if chunk is None else min(chunk, self._new)
-        load = replace(self._load, own_attention=own)
+        load = replace(self._load, own_attention=self._own)
         load = replace(load, prefill_chunk=None if tokens == self._load.prompt else tokens)
         found = reading(cut, share, load)
         if static_caches.tensors(self._cache) is not None or self._decoding.memory_of(self._cache) is not None:
             found -= sum(memory.kv_cache(block, load, cut.item, prefill=False) for block in share.computed)
         return found
 
-    def _heads(self) -> set[tuple[int, int, int]]:
-        """Query heads, key-value heads and their width, of each kind of layer."""
+    @functools.cached_property
+    def _own(self) -> bool:
+        """Whether kernels of this package compute attention; with PyTorch's a forward takes more."""
+        import torch
+
         found = (block.attention for block in self._shapes[1].computed) if self._shapes else ()
-        return {(one.heads, one.kv_heads, one.head_dim) for one in found if one is not None}
+        heads = {(one.heads, one.kv_heads, one.head_dim) for one in found if one is not None}
+        try:
+            return prompts.computes_attention(self._decoding, self._model, self._cache, heads)
+        except torch.OutOfMemoryError:  # no room to try them
+            return False
 
     def free(self) -> int | None:
         """Bytes that PyTorch can still allocate, graphs of prompts given back; None if nobody knows."""

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._decoding import chunks, decoder, prompts, static_caches
+from gemma4_compat._decoding import chunks, decoder, flash, prompts, static_caches
 from gemma4_compat._decoding.recaptures import Cause
 from gemma4_compat._engine import versions
 from gemma4_compat._models import cache_names
@@ -119,6 +119,31 @@ def test_an_estimate_spares_the_attempt(fast: Fast, free: Callable[[int], None])
     generate(model, text(model, 40))
     assert max(forwards) == 40
     assert in_chunks(model) == 1
+
+
+def test_our_attention_needs_less_and_is_tried_only_where_there_is_room(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    model = gemma4_compat.decode_fast(models.fresh(None))
+    tried: list[Any] = []
+    monkeypatch.setattr(flash, "WORKSPACE", 0)  # more than all that a tiny model takes
+
+    def needed(computes: Callable[[], bool]) -> list[int]:
+        monkeypatch.setattr(prompts, "computes_attention", lambda *given: tried.append(given[3]) or computes())
+        room = reading.Room(model, calls.static_cache(model, 4096), 1, 4000)
+        return [room.needed(), room.needed(512)]
+
+    def no_room() -> bool:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    theirs, ours = needed(lambda: False), needed(lambda: True)
+    assert needed(no_room) == theirs
+    assert all(one < other for one, other in zip(ours, theirs, strict=True))
+    text_config = model.config.get_text_config()
+    widths = {text_config.head_dim, text_config.global_head_dim}
+    assert [{width for *_, width in heads} for heads in tried] == [widths] * 3
 
 
 def test_exact_bits_are_not_given_up_for_an_estimate(fast: Fast, free: Callable[[int], None]) -> None:
