@@ -29,8 +29,8 @@ _WHOLE = ("Parameter", "Params4bit", "Int8Params")  # what most weights are: no 
 
 
 def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    text = self.language_model
     # For each token: past torch's `__getattr__` where that finds nothing else.
+    text = self._modules["language_model"] if "language_model" in self._modules else self.language_model  # noqa: SIM401
     embedding = text._modules["embed_tokens"] if "embed_tokens" in text._modules else text.embed_tokens  # noqa: SIM401
     if embedding._modules:
         embedding = walk.in_use(embedding)
