@@ -4,7 +4,7 @@ python benchmarks/small_card/contexts.py --shape E2B --budget 4 --out benchmarks
 
 A text of --tokens tokens, the last ones decoded, after ``decode_fast``, in 4 bits with random weights: E2B and E4B
 with table and towers in host memory (4 and 8 GiB), the 26B-A4B with all experts there (12 GiB). A tensor leaves
---budget GiB of the card to the rest. Each way is run three times: graphs are captured and fused in the first two:
+--budget GiB of the card to the rest. Each way runs three times; graphs are captured and fused in the first two:
 
 chosen        without ``prefill_chunk_size``: ``decode_fast`` reads in chunks where the prompt does not fit
 512, 1024...  with that ``prefill_chunk_size``
@@ -36,7 +36,7 @@ SHAPES = ("E2B", "E4B", "26B-A4B", "tiny", "tiny-26B-A4B")
 CHOSEN = "chosen"
 WAYS = (CHOSEN, "512", "1024", "2048")
 NEW = 128
-#: Texts of each way: graphs are captured in the first two, and fused.
+#: Texts of each way.
 RUNS = 3
 
 

@@ -30,8 +30,8 @@ def chunked_mlp(model: _Model, *, tokens: int | None = None, enabled: bool = Tru
     >>> model(input_ids=ids, labels=ids).loss.backward()
 
     The intermediates of an MLP (gate, activation, product, what LoRA adds, and their gradients) are the largest part
-    of a layer in training: for 16,384 tokens of an E2B 2.3 GiB. Here those of one piece exist at once. The backward
-    pass computes each piece again, so an MLP runs forward once more per step (docs/TRAINING.md has what that saves).
+    of a layer in training. Here those of one piece exist at once. The backward pass computes each piece again, so an
+    MLP runs forward once more per step (docs/TRAINING.md has what that saves).
     It needs no gradient checkpointing, and goes with it.
 
     Outputs and gradients differ from upstream's by rounding, where a matrix product of fewer rows is summed in another

@@ -10,7 +10,7 @@ from typing import Any
 from tools.trained_model import batches, measure, questions
 
 TARGETS = r".*language_model\.layers\.\d+\.(self_attn\.(q_proj|o_proj)|mlp\.(gate_proj|up_proj|down_proj))"
-#: Where there are experts; with them, the dense parts beside them are left alone.
+#: For models with experts: the adapter is on attention and the experts, not on the dense MLPs beside them.
 ATTENTION = r".*language_model\.layers\.\d+\.self_attn\.(q_proj|o_proj)"
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 _RATE, _ROWS, _SEED, _RANK = 4e-3, 16, 4052, 8

@@ -62,7 +62,10 @@ def _taught(
 
 
 def teach_through(model: Any, steps: int) -> None:
-    """Train all of a model without towers to tell, in its last state after soft tokens alone, what they are of."""
+    """Train all weights of a model without towers to recognize pictures and sounds.
+
+    A linear head reads the last hidden state of a prompt that has soft tokens and no text.
+    """
     import torch
     from torch.nn.functional import cross_entropy
 

@@ -91,8 +91,8 @@ def trained(kind: str, steps: dict[str, int], device: str, out: Path) -> Any:
     """The model in float32: first its towers learn, then all of it from pictures and sounds, then from
     conversations, then from single questions, in so many ``steps`` (one of :data:`STEPS`).
 
-    Without towers, the language model itself has to find out what is in a picture and in a sound. Before the single
-    questions, it learns that from soft tokens alone; after them, it is asked about little else.
+    Without towers, the language model itself has to recognize pictures and sounds. Prompts of soft tokens without text
+    teach it that before the single questions, most of which are then about pictures and sounds.
 
     Every 100 steps its weights are written to ``out``.
     """

@@ -152,7 +152,7 @@ def test_a_model_prepared_by_peft(workspace: Any) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_training_is_checkpointed_as_before(workspace: Any, reentrant: bool) -> None:
-    """Between two rollouts: each layer runs again in the backward pass, with the same gradients as ever."""
+    """Between two rollouts, each layer is recomputed in the backward pass, and the gradients are unchanged."""
     import torch
 
     model, batch = workspace.load(), workspace.inputs(text_only=True)

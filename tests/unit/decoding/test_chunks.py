@@ -269,7 +269,7 @@ def test_where_no_chunk_fits_the_error_is_raised(fast: Fast) -> None:
 
 
 def test_before_the_error_is_raised_all_graphs_are_given_back(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of steps, too. The last attempt captures nothing that it would have to give back."""
+    """Including those of steps. The last attempt captures none, because it would run out of memory again."""
     import torch
 
     monkeypatch.setattr(reading, "SIZES", SIZES)
