@@ -34,7 +34,7 @@ def test_at_most_two_groups_are_on_the_device_and_one_is_prefetched_for_the_next
     def look(*_: Any) -> None:
         for index, streamer in enumerate(streamers):
             loaded = [group for group in groups(streamer) if group.on_device]
-            assert bytes_on_device(streamer) == streamer._buffer_size * len(loaded)
+            assert bytes_on_device(streamer) == streamer.buffer_size * len(loaded)
             seen[index] = max(seen.get(index, 0), len(loaded))
 
     for module in model.modules():
@@ -122,7 +122,7 @@ def test_forwards_leave_no_weights_of_the_disk_in_memory(
         for tensor in (weight._parameter.data, *vars(weight._parameter).values())
         if isinstance(tensor, torch.Tensor)
     }
-    assert sum(kept.values()) <= max(streamer._buffer_size for streamer in streamers)
+    assert sum(kept.values()) <= max(streamer.buffer_size for streamer in streamers)
 
 
 @TRAINING
