@@ -45,7 +45,7 @@ QUANTIZERS = ("torchao==0.18.0", "optimum-quanto==0.2.7", "optimum==2.3.0", "com
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Ruff; mypy on the package; mypy and pyright on what users write."""
+    """Ruff; mypy on the package, and for names that do not exist on the rest; mypy and pyright on what users write."""
     session.install(*NEWEST, ".[dev]")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")

@@ -175,7 +175,7 @@ def load(folder: Path, text: dict[str, Any], weights: Iterator[tuple[str, torch.
     """
     sys.meta_path.insert(0, _Finder(folder))
     sys.modules.setdefault("regex", __import__("re"))
-    source = importlib.import_module("vllm.model_executor.models.gemma4")
+    source: Any = importlib.import_module("vllm.model_executor.models.gemma4")
     source.make_layers = _layers
     config = types.SimpleNamespace(**(_DEFAULTS | text))
     parts = types.SimpleNamespace(

@@ -88,10 +88,11 @@ def run(model: Any, arguments: Any, result: Data) -> None:
 
     for way in arguments.ways:
         chunk = None if way == CHOSEN else int(way)
-        entry = result["ways"][way] = {
+        entry: Data = {
             "planned": planned(model, arguments.tokens, arguments.tokens - arguments.new, chunk),
             "runs": [],
         }
+        result["ways"][way] = entry
         gemma4_compat.decode_fast(model, enabled=False)
         gemma4_compat.decode_fast(model)
         with device.ballast(arguments.budget) as held:

@@ -129,7 +129,7 @@ def function(world: ReplayWorld, of: str) -> None:
 
     attention = type(world.layer(0).self_attn)
     names = vars(sys.modules[attention.__module__])
-    if world.undone._exit_callbacks:
+    if world.undone._exit_callbacks:  # type: ignore[attr-defined]
         world.undone.close()
         return
     if of == "class":

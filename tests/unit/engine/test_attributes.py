@@ -97,7 +97,7 @@ def test_what_is_absent_stays_absent(library: Library) -> None:
 def test_a_class_and_a_subclass_with_a_value_of_its_own_read_theirs(library: Library) -> None:
     engine = installed(patch_of(library))
     flags = library.load("flags")
-    own = type("Own", (flags.Base,), {"flag": 7})
+    own: Any = type("Own", (flags.Base,), {"flag": 7})
     assert (flags.Base.flag, flags.Child.flag, own.flag, own().flag) == (False, False, 7, 7)
     engine.revert()
 

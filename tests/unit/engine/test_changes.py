@@ -83,7 +83,7 @@ def test_a_class_method_gets_the_class_it_was_called_on(library: Library) -> Non
 
 def test_a_property_stays_one_and_is_given_back(library: Library) -> None:
     core = library.load()
-    kind = type("Sized", (), {"size": property(core.double, None, None, "how much")})
+    kind: Any = type("Sized", (), {"size": property(core.double, None, None, "how much")})
     core.Layer.Sized = kind
     before, changes = raw(kind, "size"), ChangeSet("fakelib-double")
     kind.__mul__ = lambda self, factor: factor

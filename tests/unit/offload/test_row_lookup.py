@@ -120,7 +120,7 @@ def test_after_a_failed_forward_the_whole_weight_can_be_onloaded(way: str) -> No
 
 
 def test_positions_computed_from_the_argument_are_not_taken_for_tokens(way: str) -> None:
-    class Positions(torch.nn.Embedding):  # type: ignore[misc]
+    class Positions(torch.nn.Embedding):  # type: ignore[misc, name-defined]
         def forward(self, mask: Any) -> Any:
             return super().forward(mask.cumsum(1) * mask)
 
@@ -193,7 +193,7 @@ def test_created_in_inference_mode_it_serves_a_training(way: str) -> None:
 
 
 def test_a_weight_of_another_class_is_left_to_upstream() -> None:
-    class Quantized(torch.nn.Parameter):  # type: ignore[misc]
+    class Quantized(torch.nn.Parameter):  # type: ignore[misc, name-defined]
         pass
 
     module, hook = offloaded(embedding())
@@ -204,7 +204,7 @@ def test_a_weight_of_another_class_is_left_to_upstream() -> None:
 def test_a_module_with_more_to_onload_is_left_to_upstream() -> None:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-    class Normed(torch.nn.Embedding):  # type: ignore[misc]
+    class Normed(torch.nn.Embedding):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__(50, 4)
             self.norm = torch.nn.LayerNorm(4)

@@ -19,7 +19,7 @@ ROWS, WIDTH, WIDE = 37, 16, 96
 BOUND = {torch.float32: 1e-6, torch.bfloat16: 0.02, torch.float16: 0.002}
 
 
-class Mlp(torch.nn.Module):  # type: ignore[misc]
+class Mlp(torch.nn.Module):  # type: ignore[misc, name-defined]
     """Upstream's, with dropout."""
 
     def __init__(self, dropout: float = 0.0, wide: int = WIDE) -> None:
