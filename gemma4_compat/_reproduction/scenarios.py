@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from gemma4_compat._attention import masks
 from gemma4_compat._engine.patch import Outcome
 from gemma4_compat._models import variants
 from gemma4_compat._reproduction import tiny
@@ -185,3 +186,17 @@ def image_in_second_part(model: Any, batch: dict[str, Any]) -> Outcome:
         found = model(ids[:, 12:], mm_token_type_ids=kinds, past_key_values=cache).logits
     off = (expected[:, 12:] - found).abs().max().item()
     return Outcome(off > 1e-3, f"after an image in the second part of a text the logits are off by {off:.2g}")
+
+
+def image_masks(model: Any, kinds: Any) -> dict[str, Any]:
+    """The masks of a text of one row without padding, bool of shape (1, 1, text, text): causal in full attention; in
+    sliding layers the tokens of an image see each other, too, inside the window. ``kinds``: its ``mm_token_type_ids``.
+    """
+    import torch
+
+    number = masks.image_numbers(kinds)[0]
+    query, key = torch.meshgrid(*[torch.arange(kinds.shape[1], device=kinds.device)] * 2, indexing="ij")
+    causal, image = key <= query, (number[query] == number[key]) & (number[query] >= 0)
+    inside = key > query - model.config.get_text_config().sliding_window
+    seen = {"full_attention": causal, "sliding_attention": (causal | image) & inside}
+    return {kind: mask[None, None] for kind, mask in seen.items()}

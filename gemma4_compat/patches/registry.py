@@ -126,6 +126,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_offloaded_cache",
         "transformers_static_cache",
         "transformers_image_masks",
+        "transformers_image_masks_unified",
         "transformers_vision_masks",
         "transformers_sliding_cache",
         "transformers_assisted_cache",

@@ -34,7 +34,7 @@ def _section(section: str) -> str:
     section, area, rest = section.partition("\n## ")
     written = section.partition(LIST)[0].rstrip()
     rows = [
-        f"  - [`{patch.id}`](patches/{patch.area}.md#{patch.id}): {patch.summary}"
+        f"  - [`{patch.id}`](patches/{patch.area}.md#{patch.id})"
         for patch in gemma4_compat.patches()
         if _number(section) in patch.failure_points
     ]

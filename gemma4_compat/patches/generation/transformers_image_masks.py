@@ -10,8 +10,8 @@ to the whole image, even outside the window. Before 5.6.0 the model makes no mas
 holds tokens, unless it is given ``pixel_values``.
 
 Fix: The masks are those of 5.13 and newer: causal in full attention; in sliding layers an image's tokens attend to
-each other inside the window, wherever the image is. Prompts without an image keep upstream's masks, and so does the
-12B, whose masks are the same in every release. Logits equal those of 5.23.0 up to rounding.
+each other inside the window, wherever the image is. Prompts without an image keep upstream's masks. The 12B has a
+patch of its own. Logits equal those of 5.23.0 up to rounding.
 
 Remove when: transformers before 5.13 is no longer supported.
 """
@@ -74,7 +74,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from transformers import DynamicCache
 
-    from gemma4_compat._reproduction import tiny, tiny_models
+    from gemma4_compat._reproduction import scenarios, tiny, tiny_models
 
     if workspace.variant is None:
         large = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
@@ -87,11 +87,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     ids = tiny.inputs(workspace.main, text_only=True)["input_ids"]
     kinds, start, window = torch.zeros_like(ids), 6, text.sliding_window
     kinds[:, 8 : 8 + window + 4] = 1
-    query, key = torch.meshgrid(*[torch.arange(ids.shape[1], device=ids.device)] * 2, indexing="ij")
-    causal, image = key <= query, kinds.bool()[0][query] & kinds.bool()[0][key]
-    seen = {"full_attention": causal, "sliding_attention": (causal | image) & (key > query - window)}
     with torch.no_grad():
-        expected = model(ids, attention_mask={kind: mask[None, None] for kind, mask in seen.items()}).logits
+        expected = model(ids, attention_mask=scenarios.image_masks(model, kinds)).logits
         whole = model(ids, mm_token_type_ids=kinds).logits
         cache = DynamicCache()
         model(ids[:, :start], past_key_values=cache)

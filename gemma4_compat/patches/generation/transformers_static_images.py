@@ -1,20 +1,18 @@
 """Image input works with a static cache (12B, 26B-A4B, 31B).
 
-Symptom: silent: with a static cache, image tokens do not attend to each other on the 12B, the 26B-A4B and the 31B
-(in 5.23.0 on the 12B only). The logits are off by as much as between any two prompts.
+Symptom: silent: with a static cache, image tokens do not attend to each other on the 12B, the 26B-A4B and the 31B.
+The logits are off by as much as between any two prompts.
 
 Cause: In these models the tokens of one image attend to each other in both directions. For a compilable cache,
 ``GenerationMixin.prepare_inputs_for_generation`` creates the masks itself, at a point where it has not yet picked up
 ``mm_token_type_ids``, which mark the positions of the images.
-
-From 5.23.0 on it has, but the masks that it creates for the 12B differ from those that the 12B creates for itself.
 
 Fix: For the prompt, the model gets its two-dimensional mask, as it does with any other cache, and creates the masks
 itself. Decoding, which is the part that is compiled, is unchanged. So are calls without ``mm_token_type_ids`` and
 models whose image tokens do not attend to each other in both directions. Logits equal those of the default cache up
 to rounding.
 
-Remove when: every supported release creates the masks of the 12B the same way for every cache.
+Remove when: transformers before 5.23 is no longer supported.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import contextlib
 
     from gemma4_compat._models import variants
-    from gemma4_compat._reproduction import tiny, tiny_models
+    from gemma4_compat._reproduction import scenarios, tiny, tiny_models
 
     batch, off = workspace.inputs(), {}
     if workspace.variant is None:
@@ -61,18 +59,26 @@ def reproduce(workspace: Workspace) -> Outcome:
         # A model with a full layer before its last, because the last layer's image tokens are never read.
         with contextlib.suppress(ImportError):  # before 5.10.1 there is no 12B
             text = {name: batch[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
-            off["the 12B"] = _off(tiny_models.unified_model().to(workspace.main), text)
+            model = tiny_models.unified_model().to(workspace.main)
+            off["the 12B"] = _off(model, text, scenarios.image_masks(model, text["mm_token_type_ids"]))
     said = ", ".join(f"{value:.2g} on {name}" for name, value in off.items())
     return Outcome(
         max(off.values()) > 1e-4, f"the first logits after an image, with a static cache, are off by {said}"
     )
 
 
-def _off(model: Any, batch: dict[str, Any]) -> float:
-    """How far the first token's logits with a static cache are from those with the default cache."""
+def _off(model: Any, batch: dict[str, Any], masks: Any = None) -> float:
+    """How far the first logits with a static cache are from those with the default cache, or with ``masks``."""
+    import torch
+
     options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    expected, found = (model.generate(**batch, **options, **kind) for kind in ({}, {"cache_implementation": "static"}))
-    return float((expected.logits[0] - found.logits[0]).abs().max())
+    found = model.generate(**batch, **options, cache_implementation="static").logits[0]
+    if masks is None:
+        expected = model.generate(**batch, **options).logits[0]
+    else:
+        with torch.no_grad():
+            expected = model(batch["input_ids"], attention_mask=masks).logits[:, -1]
+    return float((expected - found).abs().max())
 
 
 PATCH = Patch(
@@ -81,9 +87,12 @@ PATCH = Patch(
     severity=Severity.WRONG_RESULT,
     failure_points=("F24", "F30"),
     distribution="transformers",
-    affected=">=5.5.0",
+    affected=">=5.5.0,<5.23.0",
     acts_on=ActsOn.GEMMA4,
+    fixed="5.23.0",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.23.0",
     needs=(
+        "transformers-image-masks-unified",
         "transformers-static-cache",
         "transformers-vision-masks",
     ),
