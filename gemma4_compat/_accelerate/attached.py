@@ -272,8 +272,16 @@ _method(
     "In training, it computes a few tokens at a time.",
 )
 _method(
+    *("_old_forward", "transformers-chunked-mlp", "_training.norms", "a norm with accelerate's hook"),
+    "The same, inside of the hook.",
+)
+_method(
     *("forward", "transformers-chunked-mlp", "_training.shared_states", "an attention module"),
     "Computed again for a backward pass, it does not store keys and values for other layers once more.",
+)
+_method(
+    *("_old_forward", "transformers-chunked-mlp", "_training.shared_states", "the same with accelerate's hook"),
+    "The same, inside of the hook.",
 )
 PER_LAYER_TOKENS = _mark(
     *("per_layer_tokens", "transformers-chunked-mlp", "a text model"),
@@ -286,6 +294,10 @@ _method(
 _method(
     *("forward", "transformers-chunked-mlp", "_training.per_layer", "the table of tokens"),
     "It marks what it looks up.",
+)
+_method(
+    *("_old_forward", "transformers-chunked-mlp", "_training.per_layer", "the table with accelerate's hook"),
+    "The same, inside of the hook.",
 )
 LOOKED_UP = _mark(
     *("looked_up", "transformers-chunked-mlp", "input embeddings"),

@@ -11,9 +11,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._accelerate import attached, module_hooks
-from gemma4_compat._common import in_place
-from gemma4_compat._training import head, pieces, whole
+from gemma4_compat._accelerate import attached
+from gemma4_compat._training import head, inner, pieces, whole
 
 ATTRIBUTE = attached.CHUNKED_NORM
 #: Bytes of a piece in float32; its backward pass has five such tensors at a time. A piece has more than 512 rows:
@@ -26,14 +25,14 @@ def ask(model: Any, tokens: int) -> None:
     """Have the norms of text layers compute in pieces in training with more than ``tokens`` tokens."""
     for norm in found(model):
         setattr(norm, ATTRIBUTE, tokens)
-        in_place.replace(norm, "forward", functools.partial(forward, norm))
+        inner.replace(norm, functools.partial(forward, norm))
 
 
 def leave(model: Any) -> None:
     """Undo :func:`ask`."""
     for norm in found(model):
         vars(norm).pop(ATTRIBUTE, None)
-        in_place.restore(norm, "forward", forward)
+        inner.restore(norm, forward)
 
 
 def found(model: Any) -> Iterator[Any]:
@@ -57,9 +56,8 @@ def forward(norm: Any, original: Callable[..., Any], hidden_states: Any) -> Any:
         return original(hidden_states)
     if head.trained(norm) or whole.is_traced() or not whole.is_on(norm, "RMSNorm") or whole.obstacle(norm):
         return original(hidden_states)
-    hooked = module_hooks.is_offloaded(norm)  # accelerate's forward needs its hook, which is off while pieces run
     return pieces.apply(
-        vars(norm).get("_old_forward", original) if hooked else original,
+        original,
         hidden_states,
         tokens=max(1, BYTES // (4 * shape[-1])),
         around=functools.partial(head.onloaded, norm),

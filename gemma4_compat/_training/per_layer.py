@@ -14,7 +14,7 @@ from typing import Any
 
 from gemma4_compat._accelerate import attached
 from gemma4_compat._common import in_place
-from gemma4_compat._training import head, whole
+from gemma4_compat._training import head, inner, whole
 
 ATTRIBUTE = attached.PER_LAYER_TOKENS
 LOOKED_UP = attached.LOOKED_UP
@@ -27,7 +27,7 @@ def ask(model: Any, tokens: int) -> None:
     for text in found(model):
         setattr(text, ATTRIBUTE, tokens)
         in_place.replace(text, "project_per_layer_inputs", functools.partial(project, text))
-        in_place.replace(text.embed_tokens, "forward", functools.partial(look_up, text.embed_tokens))
+        inner.replace(text.embed_tokens, functools.partial(look_up, text.embed_tokens))
 
 
 def leave(model: Any) -> None:
@@ -35,7 +35,7 @@ def leave(model: Any) -> None:
     for text in found(model):
         vars(text).pop(ATTRIBUTE, None)
         in_place.restore(text, "project_per_layer_inputs", project)
-        in_place.restore(text.embed_tokens, "forward", look_up)
+        inner.restore(text.embed_tokens, look_up)
 
 
 def found(model: Any) -> Iterator[Any]:

@@ -11,20 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._common import in_place
 from gemma4_compat._offload import torch_internals
+from gemma4_compat._training import inner
 
 
 def ask(model: Any, _tokens: int) -> None:
     """Have the layers of ``model`` that store keys and values for others store them in the forward pass only."""
     for attention in found(model):
-        in_place.replace(attention, "forward", forward)
+        inner.replace(attention, forward)
 
 
 def leave(model: Any) -> None:
     """Undo :func:`ask`."""
     for attention in found(model):
-        in_place.restore(attention, "forward", forward)
+        inner.restore(attention, forward)
 
 
 def found(model: Any) -> Iterator[Any]:
