@@ -1,4 +1,4 @@
-"""The MLPs of a model's text layers in pieces, and ``gemma4_compat.chunked_mlp``."""
+"""The MLPs of a model's text layers in pieces, and ``gemma4_compat.chunked_mlp``, which asks for norms as well."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ def chunked_mlp(model: _Model, *, tokens: int | None = None, enabled: bool = Tru
     a piece is computed again. Weights may be quantized, offloaded (they are copied in once for all pieces of a
     forward, and once for those of a backward pass), adapted or trained. Experts are not MLPs in this sense; the dense
     MLP beside them is.
+
+    Norms of text layers are computed in pieces as well, unless they are trained, and keep their 16-bit inputs instead
+    of float32 copies. What nobody reads is left out: the graph of shared keys and values that checkpointing computes
+    again, and what per-layer inputs add to the gradient of embeddings of text, where the table is frozen. These three
+    change no bit of the loss, or of the gradient of a weight.
 
     Only steps with gradients in training mode change, and only those of more than ``tokens`` tokens, of all sequences
     of the batch together. ``torch.compile`` compiles the MLP as it is. MLPs that FSDP, DeepSpeed ZeRO-3 or tensor
@@ -81,7 +86,7 @@ def chunked_mlp(model: _Model, *, tokens: int | None = None, enabled: bool = Tru
 
 
 def ask(model: Any, tokens: int | None = None) -> None:
-    """Have the MLPs in ``model`` compute in pieces, without checking whether the patch is applied."""
+    """Have the MLPs and norms in ``model`` compute in pieces, without checking whether the patch is applied."""
     tokens = TOKENS if tokens is None else tokens
     for mlp in _mlps(model):
         setattr(mlp, ATTRIBUTE, tokens)

@@ -1,8 +1,8 @@
 """The norms of a model's text layers in pieces, which ``gemma4_compat.chunked_mlp`` asks for.
 
-An RMSNorm computes in float32. Of 16-bit inputs autograd keeps that copy, twice as large, until the backward pass.
-Here only the inputs are kept, and float32 exists for one piece at a time. A norm computes each row by itself, so
-outputs and gradients have upstream's bits.
+An RMSNorm computes in float32, and autograd keeps the float32 copy of 16-bit inputs, twice as large, until the
+backward pass. Here only the inputs are kept, and float32 exists for one piece at a time. A norm computes each row by
+itself, so outputs and gradients have upstream's bits.
 """
 
 from __future__ import annotations

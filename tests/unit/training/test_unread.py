@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 
-from gemma4_compat._training import per_layer, shared_states
+from gemma4_compat._training import norms, per_layer, shared_states
 from tests.patches.training.test_transformers_chunked_loss import batch, off, step
 from tests.patches.training.test_transformers_chunked_mlp import TOKENS, adapted
 from tests.unit.training.test_norms import checkpointed
@@ -123,3 +124,26 @@ def test_per_layer_inputs_have_a_graph_only_if_somebody_reads_it(workspace: Any,
         assert torch.equal(embeds.grad, right)
         embedding.register_forward_hook(lambda _module, _args, output: output.requires_grad_())
         assert graph(model) is True
+
+
+@pytest.mark.full  # a minute
+def test_a_step_in_the_shapes_of_an_e4b_takes_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve 4-bit layers of its widths, on tensors without memory; MLPs are in pieces in both steps."""
+    from gemma4_compat._models import build
+    from gemma4_compat._planner import training, training_step
+
+    def peak() -> int:
+        config = copy.deepcopy(build.on_meta("E4B")[0].config)
+        text = config.text_config
+        text.num_hidden_layers, text.num_kv_shared_layers, text.vocab_size_per_layer_input = 12, 6, 1024
+        text.layer_types = text.layer_types[:12]
+        config.vision_config = config.audio_config = None
+        step = training_step.Step(
+            max_length=8192, chunked_loss=True, chunked_mlp=True, activation_offloading=training_step.can_offload()
+        )
+        return training._measure(config, "4bit", step).backward
+
+    found = peak()
+    for part in (norms, shared_states, per_layer):
+        monkeypatch.setattr(part, "ask", lambda *_: None)
+    assert found < 0.75 * peak()
