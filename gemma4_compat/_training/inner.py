@@ -14,12 +14,12 @@ from gemma4_compat._common import in_place
 _HOOKED = "_old_forward"  # accelerate's name for the forward that its hook calls
 
 
-def replace(module: Any, function: Callable[..., Any]) -> None:
-    """Have ``function`` in place of the module's forward, as with :func:`in_place.replace`."""
-    in_place.replace(module, _HOOKED if _HOOKED in vars(module) else "forward", function)
+def is_hooked(module: Any) -> bool:
+    """Whether ``_old_forward`` has to be replaced instead of ``forward``."""
+    return _HOOKED in vars(module)
 
 
 def restore(module: Any, function: Callable[..., Any]) -> None:
-    """Undo a :func:`replace` by this function, wherever a hook has put it since."""
+    """Undo a replacement by this function, wherever a hook has put it since."""
     for name in ("forward", _HOOKED):
         in_place.restore(module, name, function)

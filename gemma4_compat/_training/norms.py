@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._accelerate import attached
+from gemma4_compat._common import in_place
 from gemma4_compat._training import head, inner, pieces, whole
 
 ATTRIBUTE = attached.CHUNKED_NORM
@@ -25,7 +26,11 @@ def ask(model: Any, tokens: int) -> None:
     """Have the norms of text layers compute in pieces in training with more than ``tokens`` tokens."""
     for norm in found(model):
         setattr(norm, ATTRIBUTE, tokens)
-        inner.replace(norm, functools.partial(forward, norm))
+        ours = functools.partial(forward, norm)
+        if inner.is_hooked(norm):
+            in_place.replace(norm, "_old_forward", ours)
+        else:
+            in_place.replace(norm, "forward", ours)
 
 
 def leave(model: Any) -> None:

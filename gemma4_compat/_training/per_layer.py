@@ -27,7 +27,12 @@ def ask(model: Any, tokens: int) -> None:
     for text in found(model):
         setattr(text, ATTRIBUTE, tokens)
         in_place.replace(text, "project_per_layer_inputs", functools.partial(project, text))
-        inner.replace(text.embed_tokens, functools.partial(look_up, text.embed_tokens))
+        table = text.embed_tokens
+        ours = functools.partial(look_up, table)
+        if inner.is_hooked(table):
+            in_place.replace(table, "_old_forward", ours)
+        else:
+            in_place.replace(table, "forward", ours)
 
 
 def leave(model: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gemma4_compat._common import in_place
 from gemma4_compat._offload import torch_internals
 from gemma4_compat._training import inner
 
@@ -18,7 +19,10 @@ from gemma4_compat._training import inner
 def ask(model: Any, _tokens: int) -> None:
     """Have the layers of ``model`` that store keys and values for others store them in the forward pass only."""
     for attention in found(model):
-        inner.replace(attention, forward)
+        if inner.is_hooked(attention):
+            in_place.replace(attention, "_old_forward", forward)
+        else:
+            in_place.replace(attention, "forward", forward)
 
 
 def leave(model: Any) -> None:
