@@ -263,6 +263,46 @@ _method(
     *("forward", "transformers-chunked-mlp", "_training.mlp", "an MLP"),
     "In training, it computes a few tokens at a time.",
 )
+CHUNKED_NORM = _mark(
+    *("chunked_norm", "transformers-chunked-mlp", "a norm"),
+    "With how many tokens, at most, it computes them all at once in training.",
+)
+_method(
+    *("forward", "transformers-chunked-mlp", "_training.norms", "a norm"),
+    "In training, it computes a few tokens at a time.",
+)
+_method(
+    *("_old_forward", "transformers-chunked-mlp", "_training.norms", "a norm with accelerate's hook"),
+    "The same, inside of the hook.",
+)
+_method(
+    *("forward", "transformers-chunked-mlp", "_training.shared_states", "an attention module"),
+    "Computed again for a backward pass, it does not store keys and values for other layers once more.",
+)
+_method(
+    *("_old_forward", "transformers-chunked-mlp", "_training.shared_states", "the same with accelerate's hook"),
+    "The same, inside of the hook.",
+)
+PER_LAYER_TOKENS = _mark(
+    *("per_layer_tokens", "transformers-chunked-mlp", "a text model"),
+    "With how many tokens, at most, its per-layer inputs have a graph in training.",
+)
+_method(
+    *("project_per_layer_inputs", "transformers-chunked-mlp", "_training.per_layer", "a text model"),
+    "In training, it leaves out gradients that nobody reads.",
+)
+_method(
+    *("forward", "transformers-chunked-mlp", "_training.per_layer", "the table of tokens"),
+    "It marks what it looks up.",
+)
+_method(
+    *("_old_forward", "transformers-chunked-mlp", "_training.per_layer", "the table with accelerate's hook"),
+    "The same, inside of the hook.",
+)
+LOOKED_UP = _mark(
+    *("looked_up", "transformers-chunked-mlp", "input embeddings"),
+    "They were looked up in a table that is not trained.",
+)
 UNFED_TOWERS_TOLD = _mark(
     *("unfed_towers_told", "transformers-unfed-towers", "a DistributedDataParallel module"),
     "The warning about towers without input was given.",

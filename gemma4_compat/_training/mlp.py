@@ -1,20 +1,19 @@
-"""The MLPs of a model's text layers in pieces, and ``gemma4_compat.chunked_mlp``."""
+"""The MLPs of a model's text layers in pieces, and ``gemma4_compat.chunked_mlp``, which asks for norms as well."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from gemma4_compat._accelerate import attached
 from gemma4_compat._common import in_place, notice
-from gemma4_compat._engine import changes, sleep
+from gemma4_compat._engine import sleep
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
-from gemma4_compat._training import head, pieces
+from gemma4_compat._training import head, norms, per_layer, pieces, shared_states, whole
 
-ID = "transformers-chunked-mlp"
+ID = whole.ID
 #: Tokens of a piece. With fewer, other parts of a layer are the peak; each piece dequantizes the weights again.
 TOKENS = 2048
 ATTRIBUTE = attached.CHUNKED_MLP
@@ -39,6 +38,11 @@ def chunked_mlp(model: _Model, *, tokens: int | None = None, enabled: bool = Tru
     a piece is computed again. Weights may be quantized, offloaded (they are copied in once for all pieces of a
     forward, and once for those of a backward pass), adapted or trained. Experts are not MLPs in this sense; the dense
     MLP beside them is.
+
+    Norms of text layers are computed in pieces as well, unless they are trained, and keep their 16-bit inputs instead
+    of float32 copies. What nobody reads is left out: the graph of shared keys and values that checkpointing computes
+    again, and what per-layer inputs add to the gradient of embeddings of text, where the table is frozen. These three
+    change no bit of the loss, or of the gradient of a weight.
 
     Only steps with gradients in training mode change, and only those of more than ``tokens`` tokens, of all sequences
     of the batch together. ``torch.compile`` compiles the MLP as it is. MLPs that FSDP, DeepSpeed ZeRO-3 or tensor
@@ -67,7 +71,7 @@ def chunked_mlp(model: _Model, *, tokens: int | None = None, enabled: bool = Tru
         raise Gemma4CompatError(f"chunked_mlp requires a Gemma 4 model with text layers; got {type(model).__name__}")
     if enabled:
         sleep.awaken(ID)
-        if not all(map(_is_on, found)):
+        if not all(whole.is_on(one, "TextMLP") for one in found):
             raise Gemma4CompatError(
                 f"chunked_mlp needs the patch {ID}, which is not applied here: gemma4_compat.status()[{ID!r}] says why"
             )
@@ -76,15 +80,19 @@ def chunked_mlp(model: _Model, *, tokens: int | None = None, enabled: bool = Tru
         for mlp in found:
             vars(mlp).pop(ATTRIBUTE, None)
             in_place.restore(mlp, "forward", forward)
+        for part in (norms, shared_states, per_layer):
+            part.leave(model)
     return model
 
 
 def ask(model: Any, tokens: int | None = None) -> None:
-    """Have the MLPs in ``model`` compute in pieces, without checking whether the patch is applied."""
+    """Have the MLPs and norms in ``model`` compute in pieces, without checking whether the patch is applied."""
     tokens = TOKENS if tokens is None else tokens
     for mlp in _mlps(model):
         setattr(mlp, ATTRIBUTE, tokens)
         in_place.replace(mlp, "forward", functools.partial(forward, mlp))
+    for part in (norms, shared_states, per_layer):
+        part.ask(model, tokens)
 
 
 def ask_once(model: Any) -> None:
@@ -102,13 +110,6 @@ def _mlps(model: Any) -> Iterator[Any]:
     return (module for module in _modules(model) if type(module).__name__ in _NAMES)
 
 
-def _is_on(mlp: Any) -> bool:
-    """Whether the patch is applied to the text model of this MLP's family."""
-    kind = type(mlp)
-    model = vars(sys.modules[kind.__module__]).get(kind.__name__.replace("TextMLP", "TextModel"))
-    return model is not None and changes.is_on(model.forward, ID)
-
-
 def forward(mlp: Any, original: Callable[..., Any], x: Any) -> Any:
     """An MLP's forward: (..., hidden) -> (..., hidden), in pieces if that was asked for and something trains."""
     import torch
@@ -116,9 +117,9 @@ def forward(mlp: Any, original: Callable[..., Any], x: Any) -> Any:
     tokens = vars(mlp).get(ATTRIBUTE)
     if tokens is None or not (mlp.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return original(x)
-    if x.shape[:-1].numel() <= tokens or _is_traced() or not _is_on(mlp):
+    if x.shape[:-1].numel() <= tokens or whole.is_traced() or not whole.is_on(mlp, "TextMLP"):
         return original(x)
-    obstacle = _obstacle(mlp)
+    obstacle = whole.obstacle(mlp)
     if obstacle:
         if obstacle not in _told:
             _told.add(obstacle)
@@ -130,32 +131,3 @@ def forward(mlp: Any, original: Callable[..., Any], x: Any) -> Any:
     return pieces.apply(
         original, x, tokens=tokens, trained=head.trained(mlp), around=functools.partial(head.onloaded, mlp)
     )
-
-
-def _is_traced() -> bool:
-    """Whether torch.func or a forward derivative is at work, which a Function without their rules would end."""
-    import torch
-
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch.jit.is_tracing()
-    )
-
-
-def _obstacle(mlp: Any) -> str:
-    """Why this MLP must be computed as a whole; empty if nothing is in the way."""
-    for module in mlp.modules():
-        if getattr(module, "_is_fsdp_managed_module", False):
-            return "FSDP shards them, and gathers their weights for one call"
-        if any("ALora" in type(variant).__name__ for variant in getattr(module, "lora_variant", {}).values()):
-            return "aLoRA looks for its invocation in whole sequences"
-        owner = getattr(vars(module).get("forward"), "__self__", None)
-        if type(owner).__module__.startswith("peft.tuners.xlora"):
-            return "X-LoRA scales each token of whole sequences"
-    for weight in mlp.parameters():
-        if hasattr(weight, "ds_id"):
-            return "DeepSpeed ZeRO-3 shards them, and gathers their weights for one call"
-        if hasattr(weight, "device_mesh"):
-            return "tensor parallelism shards their weights"
-    return ""

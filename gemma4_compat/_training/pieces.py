@@ -29,6 +29,7 @@ def apply(
     tokens: int,
     trained: tuple[torch.Tensor, ...] = (),
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    draws: bool = True,
 ) -> torch.Tensor:
     """``function(inputs)``, a piece at a time; differentiable once.
 
@@ -38,6 +39,7 @@ def apply(
         tokens: of a piece, at most; at least 1. Pieces are equally long, give or take one.
         trained: the weights that get a gradient. No other gradient leaves ``function``.
         around: entered once for all pieces of the forward, and once for those of the backward pass.
+        draws: False if ``function`` draws no random numbers and autocast changes nothing in it.
 
     Returns:
         (..., other features), of the dtype and on the device of what ``function`` returns.
@@ -45,7 +47,7 @@ def apply(
     Raises:
         Gemma4CompatError: in a backward pass with ``create_graph=True``.
     """
-    found: torch.Tensor = _function().apply(inputs, function, tokens, around, *trained)
+    found: torch.Tensor = _function().apply(inputs, function, tokens, around, draws, *trained)
     return found
 
 
@@ -57,10 +59,10 @@ def _function() -> Any:
         """Keeps the inputs, and the state of the random numbers and of autocast for what is computed again."""
 
         @staticmethod
-        def forward(ctx: Any, inputs: Any, function: Any, tokens: int, around: Any, *trained: Any) -> Any:
+        def forward(ctx: Any, inputs: Any, function: Any, tokens: int, around: Any, draws: bool, *trained: Any) -> Any:
             ctx.save_for_backward(inputs)
             ctx.function, ctx.tokens, ctx.around, ctx.trained = function, tokens, around, trained
-            ctx.again = _Again(inputs)
+            ctx.again = _Again(inputs) if draws else contextlib.nullcontext
             outputs = None
             with around(), _graph_of_its_own():
                 for part, rows in _parts(inputs, tokens, ctx.needs_input_grad[0]):
@@ -82,7 +84,7 @@ def _function() -> Any:
             first = (
                 torch.empty_like(inputs, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
             )
-            wanted = [weight for weight, needed in zip(ctx.trained, ctx.needs_input_grad[4:]) if needed]
+            wanted = [weight for weight, needed in zip(ctx.trained, ctx.needs_input_grad[5:]) if needed]
             sums: list[Any] = [None] * len(wanted)
             gradient = gradient.reshape(-1, gradient.shape[-1])
             with ctx.again(), ctx.around(), _graph_of_its_own():
@@ -101,7 +103,8 @@ def _function() -> Any:
             given = iter(
                 None if total is None else total.to(weight.dtype) for total, weight in zip(sums, wanted, strict=True)
             )
-            return (first, None, None, None, *(next(given) if needed else None for needed in ctx.needs_input_grad[4:]))
+            of_trained = (next(given) if needed else None for needed in ctx.needs_input_grad[5:])
+            return (first, None, None, None, None, *of_trained)
 
     return InPieces
 

@@ -103,6 +103,10 @@ def test_a_merged_adapter_and_requests(workspace: Any) -> None:
         ("transformers-chunked-loss", attached.CHUNKED_LOSS),
         ("transformers-chunked-mlp", attached.CHUNKED_MLP),
         ("transformers-chunked-mlp", "forward"),
+        ("transformers-chunked-mlp", "_old_forward"),
+        ("transformers-chunked-mlp", attached.CHUNKED_NORM),
+        ("transformers-chunked-mlp", attached.PER_LAYER_TOKENS),
+        ("transformers-chunked-mlp", "project_per_layer_inputs"),
     }
     gemma4_compat.chunked_loss(model, enabled=False)
     gemma4_compat.chunked_mlp(model, enabled=False)
