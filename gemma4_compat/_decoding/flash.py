@@ -112,18 +112,18 @@ def shared_memory(device: Any) -> int:
     return int(found.shared_memory_per_block_optin) if found.major >= 8 else 0
 
 
-def serves(heads: int, kv_heads: int, width: int, *, tokens: int, keys: int, batch: int = 1) -> bool:
-    """Whether there are kernels for heads of this kind and number, and for so many tokens and keys of each sequence.
+def serves(heads: int, kv_heads: int, width: int) -> bool:
+    """Whether there are kernels for heads of this kind and number."""
+    return width in _TILINGS and heads % kv_heads == 0 and heads // kv_heads <= MAX_HEADS
+
+
+def reaches(heads: int, kv_heads: int, width: int, *, tokens: int, keys: int, batch: int = 1) -> bool:
+    """Whether offsets of 32 bits reach so many tokens and keys of each sequence.
 
     ``batch``: sequences whose queries, keys and masks are packed; :func:`understood` looks at the tensors.
     """
-    return (
-        width in _TILINGS
-        and heads % kv_heads == 0
-        and heads // kv_heads <= MAX_HEADS
-        and max(tokens * heads, keys) * width < _LIMIT
-        and batch * max(heads * tokens * width, kv_heads * keys * width, tokens * keys) < FAR
-    )
+    packed = batch * max(heads * tokens * width, kv_heads * keys * width, tokens * keys)
+    return max(tokens * heads, keys) * width < _LIMIT and packed < FAR
 
 
 def workspace(batch: int, heads: int, width: int) -> int:
@@ -172,7 +172,8 @@ def understood(
         or value.shape != key.shape
         or (key.shape[0], key.shape[3]) != (batch, width)
         or min(heads, tokens, length) < 1
-        or not serves(heads, kv_heads, width, tokens=tokens, keys=length)
+        or not serves(heads, kv_heads, width)
+        or not reaches(heads, kv_heads, width, tokens=tokens, keys=length)
         or (heads != kv_heads and not enable_gqa)
         or scale <= 0
         or any(tensor.dtype != query.dtype or tensor.device != query.device for tensor in tensors)

@@ -68,7 +68,7 @@ class Load:
         assistant: an assistant drafts; with ``fast``, texts are decoded in rounds (``assistants=True``).
         fast: decode with ``gemma4_compat.decode_fast``: a static cache, and a step replayed as a CUDA graph.
         own_attention: with ``fast``, kernels of this package compute the attention of prompts that has a mask, without
-            copies, where they serve its heads and the cache is long enough (``flash.POSITIONS``).
+            copies, where the cache is long enough (``flash.POSITIONS``). They serve its heads.
         own_in_chunks: the same, where the prompt is read in chunks.
         weights_only: reserve nothing for the KV cache and the temporaries, like upstream's maps.
     """
@@ -321,7 +321,7 @@ def _kernel(blueprint: Blueprint, attention: Attention, load: Load, rows: int, *
     pairs = load.batch * rows * seen
     heads = attention.heads, attention.kv_heads, attention.head_dim
     own = prefill and rows > 1 and is_own(load) and _is_masked(blueprint, attention, load, prefill=True)
-    if own and flash.serves(*heads, tokens=rows, keys=seen, batch=load.batch):
+    if own and flash.reaches(*heads, tokens=rows, keys=seen, batch=load.batch):
         # While padding is hidden there are two masks, and the graph of a chunk keeps one.
         return 2 * queries * item + flash.workspace(load.batch, attention.heads, attention.head_dim) + pairs
     repeated = attention_memory.repeated(load.batch * seen, *heads, item)

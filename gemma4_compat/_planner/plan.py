@@ -249,7 +249,7 @@ def _read_as_fits(
 
     def placed(wanted: Load) -> tuple[Layout[Use], Load, str] | None:
         slow = layout.fits(cut, given, wanted)
-        if not slow and not (less and layout.fits(cut, given, replace(wanted, fast=True))):
+        if not slow and not (less and wanted.chunked and layout.fits(cut, given, replace(wanted, fast=True))):
             return None
         try:
             return _placed(cut, given, wanted, options, fast=fast)

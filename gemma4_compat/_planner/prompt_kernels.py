@@ -64,7 +64,7 @@ def obstacle(blueprint: Blueprint, load: Load, found: _Capability | None) -> str
     if load.assistant and assistants.obstacle(blueprint):
         return "with its assistant, transformers reads the prompt into another cache"
     attentions = (block.attention for block in blueprint.layers if block.attention is not None)
-    if not all(flash.serves(one.heads, one.kv_heads, one.head_dim, tokens=1, keys=1) for one in attentions):
+    if not all(flash.serves(one.heads, one.kv_heads, one.head_dim) for one in attentions):
         return "this package has no kernels for the model's heads"
     if not sleep.is_installed(windows.ID):
         return f"the patch {windows.ID} is off"

@@ -250,5 +250,6 @@ def test_a_prompt_at_once_counts_with_copies() -> None:
 
 def test_too_many_numbers_are_left_to_pytorch() -> None:
     """Offsets have 31 bits: a 31B's prompt of 131,072 tokens at once, not in chunks."""
-    assert flash.serves(32, 4, 512, tokens=reading.SIZES[0], keys=CONTEXT)
-    assert not flash.serves(32, 4, 512, tokens=CONTEXT, keys=CONTEXT)
+    assert flash.reaches(32, 4, 512, tokens=reading.SIZES[0], keys=CONTEXT)
+    assert not flash.reaches(32, 4, 512, tokens=CONTEXT, keys=CONTEXT)
+    assert not flash.reaches(32, 4, 512, tokens=reading.SIZES[0], keys=CONTEXT, batch=2)  # its mask
