@@ -26,7 +26,7 @@ MAX_QUERIES = 8
 MAX_HEADS = 16
 WIDTHS = (16, 32, 64, 128, 256, 512)
 _WORD = 16  # bytes of a load
-_FAR = 1 << 31
+FAR = 1 << 31
 #: Splits of one sequence, over all key-value heads, if there are many keys: two blocks for each SM of an H100.
 _BLOCKS = 264
 #: Keys of a split: at least; at least if that gives each SM a block; at most without matrix units, which
@@ -93,7 +93,7 @@ def understood(
         or width not in WIDTHS
         or value.shape != key.shape
         or (key.shape[0], key.shape[3]) != (batch, width)
-        or not 0 < length < _FAR
+        or not 0 < length < FAR
         or any(tensor.dtype != query.dtype or tensor.device != query.device for tensor in tensors)
         or any(not is_readable(tensor) for tensor in tensors)
         or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
@@ -129,7 +129,7 @@ def is_readable(tensor: Any) -> bool:
         and tensor.stride(3) == 1
         and not tensor.data_ptr() % _WORD
         and all(stride >= 0 and not stride * tensor.itemsize % _WORD for stride in tensor.stride()[:3])
-        and _span(tensor) < _FAR
+        and _span(tensor) < FAR
     )
 
 
@@ -146,7 +146,7 @@ def rows_of(mask: Any, query: Any, length: int) -> Any:
     batch, heads, rows, keys = mask.shape
     if batch not in (1, query.shape[0]) or heads != 1 or rows not in (1, query.shape[2]) or keys != length:
         return None
-    return mask[:, 0] if min(mask.stride()) >= 0 and _span(mask) < _FAR else None
+    return mask[:, 0] if min(mask.stride()) >= 0 and _span(mask) < FAR else None
 
 
 def _span(tensor: Any) -> int:

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemma4_compat._decoding import flash_source as source
-from gemma4_compat._decoding.attention import is_readable, rows_of
+from gemma4_compat._decoding.attention import FAR, is_readable, rows_of
 from gemma4_compat._decoding.attention_tensor_source import multiplication
 from gemma4_compat._decoding.kernel_source import Kernel, kinds
 
+#: In a cache with fewer positions attention is PyTorch's: little is computed.
+POSITIONS = 2048
 #: Query heads that share a key-value head.
 MAX_HEADS = 32
 _THREADS = 256
@@ -32,7 +34,7 @@ _FEW_HEADS = 8
 _SEGMENT = 8192
 #: Rows of such sums, at most: 32 MiB for heads that are 512 wide. And tokens, at least.
 _AT_ONCE, _TOKENS = 16_384, 128
-#: Bytes that such sums take.
+#: Bytes that such sums take, unless there are many heads: see :func:`workspace`.
 WORKSPACE = 4 * 512 * _AT_ONCE
 _LIMIT = 1 << 31
 
@@ -110,6 +112,30 @@ def shared_memory(device: Any) -> int:
     return int(found.shared_memory_per_block_optin) if found.major >= 8 else 0
 
 
+def serves(heads: int, kv_heads: int, width: int) -> bool:
+    """Whether there are kernels for heads of this kind and number."""
+    return width in _TILINGS and heads % kv_heads == 0 and heads // kv_heads <= MAX_HEADS
+
+
+def reaches(heads: int, kv_heads: int, width: int, *, tokens: int, keys: int, batch: int = 1) -> bool:
+    """Whether offsets of 32 bits reach so many tokens and keys of each sequence.
+
+    ``batch``: sequences whose queries, keys and masks are packed; :func:`understood` looks at the tensors.
+    """
+    packed = batch * max(heads * tokens * width, kv_heads * keys * width, tokens * keys)
+    return max(tokens * heads, keys) * width < _LIMIT and packed < FAR
+
+
+def workspace(batch: int, heads: int, width: int) -> int:
+    """Bytes at most that kernels take for sums, beside what they return."""
+    return max(WORKSPACE, 4 * (width + 2) * batch * heads * _streams(heads) * _TOKENS)
+
+
+def _streams(heads: int) -> int:
+    """Blocks that compute a row together."""
+    return 2 if heads <= _FEW_HEADS else 1
+
+
 def understood(
     query: Any,
     key: Any,
@@ -143,14 +169,12 @@ def understood(
     scale = width**-0.5 if scale is None else float(scale)
     if (
         query.dtype not in (torch.bfloat16, torch.float16)
-        or width not in _TILINGS
         or value.shape != key.shape
         or (key.shape[0], key.shape[3]) != (batch, width)
         or min(heads, tokens, length) < 1
-        or heads % kv_heads
+        or not serves(heads, kv_heads, width)
+        or not reaches(heads, kv_heads, width, tokens=tokens, keys=length)
         or (heads != kv_heads and not enable_gqa)
-        or heads // kv_heads > MAX_HEADS
-        or max(tokens * heads, length) * width >= _LIMIT
         or scale <= 0
         or any(tensor.dtype != query.dtype or tensor.device != query.device for tensor in tensors)
         or any(not is_readable(tensor) for tensor in tensors)
@@ -247,7 +271,7 @@ def layout_of(call: Call, how: Tiling | None = None) -> Layout:
     how = how or tiling(call.query.shape[3], shared_memory(call.query.device))
     assert how is not None  # or the device has no kernels
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
-    streams = 2 if heads <= _FEW_HEADS else 1
+    streams = _streams(heads)
     segment = _SEGMENT if streams > 1 or call.key.shape[2] > _SEGMENT else 0
     shared, masked = heads // kv_heads, call.mask is not None
     return Layout(call.query.dtype, call.query.shape[3], shared, streams, segment, masked, how)

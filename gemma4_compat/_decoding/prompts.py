@@ -336,7 +336,8 @@ def activations(model: Any, rows: int, tokens: int, cache: Any, *, masks: bool, 
         found += pairs + rows * tokens * sliding
     if copies:
         return found + max(_copies(text, rows, tokens, seen, item) for seen in (full, sliding))
-    return found + max(flash.WORKSPACE, pairs if masks else 0)  # while padding is hidden there are two masks
+    kernels = flash.workspace(rows, int(text.num_attention_heads), int(getattr(text, "global_head_dim", 0) or 512))
+    return found + max(kernels, pairs if masks else 0)  # while padding is hidden there are two masks
 
 
 def _experts(model: Any, pairs: int) -> int:

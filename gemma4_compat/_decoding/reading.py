@@ -24,8 +24,7 @@ from gemma4_compat._engine import sleep
 #: (512), but 2.3 times as long for 256.
 WITH_MASK = {256: True, 512: True}
 CAUSAL = {256: False, 512: True}
-#: In a cache with fewer positions attention is PyTorch's: little is computed.
-POSITIONS = 2048
+POSITIONS = flash.POSITIONS
 #: Keys before those of a trial's tokens.
 _BEFORE = 70
 _TOKENS_OF_A_TRIAL = 20

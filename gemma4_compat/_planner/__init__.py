@@ -10,6 +10,7 @@ Called by ``gemma4_compat.plan_device_map`` and ``plan_training``, by their comm
   :mod:`switches`: which of its options a training plan chooses, and why.
 * :mod:`use`: the sum for one accelerator; ``Use.peak`` is a plan's peak. :mod:`layout`: which block goes where.
 * :mod:`reading`: how many tokens of a prompt fit at a time, also for ``transformers_graph_decoding``.
+  :mod:`prompt_kernels`: whether its attention is counted without the copies that PyTorch makes.
 * :mod:`assistants`: what an assistant takes, and rounds with its drafts.
 * :mod:`speed`: tokens per second on a card, from a model. :mod:`measured`: as somebody measured them; the form of such
   a report is :mod:`card_report`.

@@ -67,7 +67,9 @@ class Load:
         attention: "sdpa" or "eager".
         assistant: an assistant drafts; with ``fast``, texts are decoded in rounds (``assistants=True``).
         fast: decode with ``gemma4_compat.decode_fast``: a static cache, and a step replayed as a CUDA graph.
-        own_attention: kernels of this package compute the attention of prompts that has a mask, without copies.
+        own_attention: with ``fast``, kernels of this package compute the attention of prompts that has a mask, without
+            copies, where the cache is long enough (``flash.POSITIONS``). They serve its heads.
+        own_in_chunks: the same, where the prompt is read in chunks.
         weights_only: reserve nothing for the KV cache and the temporaries, like upstream's maps.
     """
 
@@ -81,6 +83,7 @@ class Load:
     assistant: bool = False
     fast: bool = False
     own_attention: bool = False
+    own_in_chunks: bool = False
     weights_only: bool = False
 
     @property
@@ -217,6 +220,12 @@ def graph(
     return int(MEASURED.graph_pool * step) + slots + MEASURED.blas_workspace + MEASURED.graphs * logits
 
 
+def is_own(load: Load) -> bool:
+    """Whether kernels of this package may compute attention of a load's prompts."""
+    counted = load.own_attention or (load.own_in_chunks and load.chunked)
+    return counted and load.fast and load.attention == "sdpa" and load.context >= flash.POSITIONS
+
+
 def _masks(blueprint: Blueprint, layers: Collection[Block], load: Load, *, prefill: bool) -> int:
     """Masks of one byte per pair with SDPA, bf16 with eager attention; one for all layers of a kind."""
     size = 2 if load.attention == "eager" else 1
@@ -311,8 +320,10 @@ def _kernel(blueprint: Blueprint, attention: Attention, load: Load, rows: int, *
     keys = load.batch * seen * width  # for every head
     pairs = load.batch * rows * seen
     heads = attention.heads, attention.kv_heads, attention.head_dim
-    if load.own_attention and prefill and rows > 1 and _is_masked(blueprint, attention, load, prefill=True):
-        return 2 * queries * item + flash.WORKSPACE + pairs  # while padding is hidden there are two masks
+    own = prefill and rows > 1 and is_own(load) and _is_masked(blueprint, attention, load, prefill=True)
+    if own and flash.reaches(*heads, tokens=rows, keys=seen, batch=load.batch):
+        # While padding is hidden there are two masks, and the graph of a chunk keeps one.
+        return 2 * queries * item + flash.workspace(load.batch, attention.heads, attention.head_dim) + pairs
     repeated = attention_memory.repeated(load.batch * seen, *heads, item)
     if load.attention == "eager":
         return queries * item + repeated + MEASURED.eager_scores * attention.heads * pairs

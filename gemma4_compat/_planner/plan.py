@@ -15,7 +15,17 @@ from gemma4_compat._common.text import parse_size, size_text
 from gemma4_compat._engine import versions
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import build, variants
-from gemma4_compat._planner import assistants, blueprint, budgets, code, layout, measured, reading, speed
+from gemma4_compat._planner import (
+    assistants,
+    blueprint,
+    budgets,
+    code,
+    layout,
+    measured,
+    prompt_kernels,
+    reading,
+    speed,
+)
 from gemma4_compat._planner.blueprint import Blueprint
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.memory import Load
@@ -94,8 +104,10 @@ def plan_device_map(
         bus: bandwidth of copies from pinned host memory to the accelerator, per second: bytes or a size ("12GiB"). The
             text of the plan says how many tokens per second it allows. Default: the text says so for common buses.
         card: the card whose tokens per second are modelled, and whose memory counts without ``vram``: a name ("RTX
-            3060"; the error for an unknown name lists the known ones), or figures ("28 SMs, 1.78 GHz, 360 GB/s", and
-            its bus, ", 24GiB/s"). Default: some common cards.
+            3060"; the error for an unknown name lists the known ones), or figures ("28 SMs, 1.78 GHz, 360 GB/s", its
+            bus, ", 24GiB/s", and ", compute capability 8.6"). Default: some common cards. From compute capability 8.0
+            on, ``decode_fast`` reads chunks of a prompt without PyTorch's copies of keys and values, which count where
+            ``copies_because`` says why: as for ``vram`` without a card.
 
     Returns:
         The map, the expected use of each device, the longest context that fits, and the code that loads the model.
@@ -137,8 +149,10 @@ def plan_device_map(
         "balanced": balanced,
     }
     found_bus = 0 if bus is None else parse_size(bus.removesuffix("/s") if isinstance(bus, str) else bus)
+    capability = prompt_kernels.capability(vram, card)
+    stored = quantize, quantize_experts
     return _plan(
-        model, given, load, options, quantize, quantize_experts, adapter, fast=fast, bus=found_bus, cards=cards
+        model, given, load, options, stored, adapter, fast=fast, bus=found_bus, cards=cards, capability=capability
     )
 
 
@@ -147,23 +161,32 @@ def _plan(
     given: Mapping[int | str, int],
     load: Load,
     options: Mapping[str, Any],
-    quantize: str | None,
-    quantize_experts: bool | None,
+    quantize: tuple[str | None, bool | None],
     adapter: str | Path | None,
     *,
     fast: bool,
     bus: int,
     cards: Mapping[str, speed.Card],
+    capability: tuple[int, int] | None,
 ) -> Plan:
-    """The plan for arguments that were checked; ``options`` are those of ``layout.layout``."""
-    asked = load
+    """The plan for arguments that were checked; ``options`` are those of ``layout.layout``, ``quantize`` are
+    ``quantize`` and ``quantize_experts`` of :func:`plan_device_map`, ``capability`` is from :mod:`prompt_kernels`.
+    """
+    asked, (wanted, quantize_experts) = load, quantize
     built, name, assumed = build.on_meta(model)
-    quantization = _quantization(built, quantize, quantize_experts)
+    quantization = _quantization(built, wanted, quantize_experts)
     stored = _stored_experts(built, name)
 
     def planned(experts: bool) -> _Planned:
         cut = _blueprint(built, quantization, adapter, experts=experts)
-        return cut, *_read_as_fits(cut, given, asked, options, fast=fast)
+        why = prompt_kernels.obstacle(cut, asked, capability)
+        try:
+            return cut, *_read_as_fits(cut, given, replace(asked, own_in_chunks=not why), options, fast=fast)
+        except Gemma4CompatError as error:
+            helps = why == prompt_kernels.UNKNOWN and fast and not _slow_anywhere(cut, given)
+            if helps and prompt_kernels.fits(cut, given, asked, _CHUNKS[-1]):
+                raise Gemma4CompatError(f"{error} {prompt_kernels.NAME_A_CARD}") from error
+            raise
 
     choose = quantize_experts is None and not stored and quantization in _FOUR_BIT
     cut, placed, load, slow_because = _with_experts(planned) if choose else planned(stored or bool(quantize_experts))
@@ -192,6 +215,7 @@ def _plan(
         longest_context=layout.longest_context(cut, given, load, limit=limit, placed=placed),
         chunked_prefill=_chunked_prefill(cut, placed, load),
         chosen_chunk=load.prefill_chunk != asked.prefill_chunk,
+        copies_because=prompt_kernels.copies(cut, placed, load, prompt_kernels.obstacle(cut, asked, capability)),
         longest_chunked=_longest_chunked(cut, given, placed, load, limit),
         code=code.loading_code(source, placed, load),
     )
@@ -220,14 +244,17 @@ def _read_as_fits(
     Experts that leave do not count: each chunk brings all of them, and a token only a few.
     """
     errors: list[Gemma4CompatError] = []
+    # Without PyTorch's copies, fast decoding may be what fits.
+    less = fast and load.own_in_chunks and not _slow_anywhere(cut, given)
 
     def placed(wanted: Load) -> tuple[Layout[Use], Load, str] | None:
-        if not layout.fits(cut, given, wanted):
+        slow = layout.fits(cut, given, wanted)
+        if not slow and not (less and wanted.chunked and layout.fits(cut, given, replace(wanted, fast=True))):
             return None
         try:
             return _placed(cut, given, wanted, options, fast=fast)
         except Gemma4CompatError as error:  # the host's memory or the disk are too small
-            errors.append(error)
+            errors.extend([error] if slow else [])
             return None
 
     found, asked = placed(load), load.prefill_chunk is not None or load.vision or load.audio
@@ -244,6 +271,9 @@ def _read_as_fits(
         raise errors[0]
     least = replace(load, prefill_chunk=_CHUNKS[-1])
     refused = load if asked or not least.chunked else least
+    quick = replace(refused, fast=True)
+    if less and layout.smallest_budget(cut, quick) < layout.smallest_budget(cut, refused):
+        refused = refused if layout.fits(cut, given, quick) else quick
     return layout.layout(cut, given, refused, **options), refused, ""  # it raises what would fit
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gemma4_compat._planner import memory
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.memory import Load
 from gemma4_compat._planner.use import Use
@@ -76,6 +77,8 @@ class Plan:
         longest_chunked: the longest context that fits this map with the prompt in such chunks, if the prompt is read
             at once and that is more; else 0.
         chosen_chunk: nobody asked for chunks, but at once the prompt would not fit, or would stream more layers.
+        copies_because: why ``use`` has the copies that PyTorch's attention makes while a prompt is read; empty if it
+            has none, or if they change nothing.
         code: Python that loads the model.
     """
 
@@ -87,6 +90,7 @@ class Plan:
     chunked_prefill: int = 0
     longest_chunked: int = 0
     chosen_chunk: bool = False
+    copies_because: str = ""
     code: str = field(default="", repr=False)
 
     @property
@@ -160,6 +164,11 @@ class Plan:
         return self.load.fast
 
     @property
+    def own_attention(self) -> bool:
+        """Whether chunks of prompts are counted as this package's attention reads them, without PyTorch's copies."""
+        return memory.is_own(self.load)
+
+    @property
     def slow_because(self) -> str:
         """Why it does not; empty if it does."""
         return self.rate.slow_because
@@ -220,7 +229,8 @@ class Plan:
 #: The keys of a plan as data, in order, and those of an accelerator's use.
 _DATA = (
     *("model", "model_class", "device_map", "quantization", "quantize_offloaded", "experts", "cpu", "disk", "paged"),
-    *("looked_up", "brought", "bus", "fast", "slow_because", "context", "batch", "vision", "audio"),
+    *("looked_up", "brought", "bus", "fast", "slow_because", "own_attention", "copies_because", "context", "batch"),
+    *("vision", "audio"),
     *(
         "longest_context",
         "prefill_chunk",

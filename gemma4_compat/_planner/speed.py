@@ -53,6 +53,7 @@ class Card:
         bus: bytes per second, roughly, of a copy from pinned host memory; 0: not stated.
         gib: its memory, in GiB; 0: not stated. For a card sold in several sizes: the size that ``gb_s`` belongs to, or
             else the smallest.
+        capability: its compute capability; None: not stated.
     """
 
     multiprocessors: int
@@ -60,6 +61,7 @@ class Card:
     gb_s: float
     bus: int = 0
     gib: int = 0
+    capability: tuple[int, int] | None = None
 
 
 #: The share of the bus's speed that replay reached with all layers streamed: the first if the host waits for each
@@ -71,31 +73,36 @@ PCIE_3_X16, PCIE_4_X16, PCIE_5_X16 = 12 << 30, 24 << 30, 49 << 30
 
 #: Cards by name, from the vendors' data sheets, with boost clocks.
 CARDS = {
-    "RTX 3060": Card(multiprocessors=28, ghz=1.78, gb_s=360, bus=PCIE_4_X16, gib=12),
-    "RTX 3080": Card(multiprocessors=68, ghz=1.71, gb_s=760, bus=PCIE_4_X16, gib=10),
-    "RTX 3090": Card(multiprocessors=82, ghz=1.70, gb_s=936, bus=PCIE_4_X16, gib=24),
-    "RTX 4060": Card(multiprocessors=24, ghz=2.46, gb_s=272, bus=PCIE_4_X16 // 2, gib=8),
-    "RTX 4060 Ti": Card(multiprocessors=34, ghz=2.54, gb_s=288, bus=PCIE_4_X16 // 2, gib=8),
-    "RTX 4070": Card(multiprocessors=46, ghz=2.48, gb_s=504, bus=PCIE_4_X16, gib=12),
-    "RTX 4080": Card(multiprocessors=76, ghz=2.51, gb_s=717, bus=PCIE_4_X16, gib=16),
-    "RTX 4090": Card(multiprocessors=128, ghz=2.52, gb_s=1008, bus=PCIE_4_X16, gib=24),
-    "RTX 5060 Ti": Card(multiprocessors=36, ghz=2.57, gb_s=448, bus=PCIE_5_X16 // 2, gib=8),
-    "RTX 5070": Card(multiprocessors=48, ghz=2.51, gb_s=672, bus=PCIE_5_X16, gib=12),
-    "RTX 5090": Card(multiprocessors=170, ghz=2.41, gb_s=1792, bus=PCIE_5_X16, gib=32),
-    "L4": Card(multiprocessors=58, ghz=2.04, gb_s=300, bus=PCIE_4_X16, gib=24),
-    "A10": Card(multiprocessors=72, ghz=1.70, gb_s=600, bus=PCIE_4_X16, gib=24),
-    "A100": Card(multiprocessors=108, ghz=1.41, gb_s=1555, bus=PCIE_4_X16, gib=40),
-    "H100": Card(multiprocessors=132, ghz=1.98, gb_s=3350, bus=PCIE_5_X16, gib=80),
-    "H200": Card(multiprocessors=132, ghz=1.98, gb_s=4800, bus=PCIE_5_X16, gib=141),
+    "RTX 3060": Card(multiprocessors=28, ghz=1.78, gb_s=360, bus=PCIE_4_X16, gib=12, capability=(8, 6)),
+    "RTX 3080": Card(multiprocessors=68, ghz=1.71, gb_s=760, bus=PCIE_4_X16, gib=10, capability=(8, 6)),
+    "RTX 3090": Card(multiprocessors=82, ghz=1.70, gb_s=936, bus=PCIE_4_X16, gib=24, capability=(8, 6)),
+    "RTX 4060": Card(multiprocessors=24, ghz=2.46, gb_s=272, bus=PCIE_4_X16 // 2, gib=8, capability=(8, 9)),
+    "RTX 4060 Ti": Card(multiprocessors=34, ghz=2.54, gb_s=288, bus=PCIE_4_X16 // 2, gib=8, capability=(8, 9)),
+    "RTX 4070": Card(multiprocessors=46, ghz=2.48, gb_s=504, bus=PCIE_4_X16, gib=12, capability=(8, 9)),
+    "RTX 4080": Card(multiprocessors=76, ghz=2.51, gb_s=717, bus=PCIE_4_X16, gib=16, capability=(8, 9)),
+    "RTX 4090": Card(multiprocessors=128, ghz=2.52, gb_s=1008, bus=PCIE_4_X16, gib=24, capability=(8, 9)),
+    "RTX 5060 Ti": Card(multiprocessors=36, ghz=2.57, gb_s=448, bus=PCIE_5_X16 // 2, gib=8, capability=(12, 0)),
+    "RTX 5070": Card(multiprocessors=48, ghz=2.51, gb_s=672, bus=PCIE_5_X16, gib=12, capability=(12, 0)),
+    "RTX 5090": Card(multiprocessors=170, ghz=2.41, gb_s=1792, bus=PCIE_5_X16, gib=32, capability=(12, 0)),
+    "L4": Card(multiprocessors=58, ghz=2.04, gb_s=300, bus=PCIE_4_X16, gib=24, capability=(8, 9)),
+    "A10": Card(multiprocessors=72, ghz=1.70, gb_s=600, bus=PCIE_4_X16, gib=24, capability=(8, 6)),
+    "A100": Card(multiprocessors=108, ghz=1.41, gb_s=1555, bus=PCIE_4_X16, gib=40, capability=(8, 0)),
+    "H100": Card(multiprocessors=132, ghz=1.98, gb_s=3350, bus=PCIE_5_X16, gib=80, capability=(9, 0)),
+    "H200": Card(multiprocessors=132, ghz=1.98, gb_s=4800, bus=PCIE_5_X16, gib=141, capability=(9, 0)),
 }
 #: The cards that a plan names by default.
 COMMON = ("RTX 3060", "RTX 4060 Ti", "RTX 4090")
 
-_STATED = re.compile(r"(\d+) SMs?, (\d+(?:\.\d+)?) GHz, (\d+(?:\.\d+)?) GB/s(?:, (.+?)(?:/s)?)?", re.IGNORECASE)
+_STATED = re.compile(
+    r"(\d+) SMs?, (\d+(?:\.\d+)?) GHz, (\d+(?:\.\d+)?) GB/s(?:, (?!compute)(.+?)(?:/s)?)?"
+    r"(?:, compute capability (\d+)\.(\d+))?",
+    re.IGNORECASE,
+)
 
 
 def card(text: Any) -> Card:
-    """A card by its name in :data:`CARDS`, or by its figures: "28 SMs, 1.78 GHz, 360 GB/s", and its bus, "24GiB/s".
+    """A card by its name in :data:`CARDS`, or by its figures: "28 SMs, 1.78 GHz, 360 GB/s", and if they are known its
+    bus, "24GiB/s", and "compute capability 8.6".
 
     Raises:
         Gemma4CompatError: it is neither.
@@ -105,8 +112,14 @@ def card(text: Any) -> Card:
         if wanted.casefold().removeprefix("nvidia ").removeprefix("geforce ") == name.casefold():
             return found
     if (stated := _STATED.fullmatch(wanted)) and all(float(figure) > 0 for figure in stated.groups()[:3]):
-        count, ghz, gb_s, bus = stated.groups()
-        return Card(multiprocessors=int(count), ghz=float(ghz), gb_s=float(gb_s), bus=parse_size(bus) if bus else 0)
+        count, ghz, gb_s, bus, *capability = stated.groups()
+        return Card(
+            multiprocessors=int(count),
+            ghz=float(ghz),
+            gb_s=float(gb_s),
+            bus=parse_size(bus) if bus else 0,
+            capability=None if None in capability else (int(capability[0]), int(capability[1])),
+        )
     raise Gemma4CompatError(
         f"card {text!r} is unknown; use one of {', '.join(CARDS)}, or figures as in '28 SMs, 1.78 GHz, 360 GB/s' "
         "(multiprocessors, highest clock, bandwidth of its memory; 'deviceQuery' and the vendor's page have them)"

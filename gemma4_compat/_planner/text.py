@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from gemma4_compat._common.text import runs_text, size_text
-from gemma4_compat._planner import measured, speed
+from gemma4_compat._planner import measured, prompt_kernels, speed
 from gemma4_compat._planner.code import FAST, grouped
 from gemma4_compat._planner.layout import PREFILL_CHUNK
 from gemma4_compat._planner.use import Use
@@ -50,6 +50,7 @@ def plan_text(plan: Plan, *, width: int | None = None, blocks: bool = True) -> s
             *_streamed(plan, width),
             "",
             *_peaks(plan, width),
+            *_attention(plan, width),
             "",
             *_decoding(plan, width),
             *_assistant(plan, width),
@@ -143,6 +144,19 @@ def _peaks(plan: Plan, width: int) -> Iterator[str]:
         chunked = f"With the prompt in chunks of {PREFILL_CHUNK} tokens (--prefill-chunk {PREFILL_CHUNK}) this map's "
         longest = f", and {plan.longest_chunked} tokens fit" if plan.longest_chunked else ""
         yield from textwrap.wrap(f"{chunked}prefill peaks at {size_text(plan.chunked_prefill)}{longest}.", width)
+
+
+def _attention(plan: Plan, width: int) -> Iterator[str]:
+    if plan.own_attention:
+        text = "Chunks are read with this package's attention, which makes no copies of keys and values. It needs "
+        text += "compute capability 8.0 or newer."
+    elif plan.copies_because:
+        text = f"The prefill includes copies that PyTorch's attention makes, because {plan.copies_because}."
+        if plan.copies_because == prompt_kernels.UNKNOWN:
+            text += " From 8.0 on, fast decoding makes none: --card names the card."
+    else:
+        return
+    yield from textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 def _assistant(plan: Plan, width: int) -> Iterator[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
+from gemma4_compat._decoding import flash
 from gemma4_compat._planner import assistants, memory
 from gemma4_compat._planner.blueprint import Block, Blueprint
 from gemma4_compat._planner.memory import MEASURED, Load, TrainingLoad
@@ -150,12 +151,18 @@ def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, bud
         adapter=adapter,
         kv=sum(memory.kv_cache(block, load, blueprint.item, prefill=False) for block in layers),
         loading=share.loading,
-        prefill=slack(held + reading(blueprint, share, load)),
+        prefill=slack(held + max(reading(blueprint, share, one) for one in (load, *_shorter(load)))),
         decode=slack(held + slots(streamed) + decode),
         budget=budget,
         graph=graph,
         assistant=assistant,
     )
+
+
+def _shorter(load: Load) -> Iterator[Load]:
+    """Shorter texts that may take more, because PyTorch computes their attention: their keys and values are few."""
+    if memory.is_own(load) and load.context < 4 * flash.POSITIONS:
+        yield replace(load, context=flash.POSITIONS - 1)
 
 
 def reading(blueprint: Blueprint, share: Share, load: Load) -> int:

@@ -69,7 +69,8 @@ def plan(
         str | None,
         typer.Option(
             "--card",
-            help="Fit this card and estimate its tokens/s: 'RTX 3060', or '28 SMs, 1.78 GHz, 360 GB/s' with --vram.",
+            help="Fit this card and estimate its tokens/s: 'RTX 3060', or '28 SMs, 1.78 GHz, 360 GB/s' with --vram. "
+            "From compute capability 8.0 on, prompts with --fast need less.",
         ),
     ] = None,
     as_json: Json = False,

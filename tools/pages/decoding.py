@@ -105,18 +105,20 @@ def rounds() -> str:
 
 
 def contexts() -> str:
-    """A long text in little memory: the last of its runs."""
+    """A long text in little memory: the last of its runs, and what is planned for it (tools.pages.contexts)."""
     lines = []
+    planned = json.loads((ROOT / "benchmarks/results/planned_contexts.json").read_text(encoding="utf-8"))
     for shape in ("E2B", "E4B", "26B-A4B"):
         found = json.loads((ROOT / _RAW / f"contexts-{shape}.json").read_text(encoding="utf-8"))
         assert not found["problems"], shape
         one = found["ways"]["chosen"]["runs"][-1]
+        plan = planned[shape]["peak"] / 2**30
         cells = (f"{one[name]:.1f}" for name in ("first_token_s", "peak_gib", "peak_reserved_gib"))
-        lines.append(
-            f"| {shape} | {found['budget_gib']:.0f} GiB | " + " | ".join(cells) + f" | {one['tokens_s']:.0f} |"
-        )
+        more = f"{plan:.1f} ({plan / one['peak_gib'] - 1:+.1%}) | {one['tokens_s']:.0f} |"
+        lines.append(f"| {shape} | {found['budget_gib']:.0f} GiB | " + " | ".join(cells) + f" | {more}")
     heads = "| model | free | seconds to the first token | tensors at most, GiB | reserved at most, GiB |"
-    return "\n".join((f"{heads} tokens a second after it |", "|---|---:|---:|---:|---:|---:|", *lines))
+    heads += " planned tensors, against measured |"
+    return "\n".join((f"{heads} tokens a second after it |", "|---|---:|---:|---:|---:|---:|---:|", *lines))
 
 
 def _lengths(run: str = "prompts", *, shape: str = "E2B") -> dict[str, Any]:

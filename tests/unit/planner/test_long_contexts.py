@@ -212,4 +212,5 @@ def test_the_page_has_the_figures_of_this_release() -> None:
         pytest.skip(f"the page is for transformers {contexts.RELEASE}")
     text = contexts.PAGE.read_text(encoding="utf-8")
     assert contexts.page(text) == text, "python -m tools.pages.contexts"
+    assert contexts.PLANNED.read_text(encoding="utf-8") == contexts.planned_text(), "python -m tools.pages.contexts"
     assert f"transformers {contexts.RELEASE}" in text

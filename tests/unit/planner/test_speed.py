@@ -134,6 +134,7 @@ def test_without_vram_and_card_the_free_memory_of_this_machine_counts(monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((8 + index) << 30, 24 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9 - index, 0))
     assert budgets.of(None, None) == {0: 15 << 29, 1: 17 << 29}
     assert gemma4_compat.plan_device_map("E2B", context=1024).use[0].budget == 15 << 29
     assert training._budget(None, None) == (1, 17 << 29)
