@@ -220,7 +220,7 @@ def watch(model: Any) -> Iterator[Extremes]:
         leaves = tree_leaves(tree)
         return [one for one in leaves if isinstance(one, torch.Tensor) and one.is_floating_point() and one.numel()]
 
-    class Mode(TorchDispatchMode):
+    class Mode(TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             outputs = function(*args, **(kwargs or {}))
             name = function.overloadpacket.__name__

@@ -66,8 +66,10 @@ def test_what_leaves_float16_first_is_the_product_and_a_hook_names_down_proj(mod
         found = model(**batch).logits
     assert expected.isfinite().all()
     assert not found.isfinite().all()
-    assert half.first == "model.language_model.layers.0.mlp: mul"
-    assert half.first_module == "model.language_model.layers.0.mlp.down_proj"
+    assert half.first is not None
+    layer = half.first.removesuffix(".mlp: mul")
+    assert layer.startswith("model.language_model.layers.")
+    assert half.first_module == f"{layer}.mlp.down_proj"
     assert single.largest[half.first] > 65504
     assert single.largest_output < 2080
     assert (single.first, single.first_module) == (None, None)
@@ -122,7 +124,7 @@ def test_a_scaler_refuses_only_an_adapter_in_float16(models: dict[str, Any], in_
 
 
 def test_the_softcap_of_the_logits_limits_the_loss_scale(models: dict[str, Any]) -> None:
-    """docs/FLOAT16.md: its backward pass multiplies by 30 in float16, so 24 tokens do not bear a scaler's first scale."""
+    """docs/FLOAT16.md: its backward pass multiplies by 30 in float16; 24 tokens do not bear a scaler's first."""
     import copy
 
     model = copy.deepcopy(models["E2B"]).half()
