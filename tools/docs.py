@@ -25,6 +25,7 @@ from tools.pages import (  # noqa: E402
     decoding,
     errors,
     failure_points,
+    float16,
     fuzzing,
     gives,
     gpu,
@@ -93,6 +94,10 @@ def main() -> int:
     training = (ROOT / "docs" / "TRAINING.md").read_text(encoding="utf-8")
     training = filled(training, "mlp pieces", measurements.mlp_pieces_section())
     wanted[ROOT / "docs" / "TRAINING.md"] = filled(training, "chunked loss", measurements.chunked_loss_section())
+    halves = float16.PAGE.read_text(encoding="utf-8")
+    for name, content in float16.parts().items():
+        halves = filled(halves, name, content)
+    wanted[float16.PAGE] = halves
     wanted[ROOT / "docs" / "GPU.md"] = gpu.page()
     wanted[ROOT / "docs" / "VARIANTS.md"] = variants.page()
     wanted[ROOT / "docs" / "CLIENTS.md"] = clients.page()

@@ -23,6 +23,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_quantized_audio_unified",
         "transformers_fp16_vision",
         "transformers_fp16_vision_unified",
+        "transformers_fp16_padding",
         "transformers_audio_dtype",
         "transformers_audio_autocast",
         "transformers_audio_attention",
