@@ -11,7 +11,7 @@ from gemma4_compat._models import cache_names
 _ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 #: What transformers sets ``cache_implementation`` to with an assistant, before 5.24.
 _OF_ASSISTANTS = "dynamic_full"
-#: transformers' processors that count on being called once a token, in order. Rejected drafts would stay in them.
+#: transformers' processors that expect one call for each token, in order. Rejected drafts would stay in them.
 _WITH_A_STATE = ("SynthIDTextWatermarkLogitsProcessor",)
 
 

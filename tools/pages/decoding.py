@@ -129,7 +129,7 @@ def drafted() -> str:
     tokens, texts = (sum(one[name] for _, one in found) for name in ("tokens", "texts"))
     differing = sum(len(one["differing"]) for _, one in found)
     heads = "| model | where | texts | tokens | differ | drafts that were right | MiB of later growth |"
-    total = f"Of {texts:,} texts of {tokens:,} tokens, {differing} differ. -: drafted by transformers, or not at all."
+    total = f"In all, {differing} of {texts:,} texts differ, of {tokens:,} tokens. -: drafted by transformers, or not at all."
     growth = "Growth: of all live tensors, from half of the texts on."
     return "\n".join((heads, "|---|---|---:|---:|---:|---:|---:|", *lines, "", f"{total} {growth}"))
 

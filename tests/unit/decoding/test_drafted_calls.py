@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.usefixtures("by_rows"), pytest.mark.xdist_group("train
 
 TRAINED = Trained(ROOT / PLACE)
 #: Of places in a distribution.
-BINS = 8
+BINS = 5
 STORY, FACT = "Tell of a mole and a bear.", "What colour is snow?"
 
 
@@ -320,17 +320,24 @@ SAMPLINGS: dict[str, tuple[dict[str, Any], list[tuple[Any, ...]]]] = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("where", ["device", "streamed"])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("looks_up", [False, True])
+@pytest.mark.parametrize(
+    ("sampling", "where", "looks_up"),
+    [
+        ("Gemma", "device", False),
+        ("Gemma", "streamed", True),
+        ("plain", "streamed", False),
+        ("cold", "device", True),
+        ("processors", "device", False),
+    ],
+)
 @pytest.mark.usefixtures("any_pace")
 def test_sampled_texts_have_the_distribution_of_plain_sampling(
     drafter: Any, sampling: str, where: str, tmp_path: Path, *, looks_up: bool
 ) -> None:
-    """Each token's place in the model's own distribution, given all before it, is evenly distributed.
+    """They are the texts of plain sampling with the same seed, and so is what each token is drawn from.
 
-    The probabilities are those of one forward of the whole text without drafts, where no token is nearly certain. The
-    bound is five standard deviations of chi-square.
+    A token's place in the model's distribution, given all before it, is evenly distributed, where no token is nearly
+    certain. One forward of the whole text gives the probabilities. The bound is five standard deviations of chi-square.
     """
     import transformers
 
@@ -352,9 +359,9 @@ def test_sampled_texts_have_the_distribution_of_plain_sampling(
         for place in range(given["input_ids"].shape[1], text.shape[1]):
             shares = processors(text[:, :place], logits[:, place - 1].clone())[0].softmax(-1)
             own, below = float(shares[text[0, place]]), float(shares[: text[0, place]].sum())
-            if float(shares.max()) < 0.9:
+            if float(shares.max()) < 0.95:
                 bins[min(int(BINS * (below + dice.random() * own)), BINS - 1)] += 1
-    assert sum(bins) > 60
+    assert sum(bins) >= 5 * BINS
     expected = sum(bins) / BINS
     statistic = sum((one - expected) ** 2 for one in bins) / expected
     assert (statistic - BINS + 1) / (2 * (BINS - 1)) ** 0.5 < 5
