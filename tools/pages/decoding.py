@@ -124,14 +124,15 @@ def drafted() -> str:
         right = f"{one['accepted']:,} of {one['drafted']:,}" if one["rounds"] else "-"
         lines.append(
             f"| {shape}, {dtype}{', LoRA' if adapter == 'lora' else ''} | {_PLACED[where]} | {one['texts']} | "
-            f"{one['tokens']:,} | {len(one['differing'])} | {right} | {grown / 2**20:.1f} |"
+            f"{one['tokens']:,} | {len(one['differing'])} | {right} | {grown / 2**20:.1f} | "
+            f"{one['captured_since_half']} |"
         )
     tokens, texts = (sum(one[name] for _, one in found) for name in ("tokens", "texts"))
     differing = sum(len(one["differing"]) for _, one in found)
-    heads = "| model | where | texts | tokens | differ | drafts that were right | MiB of later growth |"
-    total = f"In all, {differing} of {texts:,} texts differ, of {tokens:,} tokens. -: drafted by transformers, or not at all."
-    growth = "Growth: of all live tensors, from half of the texts on."
-    return "\n".join((heads, "|---|---|---:|---:|---:|---:|---:|", *lines, "", f"{total} {growth}"))
+    heads = "| model | where | texts | tokens | differ | right drafts | MiB of later growth | graphs since then |"
+    total = f"In all, {differing} of {texts:,} texts differ, of {tokens:,} tokens."
+    notes = "-: drafted by transformers, or not at all. Growth: of all live tensors, from half of the texts on."
+    return "\n".join((heads, "|---|---|---:|---:|---:|---:|---:|---:|", *lines, "", f"{total} {notes}"))
 
 
 def contexts() -> str:

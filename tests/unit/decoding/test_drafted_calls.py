@@ -337,7 +337,7 @@ def test_sampled_texts_have_the_distribution_of_plain_sampling(
     """They are the texts of plain sampling with the same seed, and so is what each token is drawn from.
 
     A token's place in the model's distribution, given all before it, is evenly distributed, where no token is nearly
-    certain. One forward of the whole text gives the probabilities. The bound is five standard deviations of chi-square.
+    certain. One forward of the whole text gives the probabilities; the bound: five standard deviations of chi-square.
     """
     import transformers
 
