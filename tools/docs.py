@@ -63,6 +63,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("contexts", decoding.contexts),
         ("turns", decoding.turns),
         ("rounds", decoding.rounds),
+        ("drafted", decoding.drafted),
     ],
     "docs/EVIDENCE.md": [
         ("gpu", gpu.summary),

@@ -21,7 +21,6 @@ from gemma4_compat._decoding import (
     call,
     decoder,
     deferral,
-    obstacles,
     pace,
     rounds,
     static_caches,
@@ -32,64 +31,6 @@ from gemma4_compat._decoding.ends import Stop
 from gemma4_compat._decoding.lookup import Lookup
 from gemma4_compat._decoding.noise import Noise
 from gemma4_compat._models import cache_names
-
-#: Beginnings of the names of classes that draft from keys and values of the model.
-_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
-#: What transformers sets ``cache_implementation`` to with an assistant, before 5.24.
-_OF_ASSISTANTS = "dynamic_full"
-
-
-def obstacle(model: Any, ids: Any, config: Any, given: dict[str, Any]) -> str | None:
-    """Why a text cannot be decoded in rounds; None if nothing is known to be in the way.
-
-    Args:
-        model: of transformers, after ``decode_fast``.
-        ids: (batch, length), the prompt.
-        config: the ``GenerationConfig`` of the call.
-        given: the other arguments of ``GenerationMixin._assisted_decoding``.
-    """
-    from gemma4_compat._decoding import own
-
-    assistant, cache = given.get("assistant_model"), cache_names.cache_in(given)
-    looks_up = getattr(config, "prompt_lookup_num_tokens", None) is not None
-    text = model.config.get_text_config()
-    reasons = {
-        "the assistant is no Gemma 4 assistant": not (looks_up or type(assistant).__name__.startswith(_ASSISTANTS)),
-        "the cache is the caller's": cache is None or bool(getattr(cache, "_is_user_defined", False)),
-        "cache_implementation is set": config.cache_implementation not in (None, "static", _OF_ASSISTANTS),
-        "more is returned than tokens": bool(config.return_dict_in_generate),
-        "a logits processor is not transformers' own": not all(map(deferral.is_pure, given["logits_processor"])),
-        "assistant_ensemble_weight is set": getattr(config, "assistant_ensemble_weight", None) is not None,
-        "several processes generate together": bool(given.get("synced_gpus")),
-        "attention is not sdpa": text._attn_implementation != "sdpa",
-        # A try would not find that out: it depends on which experts the tokens of a round share.
-        "experts give a token other bits beside others": bool(getattr(text, "enable_moe_block", False)),
-        "the prompt is padded, or not of tokens": not _is_plain(ids, given),
-    }
-    found = next((reason for reason, holds in reasons.items() if holds), None)
-    if found is None and not looks_up:
-        found = _of_assistant(model, assistant)
-    return found or obstacles.of_virtual_tokens(model) or own.obstacle(model.device)
-
-
-def _is_plain(ids: Any, given: dict[str, Any]) -> bool:
-    """Whether each token's position is its place in the text."""
-    import torch
-
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
-    if len(ids) != 1 or not ids.numel() or given.get("inputs_embeds") is not None:
-        return False
-    if mask is not None and not bool(mask.all()):
-        return False
-    places = torch.arange(ids.shape[1], device=ids.device)[None]
-    return positions is None or (positions.shape == places.shape and bool((positions == places).all()))
-
-
-def _of_assistant(model: Any, assistant: Any) -> str | None:
-    if not hasattr(assistant, "create_attention_masks"):
-        return "the assistants of this release of transformers make their masks in another way"
-    here, there = ((one.device, one.dtype) for one in (model, assistant))
-    return None if here == there else f"the assistant is {there[1]} on {there[0]}, the model {here[1]} on {here[0]}"
 
 
 class Text:

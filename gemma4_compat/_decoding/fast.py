@@ -54,7 +54,8 @@ def decode_fast(
             layers are streamed from host memory prompts are read at once all the same.
         assistants: True to replay also what ``generate`` does with ``assistant_model=`` (an assistant of Gemma 4) or
             ``prompt_lookup_num_tokens=``. Tokens, greedy and sampled, are those of the same call without them. How
-            many tokens are drafted at once is decided by measuring, in place of ``num_assistant_tokens``.
+            many tokens are drafted at once is decided by measuring, in place of ``num_assistant_tokens``; with experts
+            (26B-A4B) none.
 
     Returns:
         ``model`` itself.

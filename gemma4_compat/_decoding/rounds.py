@@ -13,6 +13,7 @@ gets the same numbers, so that the better it knows the model's distribution, the
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,9 +200,15 @@ class Verification(_Round):
 
 @contextlib.contextmanager
 def _read_by_head(model: Any) -> Iterator[list[Any]]:
-    """A list that fills with what the head reads."""
+    """A list that fills with what the head reads in this thread: others may read a prompt meanwhile."""
     found: list[Any] = []
-    handle = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    thread = threading.get_ident()
+
+    def note(_: Any, args: Any) -> None:
+        if threading.get_ident() == thread:
+            found.append(args[0])
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(note)
     try:
         yield found
     finally:
@@ -258,12 +265,18 @@ def own_kinds(model: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _without_the_host(assistant: Any, masks: dict[str, Any]) -> Iterator[None]:
-    """Inside, an assistant has these masks, and reads no number on the host."""
+    """Inside, in this thread, an assistant has these masks, and reads no number on the host."""
+    thread = threading.get_ident()
+
+    def here(replacement: Any) -> Any:
+        return lambda below, *args: (replacement if threading.get_ident() == thread else below)(*args)
+
     with contextlib.ExitStack() as stack:
-        stack.enter_context(in_place.replaced(assistant, "create_attention_masks", lambda *_: masks))
+        stack.enter_context(in_place.replaced(assistant, "create_attention_masks", here(lambda *_: masks)))
         embedder = getattr(assistant, "masked_embedding", None)
         if embedder is not None:
-            stack.enter_context(in_place.replaced(embedder, "forward", lambda _, *args: _likely(embedder, *args)))
+            likely = here(lambda *args: _likely(embedder, *args))
+            stack.enter_context(in_place.replaced(embedder, "forward", likely))
         yield
 
 

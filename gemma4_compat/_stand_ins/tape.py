@@ -238,7 +238,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         for op, args, kwargs, results in self._operations:
             output = op(*args, **kwargs)
             if results:
-                leaves = _pytree.tree_leaves(output)
+                leaves = [output] if isinstance(output, torch.Tensor) else _pytree.tree_leaves(output)
                 for position, tensor in results:
                     tensor.copy_(leaves[position])
 

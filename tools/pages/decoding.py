@@ -8,6 +8,15 @@ from typing import Any
 from tools.pages.markers import ROOT
 
 _RAW = "benchmarks/results/2026-11-27-h100"
+_ON_CPU = "benchmarks/results/2026-11-27-cpu"
+#: Of cases of benchmarks/decoding/rounds_trained.py.
+_PLACED = {
+    "device": "all on the device",
+    "host": "table and towers on the host",
+    "streamed": "table, towers and layers on the host",
+    "experts": "experts on the host",
+    "disk": "table, towers and layers on disk",
+}
 _WAYS = {
     "default": "`generate`",
     "at_once": "`decode_fast`, at once",
@@ -102,6 +111,28 @@ def rounds() -> str:
         lines.append(f"| {what} | {plain:.0f} | " + " | ".join(cells) + " |")
     heads = "| model | tokens a second without | " + " | ".join(f"{share:.0%} right" for share in _SHARES) + " |"
     return "\n".join((heads, "|---|---:" + "|---:" * len(_SHARES) + "|", *lines))
+
+
+def drafted() -> str:
+    """How many tokens of the trained tiny models were compared with drafts and without, by placement."""
+    files = sorted((ROOT / _ON_CPU).glob("rounds-trained-*.json"))
+    found = [case for file in files for case in json.loads(file.read_text(encoding="utf-8"))["cases"].items()]
+    lines = []
+    for case, one in found:
+        shape, dtype, adapter, where = case.split()
+        grown = one["live_bytes"]["most_since"] - one["live_bytes"]["at_half"]
+        right = f"{one['accepted']:,} of {one['drafted']:,}" if one["rounds"] else "-"
+        lines.append(
+            f"| {shape}, {dtype}{', LoRA' if adapter == 'lora' else ''} | {_PLACED[where]} | {one['texts']} | "
+            f"{one['tokens']:,} | {len(one['differing'])} | {right} | {grown / 2**20:.1f} | "
+            f"{one['captured_since_half']} |"
+        )
+    tokens, texts = (sum(one[name] for _, one in found) for name in ("tokens", "texts"))
+    differing = sum(len(one["differing"]) for _, one in found)
+    heads = "| model | where | texts | tokens | differ | right drafts | MiB of later growth | graphs since then |"
+    total = f"In all, {differing} of {texts:,} texts differ, of {tokens:,} tokens."
+    notes = "-: drafted by transformers, or not at all. Growth: of all live tensors, from half of the texts on."
+    return "\n".join((heads, "|---|---|---:|---:|---:|---:|---:|---:|", *lines, "", f"{total} {notes}"))
 
 
 def contexts() -> str:

@@ -13,7 +13,8 @@ bit-identical; after a while small kernels are fused if that keeps the bits. Aft
 without ``exact=True``, kernels of this package compute attention and products; after either, prompts are replayed as
 well, by their lengths, with the same bits, and one that does not fit into memory is read in chunks. After
 ``decode_fast(assistants=True)``, calls with an assistant model or prompt lookup are decoded in rounds that are
-replayed, with the tokens of calls without. Weights, hooks, adapters and the cache are checked before each replay. A
+replayed, with the tokens of calls without; where no draft could have them (experts, a cache that holds the beginning
+of the text), nothing is drafted. Weights, hooks, adapters and the cache are checked before each replay. A
 new static cache is a copy of an unused one while the configuration stays as it was (transformers 5.19 and newer).
 Models that transformers compiles itself are left to it, unless ``decode_fast`` asked for a replay. What cannot be
 captured (8-bit layers, weights on disk, user hooks, several devices) runs as before, and the log says why.
@@ -38,6 +39,7 @@ from gemma4_compat._decoding import (
     chunks,
     decoder,
     deferral,
+    drafted_calls,
     new_caches,
     obstacles,
     pieces,
@@ -185,21 +187,30 @@ def beam_search(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
 
 
 def assisted_decoding(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    """After ``decode_fast(assistants=True)``, in rounds that are replayed; or as before, and the log says why."""
+    """After ``decode_fast(assistants=True)``, in rounds that are replayed. Where none could have drafts, as without an
+    assistant; where rounds cannot do what the call asks for, as before. The log says why.
+    """
     config = kwargs.get("generation_config")
     decoding = decoder.of(self) if decoder.is_preferred(self) else None
     if args or config is None or config.disable_compile or decoding is None or not decoding.assistants:
         return original(self, input_ids, *args, **kwargs)
-    obstacle = assisted.obstacle(self, input_ids, config, kwargs)
+    undrafted = drafted_calls.without_drafts(self, input_ids, config, kwargs)
+    obstacle = undrafted or drafted_calls.obstacle(self, input_ids, config, kwargs)
     if obstacle is not None:
-        decoding.reason(obstacle, "decoding with an assistant as transformers does")
+        how = "decoding without drafts" if undrafted else "decoding with an assistant as transformers does"
+        decoding.reason(obstacle, how)
+    if obstacle is not None and not undrafted:
         return original(self, input_ids, **kwargs)
     given = {name: kwargs.pop(name, None) for name in _OF_THE_LOOP}
-    prepared = {name: value for name, value in kwargs.items() if name not in cache_names.NAMES}
-    config.cache_implementation = None  # of this call: it is a copy
-    self._prepare_cache_for_generation(
-        config, prepared, type(config.get_generation_mode())("sample"), 1, config.max_length - 1
-    )
+    prepared = dict(kwargs)
+    if not drafted_calls.is_given(cache_names.cache_in(kwargs)):
+        prepared = {name: value for name, value in kwargs.items() if name not in cache_names.NAMES}
+        config.cache_implementation = None  # of this call: it is a copy
+        mode = type(config.get_generation_mode())("sample")
+        self._prepare_cache_for_generation(config, prepared, mode, len(input_ids), config.max_length - 1)
+    if undrafted:
+        options = {name: given[name] for name in ("logits_processor", "stopping_criteria", "streamer")}
+        return self._sample(input_ids, generation_config=config, **options, **prepared)
     functions = [*given["logits_processor"], *given["stopping_criteria"]]
     samples = bool(config.do_sample)
     with deferral.sampling(functions, samples=samples, alone=True, streamer=given["streamer"]):

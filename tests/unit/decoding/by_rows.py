@@ -33,6 +33,18 @@ class ByRows(TorchFunctionMode):  # type: ignore[misc]
         return func(*args, **kwargs)
 
 
+class ByWidth(ByRows):
+    """As :class:`ByRows`, with fewer operations: results in float64, once rounded, do not depend on how many rows
+    there are.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _ALONE or args[0].dtype is torch.float64:
+            return super().__torch_function__(func, types, args, kwargs)
+        wide = [one.double() if isinstance(one, torch.Tensor) else one for one in args]
+        return func(*wide, **kwargs or {}).to(args[0].dtype)
+
+
 def attention(
     query: Any,
     key: Any,

@@ -412,24 +412,6 @@ def test_what_is_left_to_transformers(
     assert f"decoding with an assistant as transformers does: {reason}" in caplog.text
 
 
-@pytest.mark.usefixtures("by_rows")
-def test_experts_are_left_to_transformers(models: Models, assistant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a tiny 26B-A4B one text of three differed, although the first try had found the same bits."""
-    model = fast(models, None)
-    given = calls.text(model, 12)
-    monkeypatch.setattr(model.config.get_text_config(), "enable_moe_block", True)
-    config = model.generation_config
-    reason = assisted.obstacle(model, given["input_ids"], config, asked_of(assistant))
-    assert reason == "experts give a token other bits beside others"
-
-
-def asked_of(assistant: Any) -> dict[str, Any]:
-    """Arguments of ``_assisted_decoding``."""
-    from transformers import DynamicCache
-
-    return {"assistant_model": assistant, "logits_processor": [], "stopping_criteria": [], "cache": DynamicCache()}
-
-
 def test_exact_arithmetic_has_no_rounds(models: Models) -> None:
     model = models.fresh("4bit")
     with pytest.raises(gemma4_compat.Gemma4CompatError, match="exact=True and assistants=True"):
