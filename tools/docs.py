@@ -55,6 +55,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("compared", trained.compared),
         ("shown", trained.shown),
         ("elsewhere", trained.elsewhere),
+        ("media", trained.media),
     ],
     "docs/DECODING.md": [
         ("replays", measurements.replays_section),

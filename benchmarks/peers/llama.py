@@ -137,23 +137,56 @@ def system() -> str:
     return " ".join(api().llama_print_system_info().decode().split())
 
 
+def model() -> Any:
+    """The model that is loaded, for the C API."""
+    return _model
+
+
+def width() -> int:
+    """Of the embeddings that :func:`embed` takes."""
+    return int(api().llama_model_n_embd_inp(_model))
+
+
 def decode(tokens: list[int], first: int, *, every: bool = False) -> Any:
     """Feed tokens from position ``first`` on; the logits of the last one, or of every one."""
+
+    def fill(batch: Any) -> None:
+        for number, token in enumerate(tokens):
+            batch.token[number] = token
+
+    return _decoded(len(tokens), 0, fill, first, every=every)
+
+
+def embed(rows: Any, first: int, *, both_ways: bool) -> Any:
+    """Likewise, rows of float32 in place of tokens; the logits of every one. ``both_ways``: they see one another."""
+
+    def fill(batch: Any) -> None:
+        ctypes.memmove(batch.embd, rows.ctypes.data, rows.nbytes)
+
+    api().llama_set_causal_attn(_context, not both_ways)
+    try:
+        return _decoded(len(rows), rows.shape[1], fill, first, every=True)
+    finally:
+        api().llama_set_causal_attn(_context, True)
+
+
+def _decoded(count: int, size: int, fill: Callable[[Any], None], first: int, *, every: bool) -> Any:
     import numpy
 
     llama = api()
-    batch = llama.llama_batch_init(len(tokens), 0, 1)
+    batch = llama.llama_batch_init(count, size, 1)
     try:
-        batch.n_tokens = len(tokens)
-        for number, token in enumerate(tokens):
-            batch.token[number], batch.pos[number] = token, first + number
+        batch.n_tokens = count
+        fill(batch)
+        for number in range(count):
+            batch.pos[number] = first + number
             batch.n_seq_id[number], batch.seq_id[number][0] = 1, 0
-            batch.logits[number] = every or number == len(tokens) - 1
+            batch.logits[number] = every or number == count - 1
         if code := llama.llama_decode(_context, batch):
             raise RuntimeError(f"llama_decode: {code}; {_last()}")
-        rows = range(len(tokens)) if every else (len(tokens) - 1,)
-        size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(_model))
-        found = [numpy.ctypeslib.as_array(llama.llama_get_logits_ith(_context, row), (size,)) for row in rows]
+        rows = range(count) if every else (count - 1,)
+        words = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(_model))
+        found = [numpy.ctypeslib.as_array(llama.llama_get_logits_ith(_context, row), (words,)) for row in rows]
         return numpy.stack(found) if every else found[0]
     finally:
         llama.llama_batch_free(batch)

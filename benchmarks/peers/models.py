@@ -53,6 +53,12 @@ def write_tokenizer(checkpoint: Path) -> None:
     (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
+def write_processor(checkpoint: Path) -> None:
+    """What the converter of towers wants of a processor: pixels are not shifted, as in released ones."""
+    made = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+    (checkpoint / "preprocessor_config.json").write_text(json.dumps(made), encoding="utf-8")
+
+
 class Llama:
     """llama.cpp: its source tree, built into ``build/bin``."""
 
@@ -87,11 +93,17 @@ class Llama:
         return done.stdout
 
     def convert(self, kind: str, folder: Path, timeout: float) -> Data:
-        """Of the checkpoint in ``folder`` a GGUF file in one of the :data:`FILES`, or, as "lora", of the adapter."""
+        """Of the checkpoint in ``folder`` a GGUF file in one of the :data:`FILES`, or, as "lora", of the adapter.
+
+        "mmproj-bf16" and "mmproj-f32" are those of its towers.
+        """
         made, started = folder / f"{kind}.gguf", time.perf_counter()
         checkpoint = folder / "checkpoint"
         if kind in ("bf16", "f32"):
             script, given = "convert_hf_to_gguf.py", [str(checkpoint), "--outtype", kind]
+        elif kind.startswith("mmproj-"):
+            given = [str(checkpoint), "--mmproj", "--outtype", kind.removeprefix("mmproj-")]
+            script = "convert_hf_to_gguf.py"
         elif kind == "lora":
             script, given = "convert_lora_to_gguf.py", [str(folder / "adapter"), "--base", str(checkpoint)]
         else:

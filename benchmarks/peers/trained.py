@@ -2,6 +2,8 @@
 
 python benchmarks/peers/trained.py [--mlx SITE] [--llama-cpp TREE] [--vllm SITE] \\
     --out benchmarks/results/DATE-cpu/trained.json
+python benchmarks/peers/trained.py --media E2B [--mlx SITE] [--llama-cpp TREE] \\
+    --out benchmarks/results/DATE-cpu/trained_media-E2B.json
 
 The model is the trained tiny Gemma 4 of the repository (docs/TRAINED_MODEL.md), whose answers mean something. Each
 software gets the token ids of the same questions, of one turn and of several, with answers longer than a sliding
@@ -19,11 +21,16 @@ apart: rounding cannot do that.
 llama.cpp's source tree, built with shared libraries into TREE/build/bin (the target `llama` is enough); the Python
 package `llama_cpp` (llama-cpp-python) of that time declares its C API. Its converter makes GGUF files in F32 and BF16,
 with made-up tokens, for it takes no tokens of bytes. Keys and values are in float32, except with its defaults.
+With `--media KIND` the questions are about pictures and sounds, of the E2B or a twin of it. mlx-vlm (in the same SITE,
+with what it imports) and llama.cpp's library `mtmd` (the target of that name) see and hear; mlx-lm does not, and
+vLLM's towers do not run here.
+
 `--vllm SITE` is folders with vLLM's package, unpacked, and what it imports; with_vllm.py says what of it runs here.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -39,16 +46,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gemma4_compat
 from benchmarks import common
-from benchmarks.common import Data, Worker
+from benchmarks.common import ROOT, Data, Worker
 from benchmarks.peers import llama as peers_llama
-from benchmarks.peers import readers
-from benchmarks.peers.models import Llama, write_tokenizer
+from benchmarks.peers import mtmd, readers
+from benchmarks.peers.models import Llama, write_processor, write_tokenizer
 from benchmarks.small_card import device
-from gemma4_compat._reproduction.trained import Trained
+from gemma4_compat._reproduction.trained import PLACE, TWINS, Trained
 
-TRANSFORMERS, MLX, LLAMA, VLLM = readers.READERS
+TRANSFORMERS, MLX, MLX_VLM, LLAMA, VLLM = readers.READERS
 #: What `export` calls them.
 TARGETS = {MLX: "mlx", LLAMA: "gguf", VLLM: "vllm"}
+#: Those with eyes and ears, and those without.
+MEDIA, TEXT = (TRANSFORMERS, MLX_VLM, LLAMA), (TRANSFORMERS, MLX, LLAMA, VLLM)
+KINDS = {"E2B": PLACE, **TWINS}
+#: Of what is written, that which `--media` asks about by default.
+SEEN = ("as-it-is", "merged", "merged-dequantized", "exported")
 EXPORTED = "exported"  # for the software that reads it
 OWN = "BF16, its defaults"
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16"}
@@ -56,6 +68,7 @@ _DTYPES = {"float32": "float32", "bfloat16": "bfloat16"}
 WAYS = {
     TRANSFORMERS: _DTYPES,
     MLX: _DTYPES,
+    MLX_VLM: _DTYPES,
     LLAMA: {"F32": "float32", "BF16": "bfloat16", OWN: "bfloat16"},
     VLLM: _DTYPES,
 }
@@ -70,6 +83,8 @@ FINER = {"float32": "float64", "bfloat16": "float32"}
 #: How far logits may be apart, in what rounding to bfloat16 does in transformers. In bfloat16 each rounds in its own
 #: way. In float32, a table in float16 (llama.cpp's GELU) has three bits more than bfloat16, a factor of eight.
 BOUNDS = {"float32": 1 / 8, "bfloat16": 3.0}
+#: With a picture or a sound: the towers have such a table, too, and layers enlarge what it changes.
+BOUNDS_OF_MEDIA = BOUNDS | {"float32": 1 / 2}
 
 
 @dataclass(frozen=True)
@@ -122,14 +137,28 @@ def questions(count: int | None = None) -> list[list[str]]:
     return asked if count is None else asked[:count]
 
 
+def media(trained: Trained) -> list[dict[str, str]]:
+    """Every other picture that comes with the model, and every sound, if it hears."""
+    shared = Trained.find().folder
+    names = {kind: sorted(file.stem for file in (shared / f"{kind}s").iterdir()) for kind in ("picture", "sound")}
+    settings = json.loads((trained.checkpoint / "config.json").read_text(encoding="utf-8"))
+    hears = settings.get("audio_config") is not None
+    found = [{"picture": name} for name in names["picture"][::2]]
+    return found + [{"sound": name} for name in names["sound"] if hears]
+
+
+#: What is asked of them.
+_ABOUT = {"picture": "What do you see?", "sound": "What do you hear?"}
+
+
 # What is written
 
 
 class Written:
     """The folders of :data:`CASES`, each made when it is asked for; ``start`` makes a process of readers.py."""
 
-    def __init__(self, work: Path, start: Callable[..., Worker]) -> None:
-        self.work, self.start = work, start
+    def __init__(self, work: Path, start: Callable[..., Worker], trained: Trained | None = None) -> None:
+        self.work, self.start, self.trained = work, start, trained or Trained.find()
 
     def __call__(self, name: str) -> Path:
         """The folder of that name."""
@@ -142,10 +171,17 @@ class Written:
         return folder
 
     def _model(self, folder: Path, _: str) -> None:
-        shutil.copytree(Trained.find().checkpoint, folder)
+        shutil.copytree(self.trained.checkpoint, folder)
+        file = folder / "config.json"
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if config["model_type"] == "gemma4_unified":  # llama.cpp wants the first, mlx-vlm has 48 pixels for the second
+            config["text_config"].setdefault("moe_intermediate_size", None)
+            vision = config["vision_config"]
+            vision.setdefault("model_patch_size", vision["patch_size"] * vision["pooling_kernel_size"])
+            file.write_text(json.dumps(config, indent=1), encoding="utf-8")
 
     def _adapter(self, folder: Path, _: str) -> None:
-        shutil.copytree(Trained.find().adapter, folder)
+        shutil.copytree(self.trained.adapter, folder)
 
     def _released(self, folder: Path, _: str) -> None:
         from gemma4_compat._reproduction import tiny_models
@@ -186,12 +222,14 @@ class Software:
         ask: its process.
         written: what it reads.
         convert: llama.cpp's converters.
+        media: what each prompt shows, if they show something.
     """
 
     name: str
     ask: Worker
     written: Written
     convert: Llama | None = None
+    media: list[dict[str, str]] | None = None
 
     def files(self, case: Case, way: str) -> tuple[Path, Path | None] | None:
         """The checkpoint and the adapter as it takes them; None: it does not read such a case.
@@ -202,8 +240,10 @@ class Software:
         checkpoint, adapter = self.written(case.checkpoint), case.adapter
         if self.name == TRANSFORMERS:
             return checkpoint, self.written(case.by_peft) if adapter else None
-        if adapter == "peft" and self.name == MLX:
-            return None
+        if (adapter == "peft" and self.name == MLX) or (adapter and self.name == MLX_VLM):
+            return None  # mlx-vlm 0.7.10 loads none onto a model with an audio tower
+        if self.name == MLX_VLM and way != "float32" and self.written.trained.folder.name.endswith("a4b"):
+            return None  # on a CPU, MLX multiplies experts in float32 alone
         target = TARGETS[self.name] if adapter == EXPORTED else adapter
         made = self.written(f"for-{target}-{case.checkpoint}") if adapter else None
         if self.convert is None:
@@ -221,6 +261,7 @@ class Software:
         if not folder.exists():
             shutil.copytree(checkpoint, folder / "checkpoint")
             write_tokenizer(folder / "checkpoint")
+            write_processor(folder / "checkpoint")
         return folder
 
     def _gguf(self, folder: Path, kind: str) -> Path:
@@ -242,6 +283,11 @@ class Software:
         order = {"do": "answers", "software": self.name, "folder": str(self.written.work)}
         order |= {"checkpoint": str(found[0]), "adapter": found[1] and str(found[1]), "save": str(to)}
         order |= {"dtype": WAYS[self.name].get(way, way), "exact": way != OWN}
+        order |= {"trained": str(self.written.trained.folder), "media": self.media}
+        if self.media and self.convert is not None:
+            config = self.written(case.checkpoint) / "config.json"
+            towers = self._gguf(found[0].parent, "mmproj-f32" if way == "F32" else "mmproj-bf16")
+            order |= {"towers": str(towers), "settings": json.loads(config.read_text(encoding="utf-8"))}
         return self.ask(order | {"prompts": prompts, "along": along, "count": COUNT, "ends": ENDS}, timeout=900)
 
 
@@ -314,7 +360,7 @@ def measured(key: str, softwares: dict[str, Software], prompts: list[list[int]],
                 one = compared(reference[dtype], answer["answers"], work / f"{dtype}.npz", work / "its.npz")
                 for differs in one["differ"]:
                     differs["text"] = texts([answer["answers"][differs["question"]]])[0]
-            said = problems(case, f"{name}, {way}", one, BOUNDS[dtype] * scale)
+            said = problems(case, f"{name}, {way}", one, result["bounds"][dtype] * scale)
             result["problems"] += [f"{key}: {problem}" for problem in said]
             found[name][way] = one
     return found
@@ -336,23 +382,38 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mlx", help="the folder with mlx-lm")
     parser.add_argument("--vllm", help="the folders with vLLM and what it imports, as in PYTHONPATH")
     parser.add_argument("--questions", type=int, help="ask the first so many alone")
-    parser.add_argument("--cases", default=",".join(CASES), help="with commas")
+    parser.add_argument("--media", choices=KINDS, help="ask this kind about pictures and sounds")
+    parser.add_argument("--cases", help=f"with commas; by default all, with --media {', '.join(SEEN)}")
     arguments = parser.parse_args(argv)
+    arguments.cases = arguments.cases or ",".join(SEEN if arguments.media else CASES)
     common.chosen(parser, arguments, "cases", CASES)
     places = {"--llama-cpp": ("TREE", arguments.llama_cpp), "--mlx": ("SITE", arguments.mlx)}
     places["--vllm"] = ("SITE", arguments.vllm)
     given = [part for option, (shown, path) in places.items() if path for part in (option, shown)]
+    given += ["--media", arguments.media] if arguments.media else []
     result = common.header(Path(__file__), sys.modules[__name__], "trained", given, arguments.note)
-    asked = questions(arguments.questions)
-    prompts = [Trained.find().prompt(*said)["input_ids"][0].tolist() for said in asked]
-    result |= {"machine": device.machine(), "bounds": BOUNDS, "releases": {}, "questions": asked}
-    result |= {"tokens": [len(prompt) for prompt in prompts], "cases": {}}
+    trained = Trained.find(ROOT / KINDS[arguments.media]) if arguments.media else Trained.find()
+    shown = media(trained)[: arguments.questions] if arguments.media else None
+    asked = [[_ABOUT[kind]] for one in shown for kind in one] if shown else questions(arguments.questions)
+    prompts = [
+        trained.prompt(*said, **one)["input_ids"][0].tolist()
+        for said, one in zip(asked, shown or [{}] * len(asked), strict=True)
+    ]
+    result |= {
+        "machine": device.machine(),
+        "bounds": BOUNDS_OF_MEDIA if shown else BOUNDS,
+        "releases": {},
+        "questions": asked,
+    }
+    result |= {"tokens": [len(prompt) for prompt in prompts], "media": shown, "cases": {}}
     with (
         tempfile.TemporaryDirectory(dir=arguments.work) as folder,
         tempfile.TemporaryDirectory() as logs,
         common.workers(Path(readers.__file__), Path(logs)) as start,
     ):
-        softwares = started(start, arguments, Written(Path(folder), start), result)
+        softwares = started(start, arguments, Written(Path(folder), start, trained), result)
+        for software in softwares.values():
+            software.media = shown
         for key in arguments.cases:
             found = result["cases"][key] = measured(key, softwares, prompts, result)
             common.write(result, arguments.out)
@@ -372,14 +433,16 @@ def summary(ways: Data) -> Data:
 
 def started(start: Callable[..., Worker], arguments: Any, written: Written, result: Data) -> dict[str, Software]:
     """The processes of each software that is there; which are not goes into ``result``."""
-    found = {TRANSFORMERS: Software(TRANSFORMERS, start(False), written)}
-    places = {MLX: arguments.mlx, LLAMA: arguments.llama_cpp, VLLM: arguments.vllm}
-    for name, place in places.items():
+    # Without the shim, but for pictures: transformers alone makes other masks for those of the 12B (F68).
+    found = {TRANSFORMERS: Software(TRANSFORMERS, start(bool(arguments.media)), written)}
+    places = dict.fromkeys((MLX, MLX_VLM), arguments.mlx) | {LLAMA: arguments.llama_cpp, VLLM: arguments.vllm}
+    for name in (MEDIA if arguments.media else TEXT)[1:]:
+        place = places[name]
         if not place:
             result["not_run"].append(name)
         elif name == LLAMA:
             tree = Llama(place)
-            more = {peers_llama.LIBRARIES: str(tree.programs), "GGML_NO_BACKTRACE": "1"}
+            more = {peers_llama.LIBRARIES: str(tree.programs), mtmd.MTMD: str(tree.programs), "GGML_NO_BACKTRACE": "1"}
             found[name] = Software(name, start(False, **more), written, tree)
         else:
             path = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH")]))

@@ -190,7 +190,7 @@ def image_in_second_part(model: Any, batch: dict[str, Any]) -> Outcome:
 
 def image_masks(model: Any, kinds: Any) -> dict[str, Any]:
     """The masks of a text of one row without padding, bool of shape (1, 1, text, text): causal in full attention; in
-    sliding layers the tokens of an image see each other, too, inside the window. ``kinds``: its ``mm_token_type_ids``.
+    sliding layers the tokens of an image also see each other, inside the window. ``kinds``: its ``mm_token_type_ids``.
     """
     import torch
 

@@ -90,22 +90,66 @@ def elsewhere() -> str:
     run: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     where = file.relative_to(ROOT).as_posix()
     releases = ", ".join(f"{name} {release}" for name, release in run["releases"].items())
-    ways = [(name, way) for name in peers.WAYS if name in run["releases"] for way in peers.WAYS[name]]
-    ways = [pair for pair in ways if pair[0] != peers.TRANSFORMERS]
-    heads = [f"{name}, {way}" for name, way in ways]
+    ways = _ways(run)
     refused: list[str] = []
-    rows = []
-    for case in run["cases"].values():
-        cells = [_said(case[name].get(way), refused) for name, way in ways]
-        rows.append(
-            "| " + " | ".join([case["title"], str(case[peers.TRANSFORMERS]["float32"]["pirate"]), *cells]) + " |"
-        )
-    table = ["| written by | as a pirate | " + " | ".join(heads) + " |", "|---|---:|" + "---:|" * len(ways), *rows]
+    table = _table({"": run}, refused)
     notes = [f"{number}. `{shorten(note, 160)}`" for number, note in enumerate(refused, 1)]
     return (
         f"{len(run['questions'])} questions. {releases}, on a CPU, {run['date']} (`{run['command']}`; "
         f"[raw]({where})).\n\n" + "\n".join(table) + "\n\n" + "\n".join([*notes, ""]) + "\n" + _differing(run, ways)
     )
+
+
+def media() -> str:
+    """What other software says of pictures and sounds, by the kind of the model."""
+    folder = max(file.parent for file in (ROOT / "benchmarks" / "results").glob("*/trained_media-*.json"))
+    runs = {}
+    for kind in peers.KINDS:
+        file = folder / f"trained_media-{kind}.json"
+        runs[kind] = json.loads(file.read_text(encoding="utf-8")) | {"where": file.relative_to(ROOT).as_posix()}
+    first = next(iter(runs.values()))
+    releases = ", ".join(f"{name} {release}" for name, release in first["releases"].items())
+    counts = ", ".join(
+        f"{kind} {_count(run, 'picture')}{_count(run, 'sound', ' and ')} ([raw](../{run['where']}))"
+        for kind, run in runs.items()
+    )
+    texts = [one for run in runs.values() for case in run["cases"].values() for one in _read(run, case)]
+    equal, of = sum(one["equal"] for one in texts), sum(one["of"] for one in texts)
+    return (
+        f"{counts}. {releases}, on a CPU, {first['date']} (`{first['command']}`).\n\n"
+        + "\n".join(_table(runs, []))
+        + f"\n\n{equal} of {of} answers are those of transformers."
+    )
+
+
+def _count(run: dict[str, Any], kind: str, before: str = "") -> str:
+    count = sum(kind in one for one in run["media"])
+    return f"{before}{count} {kind}{'s' * (count > 1)}" if count else ""
+
+
+def _read(run: dict[str, Any], case: dict[str, Any]) -> list[dict[str, Any]]:
+    found = (case[name].get(way) for name, way in _ways(run))
+    return [one for one in found if one is not None]
+
+
+def _ways(run: dict[str, Any]) -> list[tuple[str, str]]:
+    """Each software that ran, and each of its dtypes, without transformers."""
+    ran = [name for name in peers.WAYS if name in run["releases"] and name != peers.TRANSFORMERS]
+    return [(name, way) for name in ran for way in peers.WAYS[name]]
+
+
+def _table(runs: dict[str, dict[str, Any]], refused: list[str]) -> list[str]:
+    """Lines: a row for each run and case, a column for each way; names of runs only if there are several."""
+    ways = _ways(next(iter(runs.values())))
+    first = ["model"] if len(runs) > 1 else []
+    heads = [*first, "written by", "as a pirate", *(f"{name}, {way}" for name, way in ways)]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---|" * len(first) + "---:|" * (len(ways) + 1)]
+    for kind, run in runs.items():
+        for case in run["cases"].values():
+            cells = [_said(case[name].get(way), refused) for name, way in ways]
+            pirate = str(case[peers.TRANSFORMERS]["float32"]["pirate"])
+            lines.append(f"| {' | '.join([*([kind] if first else []), case['title'], pirate, *cells])} |")
+    return lines
 
 
 def _said(found: dict[str, Any] | None, refused: list[str]) -> str:

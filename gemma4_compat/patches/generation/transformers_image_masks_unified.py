@@ -51,8 +51,11 @@ def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
+    from gemma4_compat._models import variants
     from gemma4_compat._reproduction import scenarios, tiny, tiny_models
 
+    if workspace.variant not in (None, variants.UNIFIED):
+        return Outcome(False, f"the {workspace.variant} has other masks", applicable=False)
     try:
         model = tiny_models.unified_model().to(workspace.main)
     except ImportError:

@@ -41,7 +41,7 @@ class Told:
 def measured(tmp_path: Path, software: Told, reference: Told, case: str = "as-it-is", name: str = trained.MLX) -> Any:
     """What is found of a case, and the problems."""
     written = trained.Written(tmp_path, start=lambda *_: None)
-    result: dict[str, Any] = {"problems": [], "releases": {}}
+    result: dict[str, Any] = {"problems": [], "releases": {}, "bounds": trained.BOUNDS}
     asks = {trained.TRANSFORMERS: reference, name: software}
     softwares = {one: trained.Software(one, ask, written) for one, ask in asks.items()}
     return trained.measured(case, softwares, [[2]], result), result["problems"]
@@ -60,6 +60,48 @@ def test_transformers_answers_and_what_is_not_there_is_said(tmp_path: Path) -> N
         assert pirate[dtype]["texts"] == ["Arr, the sky is blue, matey."]
         assert (plain[dtype]["pirate"], pirate[dtype]["pirate"]) == (0, 1)
     assert 0 < plain["float32"]["rounding"] < 1e-3 < plain["bfloat16"]["rounding"] < 1
+
+
+@pytest.mark.parametrize("kind, count", [("E2B", 18), ("26B-A4B", 12)])
+def test_transformers_sees_and_what_sees_elsewhere_is_named(tmp_path: Path, kind: str, count: int) -> None:
+    shown = trained.media(Trained.find(trained.ROOT / trained.KINDS[kind]))
+    assert len(shown) == count
+    assert {name for one in shown for name in one} == ({"picture", "sound"} if kind == "E2B" else {"picture"})
+    out = tmp_path / "out.json"
+    arguments = [
+        "--media",
+        kind,
+        "--questions",
+        "1",
+        "--cases",
+        "as-it-is",
+        "--out",
+        str(out),
+        "--work",
+        str(tmp_path),
+    ]
+    assert trained.main(arguments) == 0
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert (found["not_run"], found["media"]) == ([trained.MLX_VLM, trained.LLAMA], [{"picture": "blue-circle"}])
+    for dtype in trained.FINER:
+        assert found["cases"]["as-it-is"][trained.TRANSFORMERS][dtype]["texts"] == ["a blue circle"]
+
+
+def test_the_page_has_a_row_for_each_kind_and_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = measured(tmp_path, Told(SKY), Told(SKY), name=trained.MLX_VLM)
+    del found[trained.MLX_VLM]["bfloat16"]
+    run = {"cases": {"as-it-is": found}, "releases": {trained.MLX_VLM: "1"}, "date": "2026-11-27", "command": "python"}
+    folder = tmp_path / "benchmarks" / "results" / "2026-11-27-cpu"
+    folder.mkdir(parents=True)
+    for kind in trained.KINDS:
+        shown = [{"picture": "blue-circle"}] + [{"sound": "hiss"}] * (kind == "E2B")
+        (folder / f"trained_media-{kind}.json").write_text(json.dumps(run | {"media": shown}), encoding="utf-8")
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    text = page.media()
+    assert "E2B 1 picture and 1 sound ([raw]" in text
+    assert "12B 1 picture ([raw]" in text
+    assert "| 12B | the checkpoint as it is | 0 | 1, 0 | - |" in text.splitlines()
+    assert "3 of 3 answers are those of transformers." in text
 
 
 def test_questions_are_the_same_each_time_and_reach_beyond_a_sliding_window() -> None:
