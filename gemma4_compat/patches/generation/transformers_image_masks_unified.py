@@ -8,7 +8,7 @@ copy of its own. Its ``create_masks_for_generate``, for compilable caches, calls
 calls that of Gemma 3, whose images are seen both ways in every layer. For the 26B-A4B and the 31B this was `settled
 <https://github.com/huggingface/transformers/issues/46711>`__ by google/gemma's own code and repaired in 5.13.0.
 
-Fix: The forward makes the masks that the other path makes: causal in full attention; in sliding layers an image's
+Fix: The text model gets the masks that the other path makes: causal in full attention; in sliding layers an image's
 tokens attend to each other inside the window. Prompts without an image keep upstream's masks.
 
 Remove when: ``Gemma4UnifiedModel.forward`` makes its masks with ``create_masks_for_vision_model``.
@@ -16,12 +16,14 @@ Remove when: ``Gemma4UnifiedModel.forward`` makes its masks with ``create_masks_
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._attention import masks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._models import cache_names
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -29,23 +31,38 @@ if TYPE_CHECKING:
 _UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 
-def get_block_sequence_ids_for_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # For a prompt without images the model makes its own int64 types. Reading their values would cost a sync.
-    import torch
-
-    return original(*args, **kwargs).to(torch.int32)
+_IMAGES = "_gemma4_compat_images"
 
 
-def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    import torch
+def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments if args else kwargs
+    kinds, mask = given.get("mm_token_type_ids"), given.get("attention_mask")
+    if (
+        kinds is None
+        or isinstance(mask, dict)  # made by the caller
+        or self.config.get_text_config().use_bidirectional_attention != "vision"
+    ):
+        return original(self, *args, **kwargs)
+    return original(self, *args, **kwargs, **{_IMAGES: (kinds, mask)})
 
-    images = kwargs.get("block_sequence_ids")
-    if images is None or images.dtype != torch.int32:
-        return original(*args, **kwargs)
-    make = getattr(sys.modules[_UNIFIED], "create_masks_for_vision_model", None)
-    if make is not None:
-        return masks.masks(make, *args, **kwargs)
-    return masks.of_images(images, **{name: value for name, value in kwargs.items() if name != "block_sequence_ids"})
+
+def text_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    images = kwargs.pop(_IMAGES, None)
+    if images is not None:
+        kwargs["attention_mask"] = _masks(self.config, *images, **kwargs)
+    return original(self, *args, **kwargs)
+
+
+def _masks(config: Any, kinds: Any, mask: Any, *, inputs_embeds: Any, position_ids: Any, **kwargs: Any) -> Any:
+    unified = sys.modules[_UNIFIED]
+    names = ("attention_mask", "inputs_embeds", "position_ids")
+    given = {name: value for name, value in kwargs.items() if name in cache_names.NAMES}
+    given |= dict(zip(names, (mask, inputs_embeds, position_ids), strict=True))
+    images = unified.get_block_sequence_ids_for_mask(kinds, device=inputs_embeds.device)
+    make = getattr(unified, "create_masks_for_vision_model", None)
+    if make is None:
+        return masks.of_images(images, config=config, **given)
+    return masks.masks(make, config=config, block_sequence_ids=images, **given)
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -78,8 +95,8 @@ PATCH = Patch(
     affected=">=5.10.1",
     acts_on=ActsOn.GEMMA4,
     targets=(
-        Target(module=_UNIFIED, name="get_block_sequence_ids_for_mask", replacement=get_block_sequence_ids_for_mask),
-        Target(module=_UNIFIED, name="create_masks_for_generate", replacement=create_masks_for_generate),
+        Target(module=_UNIFIED, name="Gemma4UnifiedModel.forward", replacement=forward),
+        Target(module=_UNIFIED, name="Gemma4UnifiedTextModel.forward", replacement=text_forward),
     ),
     reproduce=reproduce,
 )
