@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 _UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 
-_IMAGES = "_gemma4_compat_images"
+#: The argument by which the forward tells the text model of them.
+_IMAGES = "gemma4_compat_images"
 
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
