@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 
-#: The argument by which the forward tells the text model of them.
+#: The argument by which the forward tells the text model of images.
 _IMAGES = "gemma4_compat_images"
 
 
