@@ -13,7 +13,7 @@ itself. Decoding, which is the part that is compiled, is unchanged. So are calls
 models whose image tokens do not attend to each other in both directions. Logits equal those of the default cache up
 to rounding.
 
-Remove when: static caches see images as the default cache does, in chunks, too.
+Remove when: static caches see images as the default cache does, also in chunks.
 """
 
 from __future__ import annotations
