@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from gemma4_compat._attention import masks
 from gemma4_compat._engine.patch import Outcome
 from gemma4_compat._models import variants
 from gemma4_compat._reproduction import tiny
@@ -194,9 +193,11 @@ def image_masks(model: Any, kinds: Any) -> dict[str, Any]:
     """
     import torch
 
-    number = masks.image_numbers(kinds)[0]
+    vision = (kinds[0] == 1) | (kinds[0] == 2)
+    first = vision & ~torch.nn.functional.pad(vision[:-1], (1, 0))
+    number = torch.where(vision, first.cumsum(0), 0)
     query, key = torch.meshgrid(*[torch.arange(kinds.shape[1], device=kinds.device)] * 2, indexing="ij")
-    causal, image = key <= query, (number[query] == number[key]) & (number[query] >= 0)
+    causal, image = key <= query, (number[query] == number[key]) & vision[query]
     inside = key > query - model.config.get_text_config().sliding_window
     seen = {"full_attention": causal, "sliding_attention": (causal | image) & inside}
     return {kind: mask[None, None] for kind, mask in seen.items()}

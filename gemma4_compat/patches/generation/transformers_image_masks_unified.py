@@ -69,11 +69,9 @@ def _masks(config: Any, kinds: Any, mask: Any, *, inputs_embeds: Any, position_i
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._models import variants
     from gemma4_compat._reproduction import scenarios, tiny, tiny_models
 
-    if workspace.variant not in (None, variants.UNIFIED):
-        return Outcome(False, f"the {workspace.variant} has other masks", applicable=False)
+    workspace.needs("unified")
     try:
         model = tiny_models.unified_model().to(workspace.main)
     except ImportError:
