@@ -43,10 +43,10 @@ class Reader(Protocol):
 
 
 class Sees(Reader, Protocol):
-    """It sees and hears, too."""
+    """A reader that also takes pictures and sounds."""
 
     def show(self, media: dict[str, str]) -> None:
-        """What the soft tokens from now on stand for: a ``picture`` or a ``sound`` of the trained model, by name."""
+        """What soft tokens stand for from now on: a ``picture`` or a ``sound`` of the trained model, by name."""
         ...
 
 

@@ -433,7 +433,7 @@ def summary(ways: Data) -> Data:
 
 def started(start: Callable[..., Worker], arguments: Any, written: Written, result: Data) -> dict[str, Software]:
     """The processes of each software that is there; which are not goes into ``result``."""
-    # Without the shim, but for pictures: transformers alone makes other masks for those of the 12B (F68).
+    # The shim is off, except with --media: transformers alone masks the 12B's pictures differently (F68).
     found = {TRANSFORMERS: Software(TRANSFORMERS, start(bool(arguments.media)), written)}
     places = dict.fromkeys((MLX, MLX_VLM), arguments.mlx) | {LLAMA: arguments.llama_cpp, VLLM: arguments.vllm}
     for name in (MEDIA if arguments.media else TEXT)[1:]:

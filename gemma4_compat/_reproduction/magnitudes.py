@@ -188,8 +188,8 @@ class Extremes:
     """What :func:`watch` saw.
 
     Attributes:
-        first: the first operation whose output is not finite although its inputs are, as "module: operation"; None if
-            there is none. In a backward pass, "backward of module".
+        first: the first operation whose inputs are finite and whose output is not, as "module: operation"; "backward
+            of module" for a gradient. None if all outputs and gradients are finite.
         first_module: the first module that returned a value that is not finite, which is all that forward hooks show.
         largest: the largest absolute value of an operation's output, by "module: operation".
         largest_output: the largest absolute value that a module returned.

@@ -11,9 +11,9 @@ Fix: For models given to ``gemma4_compat.chunked_mlp``, or all of them with
 ``GEMMA4_COMPAT_ENABLE=transformers-chunked-mlp``, an MLP in training keeps its inputs and computes a piece of 2,048
 tokens at a time; the backward pass computes each piece again. It is opt-in, because it takes one more forward of the
 MLPs, and because a matrix product of fewer rows may round differently.
-Norms of text layers then keep their 16-bit inputs, not float32 copies. What nobody reads is left out: the graph of
-shared keys and values that are computed again, and the gradient of embeddings through per-layer inputs. That changes
-no bit of the loss or of a weight's gradient.
+Norms of text layers then keep their 16-bit inputs instead of float32 copies. Two results that nothing uses are not
+computed: the graph of shared keys and values that checkpointing recomputes, and the gradient that reaches embeddings
+through per-layer inputs. The loss and the gradients of weights keep their bits.
 
 Remove when: transformers computes the MLPs of Gemma 4 in pieces in training.
 """

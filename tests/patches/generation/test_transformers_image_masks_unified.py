@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny_models
+from gemma4_compat._reproduction import tiny, tiny_models
+from gemma4_compat._reproduction.trained import TWINS, Trained
 from gemma4_compat.patches.generation.transformers_image_masks_unified import PATCH
-from tests.patches.generation.test_transformers_image_masks import IMAGES, LENGTH, by_hand, kinds, text
+from tests.helpers import ROOT
+from tests.patches.generation.test_transformers_chunked_images import READS_IN_CHUNKS
+from tests.patches.generation.test_transformers_image_masks import (
+    IMAGES,
+    kinds,
+    test_a_batch_with_padding,
+    test_an_image_in_a_later_part,
+    test_read_at_once,
+    test_training,
+    text,
+)
 from tests.patches.promise import Promise
+
+# The tests of the other large models; here they get the 12B of the fixture below.
+__all__ = ["test_a_batch_with_padding", "test_an_image_in_a_later_part", "test_read_at_once", "test_training"]
 
 
 class TestPromise(Promise):
@@ -25,70 +41,6 @@ def model(workspace: Any, request: pytest.FixtureRequest) -> Any:
     made = tiny_models.unified_model().to(workspace.main)
     made.set_attn_implementation(request.param)
     return made
-
-
-@pytest.mark.parametrize("kind", [1, 2], ids=["image", "video"])
-@pytest.mark.parametrize("where", IMAGES)
-def test_read_at_once(model: Any, where: str, kind: int) -> None:
-    import torch
-
-    ids = text(model)
-    with torch.no_grad():
-        expected = by_hand(model, ids, IMAGES[where])
-        for use_cache in (False, True):
-            found = model(ids, mm_token_type_ids=kinds(ids, *IMAGES[where], kind=kind), use_cache=use_cache).logits
-            assert torch.allclose(expected, found, atol=1e-4)
-        assert (expected - by_hand(model, ids, [])).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("cache", ["DynamicCache", "configured", "StaticCache"])
-@pytest.mark.parametrize("where", ["later", "to the end"])
-def test_an_image_in_a_later_part(model: Any, where: str, cache: str) -> None:
-    import torch
-    from transformers import DynamicCache, StaticCache
-
-    ids = text(model)
-    made = {
-        "DynamicCache": lambda: DynamicCache(),
-        "configured": lambda: DynamicCache(config=model.config),
-        "StaticCache": lambda: StaticCache(config=model.config, max_cache_len=48),
-    }[cache]()
-    parts = []
-    with torch.no_grad():
-        for start, stop in ((0, 1), (1, 13), (13, LENGTH)):
-            batch = {"mm_token_type_ids": kinds(ids, *IMAGES[where])}
-            parts.append(model(ids[:, start:stop], past_key_values=made, **batch).logits)
-        assert torch.allclose(by_hand(model, ids, IMAGES[where]), torch.cat(parts, dim=1), atol=1e-4)
-
-
-def test_a_batch_with_padding(model: Any) -> None:
-    import torch
-
-    ids = text(model, rows=2)
-    mask, seen = torch.ones_like(ids), kinds(ids, (10, 18))
-    mask[1, :6] = 0
-    with torch.no_grad():
-        found = model(ids, attention_mask=mask, mm_token_type_ids=seen).logits
-        assert torch.allclose(by_hand(model, ids[:1], [(10, 18)]), found[:1], atol=1e-4)
-        alone = model(ids[1:, 6:], mm_token_type_ids=seen[1:, 6:]).logits
-        assert torch.allclose(alone, found[1:, 6:], atol=1e-4)
-
-
-def test_training(model: Any) -> None:
-    import torch
-
-    ids = text(model)
-    batch = {"mm_token_type_ids": kinds(ids, *IMAGES["several"])}
-    weight = model.model.language_model.layers[0].self_attn.q_proj.weight
-    gradients = []
-    model.train()
-    try:
-        for logits in (by_hand(model, ids, IMAGES["several"], **batch), model(ids, **batch).logits):
-            (gradient,) = torch.autograd.grad(logits.square().mean(), weight)
-            gradients.append(gradient)
-    finally:
-        model.eval()
-    assert torch.allclose(*gradients, atol=1e-4 * gradients[0].abs().max().item())
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"use_cache": False}], ids=str)
@@ -114,3 +66,47 @@ def test_a_prompt_without_an_image_is_left_alone(model: Any) -> None:
             assert torch.equal(found, model(ids).logits)
         finally:
             gemma4_compat.install()
+
+
+def said(model: Any, batch: dict[str, Any]) -> list[Any]:
+    """Logits of three forwards, of one without a cache, and of every token of ``generate`` in three ways."""
+    import torch
+
+    settings = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    ways: list[dict[str, Any]] = [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 16}]
+    with torch.no_grad():
+        found = [model(**batch, **options).logits for options in ({}, {}, {}, {"use_cache": False})]
+        for way in ways:
+            made = model.generate(**batch, **settings, **way)
+            found += [made.sequences, *made.logits]
+    return found
+
+
+@READS_IN_CHUNKS
+@pytest.mark.parametrize("offload", ["both", "all layers", "towers"])
+def test_the_bits_of_one_device_wherever_its_weights_are(offload: str, tmp_path: Path) -> None:
+    import torch
+    from accelerate import dispatch_model
+
+    trained = Trained(ROOT / TWINS["12B"])
+    batch = trained.prompt("What do you see?", picture="red-square")
+    expected, model = said(trained.load(), batch), trained.load()
+    main = torch.device("cpu")
+    placement = tiny.device_map(model, offload, main=main, offloaded="disk")
+    options = {"main_device": main, "offload_dir": str(tmp_path), "skip_keys": tiny.skip_keys(model)}
+    found = said(dispatch_model(model, placement, **options), batch)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_arguments_by_position_and_a_compiled_model(model: Any) -> None:
+    import torch
+
+    ids = text(model)
+    given = {"input_ids": ids, "mm_token_type_ids": kinds(ids, *IMAGES["several"])}
+    names = list(inspect.signature(model.model.forward).parameters)
+    by_position = [given.get(name) for name in names[: names.index("mm_token_type_ids") + 1]]
+    with torch.no_grad():
+        expected = model.model(**given).last_hidden_state
+        assert torch.equal(model.model(*by_position).last_hidden_state, expected)
+        assert torch.equal(torch.compile(model.model, backend="eager")(**given).last_hidden_state, expected)
