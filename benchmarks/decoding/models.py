@@ -37,13 +37,15 @@ WHERE = {
     "gpu": "everything on the GPU",
     "host": "table and towers on the host",
     "half": "table, towers and every second layer streamed",
+    "sixth": "table, towers and every sixth layer streamed",
     "streamed": "table, towers and all layers streamed",
     "auto-2": 'device_map="auto", 2 GiB',
     "auto-4": 'device_map="auto", 4 GiB',
     "auto-6": 'device_map="auto", 6 GiB',
     "bf16": "bf16, everything on the GPU",
 }
-SPLIT = ("host", "half", "streamed")
+SPLIT = ("host", "half", "sixth", "streamed")
+STREAMED = {"half": slice(None, None, 2), "sixth": slice(5, -1, 6), "streamed": slice(None)}
 ADAPTED = "+lora"
 SECOND = "second"  # the name of the adapter that is switched to
 
@@ -123,9 +125,9 @@ def device_map(where: str, folder: Path) -> dict[str, Any]:
     placement = tiny.device_map(model, "none" if where == "gpu" else "towers", main=main_device(), offloaded=away)
     if where != "gpu" and PER_LAYER_EMBEDDINGS in placement:
         placement[PER_LAYER_EMBEDDINGS] = away
-    if where in ("half", "streamed"):
+    if where in STREAMED:
         layers = [name for name in placement if ".layers." in name]
-        placement |= dict.fromkeys(layers[:: 2 if where == "half" else 1], away)
+        placement |= dict.fromkeys(layers[STREAMED[where]], away)
     return placement
 
 
