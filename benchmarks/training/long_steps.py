@@ -106,7 +106,9 @@ class Steps:
         gemma4_compat.chunked_loss(self.model)
         self.trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         generator = torch.Generator().manual_seed(0)
-        self.initial = {name: torch.empty(one.shape).normal_(0.0, 0.02, generator=generator) for name, one in self.sorted()}
+        self.initial = {
+            name: torch.empty(one.shape).normal_(0.0, 0.02, generator=generator) for name, one in self.sorted()
+        }
         for _, weight in self.sorted():
             weight.data = weight.data.float()
 
@@ -302,7 +304,10 @@ class Run:
                 fits, how = reserved <= budget, "peaks"
             else:
                 took = 2 * max(found["seconds"])
-                fits, how = self.attempt(f"{title} {budget}", took, lambda b=budget: steps.fits(way, sequence, b)), "ballast"
+                fits, how = (
+                    self.attempt(f"{title} {budget}", took, lambda b=budget: steps.fits(way, sequence, b)),
+                    "ballast",
+                )
             self.result["fits"].setdefault(title, {})[f"{budget:g}"] = {"fits": fits, "by": how}
         self.keep(f"{title}: {self.result['fits'].get(title)}")
 
@@ -317,12 +322,12 @@ def plan(file: Path) -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         trainers_fit.write_config(result["shape"], folder)
-        model = built.on_meta(str(folder / "checkpoint"))[0]
-        names = config.linear_names(model, models.skipped(folder))
         for cell in result["cells"].values():
             way = WAYS[cell["way"]]
             if way.mlp != way.rest:
                 continue
+            model = built.on_meta(str(folder / "checkpoint"))[0]  # a step changes it
+            names = config.linear_names(model, models.skipped(folder))
             step = training_step.Step(
                 max_length=cell["sequence"],
                 r=result["rank"],

@@ -37,12 +37,19 @@ def adapted(dtype: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.Gemma4TextConfig(
         num_hidden_layers=5,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        layer_types=[
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+            "full_attention",
+        ],
         num_kv_shared_layers=2,
         vocab_size=1024,
         vocab_size_per_layer_input=1024,
     )
-    model = transformers.Gemma4ForCausalLM(config).to(DEVICE, dtype)
+    with torch.device(DEVICE):
+        model = transformers.Gemma4ForCausalLM(config).to(dtype)
     lora = LoraConfig(r=8, target_modules=r".*layers\..*_proj", init_lora_weights=False)
     return checkpointed(get_peft_model(model, lora), False)
 
