@@ -1,6 +1,6 @@
 """What overflows in float16, at which magnitude, and does training in it keep float32's loss?
 
-python benchmarks/training/float16.py [--json FILE] [--parts sweep,widths,trained,training]
+python benchmarks/training/float16.py [--json FILE] [--parts sweep,widths,trained,training,rows]
 
 On the CPU, which like a GPU rounds the output of a float16 matrix product and sums in float32. No weights are
 downloaded: random weights are rescaled to the magnitudes of trained ones (gemma4_compat/_reproduction/magnitudes.py).
@@ -11,6 +11,7 @@ downloaded: random weights are rescaled to the magnitudes of trained ones (gemma
   value that any module returns is then the largest that forward hooks would have reported.
 - trained: the same maxima of the tiny trained models, and float16's errors.
 - training: fifty steps of LoRA on them.
+- rows: a repair that was tried (float16_rows.py): bits where nothing overflows, limits, errors, operations.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ STEPS = 50
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the result here too; parts that are not run stay")
-    parser.add_argument("--parts", default="sweep,widths,trained,training")
+    parser.add_argument("--parts", default="sweep,widths,trained,training,rows")
     arguments = parser.parse_args()
     import gemma4_compat  # noqa: F401 - before upstream
 
+    from benchmarks.training import float16_rows
+
     parts: dict[str, Callable[[], Any]] = {"sweep": sweep, "widths": widths, "trained": trained, "training": training}
+    parts["rows"] = lambda: float16_rows.measured(_limit)
     result: dict[str, Any] = {}
     if arguments.json and arguments.json.exists():
         result = json.loads(arguments.json.read_text(encoding="utf-8"))

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import math
@@ -113,6 +114,7 @@ class Steps:
             weight.data = weight.data.float()
 
     def sorted(self) -> list[tuple[str, Any]]:
+        """The weights that are trained."""
         return sorted(self.trained.items())
 
     @contextlib.contextmanager
@@ -241,10 +243,12 @@ class Run:
         return None
 
     def keep(self, text: str) -> None:
+        """Write the result so far, and say something."""
         common.write(self.result, self.arguments.out)
         print(text, flush=True)
 
     def all(self, folder: Path) -> None:
+        """Load, compare bits, measure."""
         base, loaded = load(self.arguments.shape, self.arguments.where, folder)
         self.result |= loaded
         steps = Steps(base, rank=self.arguments.rank, tokens=self.arguments.tokens)
@@ -256,29 +260,32 @@ class Run:
                 self.measure(steps, sequence, name)
 
     def compare(self, steps: Steps, sequence: int) -> None:
+        """A step of each way with deterministic kernels, against the way before."""
         import torch
 
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
         first = self.arguments.ways[0]
-        before = self.attempt(f"bits {first}", 0, lambda: steps.bits(WAYS[first], sequence))
-        for name in [*self.arguments.ways[1:], "again"] if before is not None else ():
+        begin = before = self.attempt(f"bits {first}", 0, lambda: steps.bits(WAYS[first], sequence))
+        for name in [*self.arguments.ways[1:], "again"] if begin is not None else ():
             way = WAYS[first if name == "again" else name]
             found = self.attempt(f"bits {name}", 0, lambda way=way: steps.bits(way, sequence))
             if found is None:
                 continue
-            if name == "again":
-                self.result["bits"][name] = against(begin, found)
-            else:
-                self.result["bits"][name] = against(before, found)
-                begin = before if name == self.arguments.ways[1] else begin
-                before = found
-                if name in SAME and not self.result["bits"][name]["loss_equal"]:
-                    self.result["problems"].append(f"{name} changes the loss")
+            self.result["bits"][name] = against(begin if name == "again" else before, found)
+            before = found
+            if self._is_next(name) and not self.result["bits"][name]["loss_equal"]:
+                self.result["problems"].append(f"{name} changes the loss")
             self.keep(f"bits of {sequence} tokens, {name}: {self.result['bits'][name]}")
         torch.use_deterministic_algorithms(False)
 
+    def _is_next(self, name: str) -> bool:
+        """Whether this way has to have the bits of the one before, and that one ran."""
+        ways, all_ways = self.arguments.ways, list(WAYS)
+        return name in SAME and ways[ways.index(name) - 1] == all_ways[all_ways.index(name) - 1]
+
     def measure(self, steps: Steps, sequence: int, name: str) -> None:
+        """Time, peaks and what fits, of a way."""
         arguments, cells = self.arguments, self.result["cells"]
         way, title = WAYS[name], f"{sequence} {name}"
         expected = max(
@@ -300,14 +307,11 @@ class Run:
         shown = "" if peak is None else f", {peak:.2f} GiB of tensors, {reserved:.2f} reserved"
         self.keep(f"{title}: {found['tokens_per_second']:.0f} tokens a second{shown}")
         for budget in arguments.budget if peak is not None else ():
-            if peak > budget or reserved <= budget:
-                fits, how = reserved <= budget, "peaks"
-            else:
+            fits, how = reserved <= budget, "peaks"
+            if peak <= budget < reserved:
                 took = 2 * max(found["seconds"])
-                fits, how = (
-                    self.attempt(f"{title} {budget}", took, lambda b=budget: steps.fits(way, sequence, b)),
-                    "ballast",
-                )
+                step = functools.partial(steps.fits, way, sequence, budget)
+                fits, how = self.attempt(f"{title} {budget}", took, step), "ballast"
             self.result["fits"].setdefault(title, {})[f"{budget:g}"] = {"fits": fits, "by": how}
         self.keep(f"{title}: {self.result['fits'].get(title)}")
 
