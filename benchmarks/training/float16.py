@@ -30,6 +30,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.training import float16_rows
+
 LARGEST = 65504.0
 #: A sweep ends here: the weights themselves leave float16 soon after.
 LAST_POWER = 22
@@ -45,8 +47,6 @@ def main() -> int:
     parser.add_argument("--parts", default="sweep,widths,trained,training,rows")
     arguments = parser.parse_args()
     import gemma4_compat  # noqa: F401 - before upstream
-
-    from benchmarks.training import float16_rows
 
     parts: dict[str, Callable[[], Any]] = {"sweep": sweep, "widths": widths, "trained": trained, "training": training}
     parts["rows"] = lambda: float16_rows.measured(_limit)

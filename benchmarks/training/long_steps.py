@@ -323,6 +323,8 @@ def plan(file: Path) -> None:
     from gemma4_compat._quantization import config
 
     result = json.loads(file.read_text(encoding="utf-8"))
+    if result["where"] == EXPERTS:
+        raise SystemExit("no plan is made for experts that are placed by hand")
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         trainers_fit.write_config(result["shape"], folder)

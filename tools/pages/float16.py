@@ -28,6 +28,7 @@ def parts() -> dict[str, str]:
     )
     return {
         "float16 widths": f"{source}\n\n{_widths(found['widths'])}",
+        "float16 rows": _rows(found["rows"]),
         "float16 sweep": _sweep(found["sweep"]),
         "float16 errors": errors(found["sweep"]),
         "float16 trained": _trained(found["trained"]),
@@ -46,6 +47,46 @@ def _widths(rows: list[dict[str, Any]]) -> str:
             f"| {row['variant']} | {row['hidden']:,}, {row['intermediate']:,} | {row['product']:,.0f} "
             f"| {row['largest_output']:,.0f} | {_short(row['first'])} | {_short(row['first_module'])} |"
         )
+    return "\n".join(lines)
+
+
+def _rows(found: dict[str, Any]) -> str:
+    """What the repair by rows keeps, how far it reaches, and what it costs."""
+    bits, cost = found["bits"], found["cost"]
+    same = sum(row["same"] and row["finite"] for row in bits)
+    kinds = ", ".join(dict.fromkeys(row["variant"] for row in bits))
+    lines = [
+        f"- **Bits:** with float16 weights, a LoRA on them (with its gradients), 4 and 8 bits, {same} of {len(bits)} "
+        f"tiny models ({kinds}) keep every bit.",
+        f"- **Cost:** {cost['rows']['operations']} operations beside the matrix products of an MLP instead of "
+        f"{cost['upstream']['operations']}, and {cost['rows']['bytes']:.0f} bytes written for each token and "
+        f"neuron instead of {cost['upstream']['bytes']:.0f}, whether or not anything overflows.",
+        "- **Reach,** tiny models, gate and up or up alone multiplied by powers of two:",
+        "",
+        "| variant | scaled | finite to, upstream | by rows | then overflows | error there | unscaled "
+        "| loss scale that gradients bear there |",
+        "|---|---|---:|---:|---|---:|---:|---|",
+    ]
+    for row in found["limits"]:
+        cells = [row["variant"], row["scaled"], f"2^{row['upstream_finite_to']}", f"2^{row['finite_to']}"]
+        cells += [_short(row["first"]), f"{row['error_there']:.1e}", f"{row['error']:.1e}"]
+        power = row["loss_scale_power"]
+        cells.append("none" if power is None else f"2^{power}")
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "One MLP of a released width with random weights, in which gate and up of a neuron align with one token. The "
+        "largest error of a token's output, relative to float32, where that token's product is so many times the limit:",
+        "",
+        f"| width of | within the limit | {' | '.join(f'{name} times' for name in found['widths'][0]['beyond'])} |",
+        "|---|---:|" + "---:|" * len(found["widths"][0]["beyond"]),
+    ]
+    for row in found["widths"]:
+        beyond = [
+            f"{one['error']:.1e}" if one["finite"] else f"output overflows: {one['largest_output']:,.0f}"
+            for one in row["beyond"].values()
+        ]
+        lines.append(f"| {row['variant']} | {row['unscaled']:.1e} | {' | '.join(beyond)} |")
     return "\n".join(lines)
 
 

@@ -165,6 +165,52 @@ def mlp_pieces_section() -> str:
     return "\n".join((heads, "|---|---:|---:|---:|---:|---:|", *rows))
 
 
+#: What each way of benchmarks/training/long_steps.py adds to the one before.
+LONG_STEPS = {
+    "chunked": "loss in chunks",
+    "mlp": "and MLPs in pieces",
+    "pieces": "and the rest of `chunked_mlp`",
+    "offload": "and checkpoints in host memory",
+    "windows": "and sliding windows",
+}
+
+
+def long_steps_section() -> str:
+    """Which long steps fit, how fast they are, and which bits a switch changes: the newest run of each shape."""
+    files = {file.stem: file for file in sorted((ROOT / "benchmarks" / "results").glob("*/long_steps-*.json"))}
+    if not files:
+        return "No GPU has run `python benchmarks/training/long_steps.py` yet."
+    runs = [(file, json.loads(file.read_text(encoding="utf-8"))) for file in files.values()]
+    rows = [
+        "| model | tokens | switches | peak, GiB | planned | tokens a second | fits |",
+        "|---|---:|---|---:|---:|---:|---|",
+    ]
+    for _, run in runs:
+        for title, cell in run["cells"].items():
+            peak, planned = cell["memory"]["peak_gib"], cell.get("planned_gib")
+            shown = ["-" if value is None else f"{value:.2f}" for value in (peak, planned)]
+            fits = [f"{budget} GiB" for budget, found in run["fits"].get(title, {}).items() if found["fits"]]
+            rows.append(
+                f"| {run['shape']} | {cell['sequence']:,} | {LONG_STEPS[cell['way']]} | {' | '.join(shown)} "
+                f"| {cell['tokens_per_second']:,.0f} | {', '.join(fits) or '-'} |"
+            )
+    rows += ["", "What each switch changes in the first step, with deterministic kernels:", ""] * any(
+        run["bits"] for _, run in runs
+    )
+    for _, run in runs:
+        for name, found in run["bits"].items():
+            what = "the same step again" if name == "again" else LONG_STEPS[name].removeprefix("and ")
+            same = "with the same bits" if found["loss_equal"] else "rounded otherwise"
+            equal = f"{found['gradients_equal']} of {found['gradients']} have the same bits"
+            apart = f"; all of them differ by {found['apart']:.1e} of their norm." if found["apart"] else "."
+            rows.append(f"- {run['shape']}, {what}: a loss {same}; of gradients, {equal}{apart}")
+    sources = "; ".join(
+        f"[{run['shape']}](../{file.relative_to(ROOT).as_posix()}), {run['machine']['device']}, {run['where']}"
+        for file, run in runs
+    )
+    return "\n".join([*rows, "", f"Raw: {sources}."])
+
+
 def chunked_loss_section() -> str:
     """What the loss in chunks saves, and how far it is from the plain one."""
     (file,) = sorted((ROOT / "benchmarks" / "results").glob("*-cpu/chunked_loss.json"))[-1:]

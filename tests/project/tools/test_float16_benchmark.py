@@ -6,7 +6,10 @@ import json
 import math
 from pathlib import Path
 
+import torch
+
 from benchmarks.training import float16 as benchmark
+from benchmarks.training import float16_rows as rows
 from gemma4_compat._reproduction import tiny, tiny_models
 from tools.pages import float16 as page
 
@@ -38,3 +41,23 @@ def test_the_page_has_what_was_measured() -> None:
     # what the page says of F63
     assert all(row["largest_output"] < 2080 for row in run["widths"])
     assert all(row["first_module"].endswith("mlp.down_proj") for row in run["widths"])
+    assert max(row["largest_output"] for row in run["widths"]) < 2080 / 4  # "a quarter"
+    assert all(row["same"] and row["finite"] for row in run["rows"]["bits"])
+    assert any(row["loss_scale_power"] is None for row in run["rows"]["limits"])
+    assert all(row["finite_to"] > row["upstream_finite_to"] for row in run["rows"]["limits"])
+
+
+def test_rows_keep_bits_where_nothing_overflows_and_are_right_beyond(tmp_path: Path) -> None:
+    """The repair of F63 that was tried."""
+    checkpoint = tiny_models.build_checkpoint(tmp_path / "model", variant="31B")
+    found = rows._bits(checkpoint, "lora", tiny.inputs(variant="31B", text_only=True))
+    assert found["same"]
+    assert found["finite"]
+    assert found["compared"] > 6
+    mlp, x = rows._mlp(64, 128)
+    with torch.no_grad():
+        for linear in (mlp.gate_proj, mlp.up_proj):
+            linear.weight[7] = x[0, 3] / x[0, 3].norm() ** 2 * (4 * benchmark.LARGEST) ** 0.5
+    assert not rows._error(mlp, x, type(mlp).forward)["finite"]
+    assert rows._error(mlp, x, rows.forward)["error"] < 4 * 2.0**-11  # gate, up, product, output
+    assert rows.cost()["rows"]["operations"] > rows.cost()["upstream"]["operations"] > 0
