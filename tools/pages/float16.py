@@ -76,7 +76,7 @@ def _rows(found: dict[str, Any]) -> str:
     lines += [
         "",
         "One MLP of a released width with random weights, in which gate and up of a neuron align with one token. The "
-        "largest error of a token's output, relative to float32, where that token's product is so many times the limit:",
+        "largest error of a token's output, relative to float32, if that token's product is so many times the limit:",
         "",
         f"| width of | within the limit | {' | '.join(f'{name} times' for name in found['widths'][0]['beyond'])} |",
         "|---|---:|" + "---:|" * len(found["widths"][0]["beyond"]),
