@@ -58,6 +58,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("shown", trained.shown),
         ("elsewhere", trained.elsewhere),
         ("media", trained.media),
+        ("on a gpu", trained.on_gpu),
     ],
     "docs/DECODING.md": [
         ("replays", measurements.replays_section),

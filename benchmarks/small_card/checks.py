@@ -198,13 +198,13 @@ class Checks:
         self._quick = ["--quick", "--context", str(QUICK_CONTEXT)]
 
     def run(self) -> None:
-        """Those that the command line names: sizes, faults, sizes at length."""
+        """Those that the command line names: a size, the faults, the other sizes, sizes at length."""
         for size in self._sizes:
             if self._wanted(f"{size}GiB"):
                 with filled(size) as is_filled:
                     self._one(self._size(size, filled=is_filled))
-        if self._wanted("faults"):
-            self._faults()
+            if size == self._sizes[0] and self._wanted("faults"):
+                self._faults()
         for size in [int(size) for size in self._options.full.split(",") if size]:
             with filled(size):
                 self._one(Run(f"{size}GiB-full", self._plain, 0, [GOOD]))
