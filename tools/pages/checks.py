@@ -59,9 +59,9 @@ def _said(results: Mapping[str, Any]) -> str:
     where = f"{', '.join(sorted(gpus)) or 'no GPU'}, {', '.join(dates)}"
     raw = ", ".join(f"[{found['shape']}]({path})" for path, found in results.items())
     return (
-        f"{len(runs)} checks of random weights in real shapes with an adapter of rank 16, most of the card's memory "
-        f"taken by another process; {judged} ({where}; `python benchmarks/small_card/checks.py`; raw: {raw}). Peaks "
-        "are what PyTorch allocated at most."
+        f"{len(runs)} checks of random weights in real shapes with an adapter of rank 16; {judged} ({where}; "
+        f"`python benchmarks/small_card/checks.py`; raw: {raw}). For a size, another process held the rest of the "
+        "card; the faults had all of it. Peaks are what PyTorch allocated at most."
     )
 
 
