@@ -21,6 +21,7 @@ from benchmarks.small_card import report as small_card_report  # noqa: E402
 from tools import fingerprints, variants  # noqa: E402
 from tools.pages import (  # noqa: E402
     cards,
+    checks,
     clients,
     decoding,
     errors,
@@ -49,6 +50,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "docs/HOW_IT_WORKS.md": [("import time", measurements.import_section)],
     "docs/PLACEMENT.md": [("search", measurements.search_section)],
     "docs/CARDS.md": [("cards", cards.section)],
+    "docs/CHECK.md": [("checks", checks.section)],
     "docs/TRAINED_MODEL.md": [
         ("learned", trained.learned),
         ("drafts", trained.drafts),
@@ -56,6 +58,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("shown", trained.shown),
         ("elsewhere", trained.elsewhere),
         ("media", trained.media),
+        ("on a gpu", trained.on_gpu),
     ],
     "docs/DECODING.md": [
         ("replays", measurements.replays_section),

@@ -20,25 +20,33 @@ _VERSIONS = (
 )
 
 
-def build(folder: Path, requirements: Sequence[str], *, options: Sequence[str] = ()) -> Path:
+def build(folder: Path, requirements: Sequence[str], *, options: Sequence[str] = (), over: bool = False) -> Path:
     """A virtual environment with these requirements and this environment's torch. Returns its Python.
+
+    Args:
+        folder: its place; what is there is removed.
+        requirements: what it has, and no more than these need.
+        options: of ``uv pip install``.
+        over: what this function built there becomes the new one: what both have stays, with its bytecode.
 
     Raises:
         RuntimeError: uv cannot install them; the message is uv's.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     uv = [sys.executable, "-m", "uv"]
-    checked([*uv, "venv", "--quiet", "--python", sys.executable, str(folder)])
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    question = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = Path(checked([str(python), "-c", question]).strip())
-    (site / "zz_torch.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     overrides = folder / "overrides.txt"
-    overrides.write_text('torch ; sys_platform == "never"\n', encoding="utf-8")
+    if not over or not overrides.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        checked([*uv, "venv", "--quiet", "--python", sys.executable, str(folder)])
+        question = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        site = Path(checked([str(python), "-c", question]).strip())
+        (site / "zz_torch.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+        overrides.write_text('torch ; sys_platform == "never"\n', encoding="utf-8")
     wanted = [
         "--overrides",
         str(overrides),
+        *(["--exact", "--upgrade"] if over else []),
         *options,
         *requirements,
         "packaging",

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import gemma4_compat
@@ -41,24 +42,33 @@ def run(options: argparse.Namespace) -> int:
     earlier = stacks.results(options.out) if options.patches else {}
     durations = seconds()
 
+    # One stack after the other in the same environment: what both have is neither installed nor compiled again.
+    places: SimpleQueue[Path] = SimpleQueue()
+    for number in range(options.jobs):
+        places.put(place := options.work / f"place-{number + 1}")
+        shutil.rmtree(place, ignore_errors=True)  # of a run that was cut off
+
     def one(stack: Stack) -> dict[str, Any]:
         patches = patches_of[stack.name]
         only = "TestPromise" if options.ci or options.reproductions or stack.tests == "reproductions" else None
-        folder = options.work / stack.name
+        folder = options.work / stack.name if options.keep else places.get()
         try:
             python, packages = Path(sys.executable), None
             if options.packages is not None:
                 packages = options.packages / stack.name
             else:
-                python = environments.build(folder, [f"{name}=={pin}" for name, pin in stack.pins.items()])
+                pins = [f"{name}=={pin}" for name, pin in stack.pins.items()]
+                python = environments.build(folder, pins, over=not options.keep)
             groups = split(patches, options.split, durations.get(stack.name, durations.get("newest", {})))
             with ThreadPoolExecutor(max_workers=len(groups)) as pool:
                 parts = list(pool.map(lambda group: measure.measure(stack, python, group, packages, only), groups))
         except (RuntimeError, OSError, subprocess.SubprocessError, ValueError) as error:  # the other stacks go on
             parts = [{"error": str(error), "patches": {}}]
-        finally:
             if not options.keep:
                 shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            if not options.keep:
+                places.put(folder)
         known_of_others = [earlier[stack.name]] if stack.name in earlier else []
         return measure.joined(stack, [*known_of_others, *parts], everything)
 
@@ -69,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
             evidence.write_matrix({result["cell"]: result}, known, options.out)
             print(line(result), flush=True)
             bad += [] if result["ok"] else [result["cell"]]
+    while not places.empty():
+        shutil.rmtree(places.get(), ignore_errors=True)
     print(
         f"\n{len(chosen) - len(bad)} of {len(chosen)} stacks as claimed" + (f"; not: {', '.join(bad)}" if bad else "")
     )

@@ -9,6 +9,7 @@ from benchmarks.peers import trained as peers
 from gemma4_compat._diagnostics.scenes import SCENES
 from gemma4_compat._reproduction.trained import PLACE, TWINS
 from tools.pages.markers import ROOT, details, shorten
+from tools.trained_model import measure
 
 _PLACES = {"E2B": PLACE, **TWINS}
 _KINDS = {
@@ -43,6 +44,24 @@ def learned() -> str:
 
 def _share(run: dict[str, Any], kind: str) -> str:
     return f"{run['right'][kind]:.1%}" if kind in run["right"] else "-"
+
+
+def on_gpu() -> str:
+    """Each kind that was trained in one run on an H100: how long it took and which bounds it misses; which was not."""
+    said, missed, absent = [], [], []
+    for kind in _PLACES:
+        file = ROOT / "docs" / "evidence" / f"trained_on_h100{'' if kind == 'E2B' else f'-{kind}'}.json"
+        if not file.exists():
+            absent.append(kind)
+            continue
+        run = json.loads(file.read_text(encoding="utf-8"))
+        said.append(f"{kind} in {run['training']['minutes']} minutes ([raw](docs/evidence/{file.name}))")
+        missed += [f"{kind}: {bound}" for bound in measure.missed(run)]
+    outside = (
+        f"not within the bounds: {'; '.join(missed)}" if missed else "models and adapters are within the same bounds"
+    )
+    text = f"With `--device cuda`, in one run on an H100: {', '.join(said)}; {outside}."
+    return f"{text} Not in one run yet: {', '.join(absent)}." if absent else text
 
 
 def drafts() -> str:

@@ -369,3 +369,25 @@ def test_bisecting_prints_the_range_and_fails_where_the_patch_says_another(
     assert "the two agree on every release" in wrote
     assert command.main([*arguments, "accelerate-tied-on-disk", "accelerate", "--bad", "1.13.0"]) == 1
     assert "THEY DIFFER on 1.14.0, 1.15.0" in capsys.readouterr().out
+
+
+def test_an_environment_becomes_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same releases as in a new one: the newest that its requirements allow, and no package of the last stack."""
+    folder, commands = tmp_path / "cells" / "place-1", []
+
+    def checked(command: Sequence[str]) -> str:
+        commands.append([word for word in command if not word.startswith((str(tmp_path), "/"))])
+        if "venv" in command:
+            folder.mkdir()
+        return str(folder)
+
+    monkeypatch.setattr(environments, "checked", checked)
+    first = environments.build(folder, ["peft==0.18.0"], over=True)
+    (folder / "kept").touch()
+    assert environments.build(folder, ["peft==0.21.2"], over=True) == first
+    assert (folder / "kept").exists()
+    assert ["venv" in command for command in commands] == [True, False, False, False]
+    assert {"--exact", "--upgrade", "peft==0.21.2"} <= set(commands[-1])
+    environments.build(folder, ["peft==0.21.2"])
+    assert not (folder / "kept").exists()
+    assert "--exact" not in commands[-1]

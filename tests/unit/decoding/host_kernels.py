@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -22,6 +25,8 @@ _HEADER = Path(__file__).with_name("cuda_on_host.h")
 _KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(([^)]*)\)\s*\{")
 
 _numbers = itertools.count()
+#: What is compiled stays for the process: tests ask for the same kernels again and again, and g++ takes a second.
+_compiled: dict[str, Callable[[Kernel], None]] = {}
 _launchers: dict[int, Callable[[list[Any], list[float], list[int]], None]] = {}
 
 _library = torch.library.Library("gemma4_compat_tests", "DEF")
@@ -36,8 +41,6 @@ def _launch(number: int, sizes: list[float], shape: list[int], reads: list[Any],
 class HostCompiler:
     """In place of ``gemma4_compat._decoding.compiling.CudaCompiler``."""
 
-    programs = 0
-
     def __init__(self, device: Any) -> None:
         """The kernels are for the host, whatever the device."""
 
@@ -51,23 +54,42 @@ class HostCompiler:
         return []
 
     def compiled(self, texts: Sequence[str]) -> list[Callable[[Kernel], None]]:
-        """A shared library of the program."""
+        """Of a shared library of the program, which has what no earlier one had."""
+        if new := [text for text in dict.fromkeys(texts) if text not in _compiled]:
+            _compiled.update(zip(new, self._library_of(new), strict=True))
+        return [_compiled[text] for text in texts]
+
+    @staticmethod
+    def _library_of(texts: Sequence[str]) -> list[Callable[[Kernel], None]]:
         text, names = kernel_source.program(texts)
-        type(self).programs += 1
         types = {name: _types(parameters) for name, parameters in _KERNEL.findall(text)}
-        include = f'#include "{_HEADER}"\n'
+        include = f'#include "{_HEADER.name}"\n'
         drivers = [_driver(name, types[name]) for name in names]
-        flags = ["-O1", "-ffp-contract=off", "-march=native", "-shared", "-fPIC", "-w"]
-        with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder) / f"program{next(_numbers)}.cc"
-            source.write_text("".join([include, text, include, *drivers]))
-            library = source.with_suffix(".so")
-            command = ["g++", *flags, str(source), "-o", str(library)]
-            done = subprocess.run(command, check=False, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"g++ cannot compile a kernel: {done.stderr}")
-            found = ctypes.CDLL(str(library))  # stays mapped
+        source = _folder() / f"program{os.getpid()}-{next(_numbers)}.cc"
+        source.write_text("".join([include, text, include, *drivers]))
+        library = source.with_suffix(".so")
+        _compile([str(source), "-o", str(library)])
+        found = ctypes.CDLL(str(library))  # stays mapped
+        source.unlink()
+        library.unlink()
         return [_launcher(getattr(found, f"run_{name}"), types[name]) for name in names]
+
+
+@functools.cache
+def _folder() -> Path:
+    """Where this process compiles, with the header in g++'s own form: a program then takes half as long."""
+    room, process = tempfile.mkdtemp(prefix="host-kernels-"), os.getpid()
+    atexit.register(lambda: os.getpid() == process and shutil.rmtree(room, ignore_errors=True))  # not by forks
+    header = Path(shutil.copy(_HEADER, room))
+    _compile(["-x", "c++-header", str(header), "-o", f"{header}.gch"])
+    return header.parent
+
+
+def _compile(arguments: list[str]) -> None:
+    command = ["g++", "-O1", "-ffp-contract=off", "-march=native", "-shared", "-fPIC", "-w", *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"g++ cannot compile a kernel: {done.stderr}")
 
 
 def _types(parameters: str) -> list[str]:
