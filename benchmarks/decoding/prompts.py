@@ -14,9 +14,10 @@ chunks      `decode_fast`, `prefill_chunk_size` of `--chunk`
 
 Every way reads a prompt before anything is measured: some wake patches, after which all graphs are captured again. For
 each length every way reads three prompts first, and captures then (`any_length` decodes 200 tokens after the first, so
-that the step which reads its last token is fused); after that the ways take turns, each with a text that was not read
-before, and the order is turned round in every second round. Then each reads one more, for the most memory above that
-of the loaded model. `--shape 26B-A4B --where experts` has its experts in host memory.
+that the step which reads its last token is fused), and as many more as it takes until short graphs are fused; after
+that the ways take turns, each with a text that was not read before, and the order is turned round in every second
+round. Then each reads one more, for the most memory above that of the loaded model. `--shape 26B-A4B --where experts`
+has its experts in host memory.
 
 `--llama-cpp TREE` is llama.cpp as depth.py takes it: Q4_0, flash attention, its own processing of prompts in pieces of
 512, through its C API; it takes its turn with the others.
@@ -42,6 +43,7 @@ from benchmarks.decoding import depth, models, prompts_measure
 from benchmarks.decoding.graph_decoding import Run, Stopped
 from benchmarks.experts import models as experts_models
 from benchmarks.peers import llama as peers_llama
+from gemma4_compat._decoding.prompts import FUSED_AFTER, MAX_FUSED
 
 WAYS = tuple(prompts_measure.WAYS)
 LLAMA = depth.LLAMA
@@ -79,11 +81,13 @@ class Measured:
         """Every way at this length."""
         found: Data = {"first": {}, "rounds": [], "replayed": {}, "captured": {}, "peak": {}}
         self.result["lengths"][str(prompt)] = found
+        if "any_length" in self.peers and self.result["machine"]["device"] != "CPU":
+            self._read("any_length", prompt, new=DECODED)  # before others capture: it may leave things on modules
         for way in self.peers:
             if way != "chunks" or prompt > self.chunk:
-                if way == "any_length" and self.result["machine"]["device"] != "CPU":
-                    self._read(way, prompt, new=DECODED)
                 found["first"][way] = [self._read(way, prompt - number) for number in self._numbers(way, FIRST)]
+                for _ in range(self._until_fused(way, prompt)):
+                    self._read(way, prompt)
         ways = [way for way, said in found["first"].items() if not any("error" in one for one in said)]
         for turn in range(self.rounds):
             said = {
@@ -101,6 +105,14 @@ class Measured:
             for way in ways
             if any(way in one for one in found["rounds"])
         }
+
+    def _until_fused(self, way: str, prompt: int) -> int:
+        """How many prompts it takes until no turn captures a graph again."""
+        if self.result["machine"]["device"] == "CPU" or prompts_measure.WAYS.get(way, (None, False))[0] is None:
+            return 0
+        if way == "chunks" and prompt > self.chunk:
+            return 1 + FUSED_AFTER // max(1, prompt // self.chunk - 1) if self.chunk <= MAX_FUSED else 0
+        return FUSED_AFTER if prompt <= MAX_FUSED else 0
 
     def _numbers(self, way: str, count: int) -> list[int]:
         return [self._less(way, number) for number in range(count)]

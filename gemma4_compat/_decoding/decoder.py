@@ -391,13 +391,13 @@ class Decoding:
         running = deferral.current()
         if running is not None:
             running.launched()
-        if not (self.fuses and graph.progress.is_due() and self._replay_fused(model, graph, step)):
+        if not (self.fuses and graph.progress.is_due() and self.replay_fused(model, graph, step)):
             graph.recording.replay()
         static_caches.advance(step.sliding, step.added)
         self.statistics.replayed += 1
         return steps.copied(graph.outputs, step.cache) if given else None
 
-    def _replay_fused(self, model: Any, graph: Graph, step: steps.Step) -> bool:
+    def replay_fused(self, model: Any, graph: Graph, step: steps.Step) -> bool:
         """Whether this call replayed the step, because its graph is fused from now on."""
         obstacle = fused_steps.obstacle(step.device)
         if obstacle is not None:
@@ -408,7 +408,8 @@ class Decoding:
             found = fused_steps.fused(
                 *(graph.recording, graph.outputs, step.changes, step.device, graph.progress),
                 lambda within: self.recorded(
-                    model, step, steps.given_back(graph.static, step.cache), self._pool, within
+                    *(model, step, steps.given_back(graph.static, step.cache)),
+                    *(self._pool if step.decodes else self.prompt_pool, within),
                 ),
             )
         except Exception as error:  # noqa: BLE001  # whatever it is, the plain graph is there
@@ -418,7 +419,7 @@ class Decoding:
             self.statistics.capture_seconds += time.perf_counter() - begun
         if found is not None:
             graph.recording, graph.outputs = found
-            self.statistics.fused += 1
+            self.statistics.fused += int(step.decodes)
         return found is not None
 
 

@@ -66,8 +66,8 @@ def weight(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any,
     """
     import torch
 
-    if torch._C._len_torch_dispatch_stack():
-        return None  # something watches single operations
+    if _is_watched():
+        return None
     with torch._C.DisableTorchFunctionSubclass():
         device = packed.device
         if (
@@ -89,6 +89,18 @@ def weight(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any,
         if (launch := own.again(kernel)) is not None:
             _remember(key, result, launch)
     return result
+
+
+def _is_watched() -> bool:
+    """Whether a mode sees single operations. One that fuses them does not mind: weights are there when it begins."""
+    import torch
+    from torch.utils import _python_dispatch
+
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    from gemma4_compat._decoding import fusing
+
+    return any(type(mode) is not fusing.Fusing for mode in _python_dispatch._get_current_dispatch_mode_stack())
 
 
 def _key(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any, ...]) -> tuple[Any, ...]:

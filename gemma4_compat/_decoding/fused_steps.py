@@ -1,4 +1,4 @@
-"""Capture a captured step again, with fewer kernels, and keep it if a replay has the same bits.
+"""Capture a captured step or prompt again, with fewer kernels, and keep it if a replay has the same bits.
 
 The forward is captured with fused kernels. The first capture only shows which kernels are needed, and they are
 compiled, in the background if that takes time. Then the first recording of the step and the fused one are replayed on
@@ -52,18 +52,33 @@ class Progress:
 
     def is_due(self) -> bool:
         """Count a replay. Whether the graph is to be fused in this one; asked again only after :meth:`postpone`."""
+        due = self.is_next
+        self.count()
+        if due:
+            self._awaited = None
+        return due
+
+    @property
+    def is_next(self) -> bool:
+        """Whether the graph is to be fused in the next replay."""
+        early, after = self._bounds()
+        if self._awaited is None or self._replays + 1 < min(early, after):
+            return False
+        return self._replays + 1 >= after or not self.awaits
+
+    def count(self) -> None:
+        """Count a replay in which the graph cannot be fused."""
         self._replays += 1
-        if self._awaited is None or self._replays < min(EARLY, AFTER):
-            return False
-        if not self.waits and not all(one.done() for one in self._awaited):
-            return False
-        self._awaited = None
-        return True
+
+    @staticmethod
+    def _bounds() -> tuple[int, int]:
+        """The replays in which the graph is fused at the earliest and at the latest."""
+        return EARLY, AFTER
 
     @property
     def waits(self) -> bool:
         """Whether this replay waits for the compiler."""
-        return self._replays >= AFTER
+        return self._replays >= self._bounds()[1]
 
     @property
     def is_over(self) -> bool:
@@ -77,7 +92,7 @@ class Progress:
 
     def hasten(self) -> None:
         """Have it fused as soon as its kernels are there."""
-        self._replays = max(self._replays, min(EARLY, AFTER))
+        self._replays = max(self._replays, min(self._bounds()))
 
     def postpone(self, futures: list[Future[Any]]) -> None:
         """Until these are done."""

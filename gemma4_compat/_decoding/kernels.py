@@ -27,7 +27,8 @@ from gemma4_compat._decoding.pointwise import Load, Number, Operand, Value
 _Signature = tuple[Any, ...]
 _TRIED = 1 << 18  # elements, in bits drawn at random
 _SIXTEEN = 1 << 16  # every value of a 16-bit dtype
-_MEANS = 64
+_MEANS = 64  # at most; of many rows, fewer
+_ROWS = 1 << 12
 
 
 class Compiler(Protocol):
@@ -171,7 +172,8 @@ class Kernels:
         import torch
 
         generator = torch.Generator(self._device).manual_seed(0)
-        given = torch.randn((_MEANS, rows, columns), generator=generator, device=self._device)
+        count = min(_MEANS, max(1, _ROWS // rows))
+        given = torch.randn((count, rows, columns), generator=generator, device=self._device)
         expected = torch.stack([one.mean(-1, keepdim=True) for one in given])
         found = torch.empty_like(expected)
         kernels = []

@@ -330,22 +330,28 @@ def strides_in(tensor: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*(0,) * missing, *(0 if size == 1 else int(stride) for size, stride in pairs))
 
 
-def index_in(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, at: str) -> str:
-    """C for where the element with number ``at``, counted in ``shape``, is with these strides."""
-    merged: list[tuple[int, int]] = []  # sizes and strides, from the innermost dimension outwards
+def merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Sizes and strides, from the innermost dimension outwards, with neighbours that lie one after another as one."""
+    found: list[tuple[int, int]] = []
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size == 1:
             continue
-        if merged and stride == merged[-1][0] * merged[-1][1]:
-            merged[-1] = (merged[-1][0] * size, merged[-1][1])
+        if found and stride == found[-1][0] * found[-1][1]:
+            found[-1] = (found[-1][0] * size, found[-1][1])
         else:
-            merged.append((size, stride))
+            found.append((size, stride))
+    return found
+
+
+def index_in(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, at: str) -> str:
+    """C for where the element with number ``at``, counted in ``shape``, is with these strides."""
+    groups = merged(shape, strides)
     terms = []
     inner = 1
-    for number, (size, stride) in enumerate(merged):
+    for number, (size, stride) in enumerate(groups):
         if stride:
             coordinate = at if inner == 1 else f"({at} / {inner}u)"
-            if number < len(merged) - 1:
+            if number < len(groups) - 1:
                 coordinate = f"({coordinate} % {size}u)"
             terms.append(coordinate if stride == 1 else f"{coordinate} * {stride}u")
         inner *= size

@@ -82,6 +82,7 @@ class DecodingStatistics:
         last_recaptures: the last eight of them, the newest at the end, with what has changed.
         prompts_replayed: forwards of prompts, or of chunks of them, that were replayed, including the captured ones.
         prompts_captured: graphs that were captured for them.
+        prompts_fused: those that were captured again with fused kernels.
         prompts_in_chunks: how often memory was too short for a prompt that is read at once, or for a larger chunk.
         prompt_tokens_read: after ``reuse_prefix``, tokens of prompts that were read.
         prompt_tokens_reused: those that the cache of the call before held.
@@ -103,6 +104,7 @@ class DecodingStatistics:
     last_recaptures: tuple[Recapture, ...] = ()
     prompts_replayed: int = 0
     prompts_captured: int = 0
+    prompts_fused: int = 0
     prompts_in_chunks: int = 0
     prompt_tokens_read: int = 0
     prompt_tokens_reused: int = 0

@@ -2,7 +2,8 @@
 
 A norm is a cast, a square, a mean and some more pointwise operations; the next norm's mean often needs the result. A
 row kernel computes the whole chain, with as few barriers as there are means. Each thread has the elements that
-PyTorch's reduction gives it (:mod:`reductions`), in all phases, so that the compiler may keep them in registers.
+PyTorch's reduction gives it (:mod:`reductions`), in all phases, so that the compiler may keep them in registers. Of many
+rows, PyTorch gives each only a few threads; a row kernel then has more, which compute what those few add up.
 
 An adapter's B is often computed just before a norm. If what a thread reads of it fits in registers, the row's block
 reads it while the kernel in front is still running, and adds it up in shared memory (it is *staged*). A larger B is
@@ -18,7 +19,7 @@ from typing import Any
 
 from gemma4_compat._decoding import reductions
 from gemma4_compat._decoding.kernel_source import Kernel, Scope, Writer, kernel_of
-from gemma4_compat._decoding.pointwise import DOT, Part, Value, everything
+from gemma4_compat._decoding.pointwise import DOT, Part, Value, everything, merged
 from gemma4_compat._decoding.short_products import WORDS, is_read_ahead, words_of
 
 NAME = "rows"
@@ -26,9 +27,15 @@ NAME = "rows"
 _MAX_ROWS = 1 << 16
 #: Threads of a block that stages: at most.
 _MOST_THREADS = 512
-#: Numbers that a block stages at most: 32 KiB.
+#: Numbers that a block stages, or has added up, at most: 32 KiB.
 _MOST_STAGED = 1 << 13
+#: Numbers that a thread adds at most without the help of others, and the most threads of a block with such help.
+_MOST_ADDED, _MOST_HELPERS = 16, 256
 _LINE = 128  # bytes of a cache
+_VECTOR = 4  # numbers in a ``Word16``
+_MOST_KNOWN = 1 << 12
+#: Whether a value is computed by rows. Finding out looks at every element, and each layer of a prompt has many.
+_by_rows: dict[tuple[Any, ...], bool] = {}
 
 
 @dataclass
@@ -113,6 +120,13 @@ def _threads(columns: int) -> int:
     return min(_MOST_THREADS, -(-columns // reductions.WARP) * reductions.WARP)
 
 
+def _helpers(columns: int, found: reductions.Order) -> int:
+    """How many threads of a block compute a row that fewer add up; 0 if these compute it themselves."""
+    if columns <= _MOST_ADDED * found.threads or columns % _VECTOR or columns > _MOST_STAGED:
+        return 0
+    return min(_MOST_HELPERS, -(-columns // (_VECTOR * reductions.WARP)) * reductions.WARP)
+
+
 def _words(segment: Segment, staged: Sequence[Value]) -> int:
     """How many words of weights a thread reads ahead."""
     turns = -(-segment.columns // _threads(segment.columns))
@@ -180,6 +194,9 @@ def _is_by_rows(value: Value, rows: int, columns: int, done: Sequence[Value], st
 
     if rows > _MAX_ROWS or value.elements not in (rows, rows * columns):
         return False
+    key = rows, columns, _structure(value, done, staged)
+    if key in _by_rows:
+        return _by_rows[key]
     at = np.arange(value.elements)
     own = at if value.elements == rows else at // columns
     within = np.arange(rows * columns)
@@ -206,7 +223,35 @@ def _is_by_rows(value: Value, rows: int, columns: int, done: Sequence[Value], st
         return known[id(mean)]
 
     known: dict[int, bool] = {}
-    return holds(value, at, own)
+    if len(_by_rows) >= _MOST_KNOWN:
+        _by_rows.clear()
+    _by_rows[key] = found = holds(value, at, own)
+    return found
+
+
+def _structure(value: Value, done: Sequence[Value], staged: Sequence[Value]) -> tuple[Any, ...]:
+    """What :func:`_is_by_rows` depends on: the layers of a model have the same."""
+    numbers: dict[int, int] = {}
+    found: list[Any] = []
+
+    def visit(value: Value) -> int:
+        if id(value) not in numbers:
+            if any(value is other for other in done):
+                one: Any = None
+            elif any(value is other for other in staged):
+                one = value.elements
+            else:
+                operands = [
+                    (visit(operand.value), operand.offset, operand.strides) if isinstance(operand, Part) else None
+                    for operand in value.operands
+                ]
+                one = value.is_mean, value.shape, value.sizes, value.dim, tuple(operands)
+            numbers[id(value)] = len(found)
+            found.append(one)
+        return numbers[id(value)]
+
+    visit(value)
+    return tuple(found)
 
 
 def _read_by(value: Value, at: Any, own: Any) -> Iterator[tuple[Any, Any, Any]]:
@@ -233,12 +278,17 @@ def _read_by(value: Value, at: Any, own: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 def _indices(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, at: Any) -> Any:
     """Where the elements with the numbers ``at``, counted in ``shape``, are with these strides."""
-    found = at * 0 + offset
+    found = at * 0 + offset if offset else 0
+    groups = merged(shape, strides)
     inner = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        found = found + (at // inner) % size * stride
+    for number, (size, stride) in enumerate(groups):
+        if stride:
+            coordinate = at if inner == 1 else at // inner
+            if number < len(groups) - 1:
+                coordinate = coordinate % size
+            found = found + (coordinate if stride == 1 else coordinate * stride)
         inner *= size
-    return found
+    return found if isinstance(found, type(at)) else at * 0
 
 
 class _RowWriter(Writer):
@@ -254,22 +304,28 @@ class _RowWriter(Writer):
         self._means = 0
         self._to_stage = staged
         self._staged: dict[int, str] = {}  # by id: where the row that begins at ``start`` is
+        self._block = 0  # threads that compute a row which fewer add up
 
     def kernel_of_rows(self, segments: Sequence[Segment]) -> Kernel:
         """The kernel that stores the values of these segments."""
         values = [value for segment in segments for value in segment.values]
         staged = [_staged_in(segment.values, self._to_stage) for segment in segments]
-        block = max(reductions.WARP, *(self._order(segment.values).threads for segment in segments))
+        orders = [self._order(segment.values) for segment in segments]
+        helpers = [_helpers(*one) for one in zip((segment.columns for segment in segments), orders, strict=True)]
+        block = max(reductions.WARP, *(found.threads for found in orders), *helpers)
         for segment, some in zip(segments, staged, strict=True):
             block = max(block, _threads(segment.columns) if some else 0)
         begin = "0u"
         ahead: list[str] = []
         for number, segment in enumerate(segments):
-            found = self._order(segment.values)
+            found = orders[number]
+            self._block = block if helpers[number] and not staged[number] else 0
             end = " + ".join(f"n{other}" for other in range(number + 1))
             self._line(f"{'else ' if number else ''}if (blockIdx.x < {end}) {{")
             row = f"const unsigned int row = blockIdx.x - ({begin}), start = row * {segment.columns}u;"
             self._line(row)
+            if self._block:
+                self._line(f"__shared__ Word16 words[{segment.columns // _VECTOR}]; float* numbers = (float*)words;")
             scope: Scope = {}
             self._staged = {}
             if staged[number]:
@@ -347,9 +403,16 @@ class _RowWriter(Writer):
         return found
 
     def _loop(self, columns: int, found: reductions.Order) -> str:
-        """Open a loop over the elements of this thread: ``i``, the element, and ``part``, the number of its sum."""
-        turns = reductions.turns(columns, found)
+        """Open a loop over the elements of this thread: ``i``, the element, and ``part``, the number of its sum, if
+        each thread adds what it computes.
+        """
         self._line("#pragma unroll")
+        if self._block:
+            self._line(f"for (int turn = 0; turn < {-(-columns // self._block)}; ++turn) {{")
+            self._line(f"const unsigned int at = threadIdx.x + turn * {self._block}u, i = start + at;")
+            self._line(f"if (at < {columns}u) {{")
+            return "}}"
+        turns = reductions.turns(columns, found)
         self._line(f"for (int turn = 0; turn < {turns}; ++turn) {{")
         self._line(f"const unsigned int at = threadIdx.x + turn * {found.threads}u;")
         inside = f"threadIdx.x < {found.threads}u && at < {columns // 4 if found.vector else columns}u"
@@ -371,14 +434,41 @@ class _RowWriter(Writer):
         inner: Scope = ChainMap({}, scope)
         shape = (*mean.shape[:-1], mean.columns)
         element = self._operand(mean.operands[0], shape, "i", inner)
-        self._line(f"parts[part] = __fadd_rn(parts[part], {element});")
-        self._line(closing)
+        if self._block:
+            self._line(f"numbers[at] = {element};")
+            self._line(closing)
+            self._added(mean.columns, found)
+        else:
+            self._line(f"parts[part] = __fadd_rn(parts[part], {element});")
+            self._line(closing)
         self._line("const float part0 = parts[0], part1 = parts[1], part2 = parts[2], part3 = parts[3];")
         for line in reductions.total(mean.columns, found, name):
             self._line(line)
+        if self._block and found.threads == reductions.WARP:  # the other warps do not know it
+            self._line(f"__shared__ float known{name};")
+            self._line(f"if (threadIdx.x == 0u) known{name} = m;")
+            self._line("__syncthreads();")
+            self._line(f"m = known{name};")
         self._line(f"mean{name} = m; }}")
         scope[id(mean), ""] = f"mean{name}"
         self._values[id(mean)] = mean
+
+    def _added(self, columns: int, found: reductions.Order) -> None:
+        """Add up what the block has computed, into the four sums of each thread that PyTorch would have."""
+        self._line("__syncthreads();")
+        self._line(f"if (threadIdx.x < {found.threads}u) {{")
+        self._line("#pragma unroll")
+        self._line(f"for (int turn = 0; turn < {reductions.turns(columns, found)}; ++turn) {{")
+        self._line(f"const unsigned int at = threadIdx.x + turn * {found.threads}u;")
+        self._line(f"if (at < {columns // _VECTOR if found.vector else columns}u) {{")
+        if found.vector:
+            self._line("const Word16 four = words[at];")
+            self._line("#pragma unroll")
+            self._line("for (int part = 0; part < 4; ++part)")
+            self._line("parts[part] = __fadd_rn(parts[part], __uint_as_float(four.part[part]));")
+        else:
+            self._line("parts[turn & 3] = __fadd_rn(parts[turn & 3], numbers[at]);")
+        self._line("}}}")
 
     def _value(self, value: Value, at: str, scope: Scope) -> str:
         """As in other kernels; a mean is that of the block's row."""

@@ -9,6 +9,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from gemma4_compat._decoding import recaptures
@@ -19,40 +20,59 @@ Whose = tuple[Cause, str]
 _NOTHING = object()  # what is under a key that is not there
 
 
+@dataclass
+class _Noted:
+    """What was under each key of some dictionaries: the objects, or their ids."""
+
+    dicts: list[dict[Any, Any]] = field(default_factory=list)
+    keys: list[Any] = field(default_factory=list)
+    found: list[Any] = field(default_factory=list)
+    whose: list[Whose] = field(default_factory=list)
+
+    def add(self, where: dict[Any, Any], key: Any, found: Any, whose: Whose) -> None:
+        for column, value in zip((self.dicts, self.keys, self.found, self.whose), (where, key, found, whose)):
+            column.append(value)
+
+    def now(self) -> Iterator[Any]:
+        """The objects that are there now."""
+        return map(dict.get, self.dicts, self.keys, itertools.repeat(_NOTHING))
+
+    def share(self, turn: int, turns: int) -> _Noted:
+        return _Noted(*(column[turn::turns] for column in (self.dicts, self.keys, self.found, self.whose)))
+
+
 class Entries:
     """Which object is under each key of some dictionaries, and what is in some containers.
 
-    Objects are compared by their ids, in two passes over lists. Another object may get the id of one that was deleted,
-    so deletions are noticed by weak references. Numbers, names and the like have none, and are kept alive.
-    Containers are neither watched nor kept, since they may hold modules; a new one at the place of a deleted one would
-    not be noticed.
+    Numbers, names and the like are kept alive, and compared as they are. Others are compared by their ids, in two
+    passes over lists. Another object may get the id of one that was deleted, so deletions are noticed by weak
+    references. Containers are neither watched nor kept, since they may hold modules; a new one at the place of a
+    deleted one would not be noticed.
     """
 
     def __init__(self) -> None:
-        self._dicts: list[dict[Any, Any]] = []
-        self._keys: list[Any] = []
-        self._ids: list[int] = []
-        self._whose: list[Whose] = []
-        self._constants: list[Any] = []
+        self._constants, self._others = _Noted(), _Noted()
+        self._kept: list[Any] = []  # constants in containers
         self._references: list[weakref.ref[Any]] = []
         self._whose_references: list[Whose] = []
         self._gone: list[weakref.ref[Any]] = []  # of those, the ones whose object was deleted
         self._containers: list[Collection[Any]] = []
         self._contents: list[list[int]] = []
         self._whose_contents: list[Whose] = []
-        self._sized: list[dict[Any, Any]] = []
+        self._sized: list[Collection[Any]] = []
         self._sizes: list[int] = []
         self._whose_sizes: list[Whose] = []
-        self._shares: dict[int, tuple[list[Any], list[Any], list[int]]] = {}  # of some_hold: all is noted by then
+        self._shares: dict[int, tuple[_Noted, _Noted]] = {}  # of some_hold: all is noted by then
 
     def add(self, where: dict[Any, Any], key: Any, whose: Whose) -> None:
         """Note what is under ``key`` now."""
-        self._dicts.append(where)
-        self._keys.append(key)
-        self._ids.append(self._noted(where.get(key, _NOTHING), whose))
-        self._whose.append(whose)
+        value = where.get(key, _NOTHING)
+        if self._is_constant(value, whose):
+            self._constants.add(where, key, value, whose)
+        else:
+            self._others.add(where, key, id(value), whose)
 
-    def add_size(self, where: dict[Any, Any], whose: Whose) -> None:
+    def add_size(self, where: Collection[Any], whose: Whose) -> None:
         """Note the number of keys of a dictionary whose keys are all noted: a new key changes it."""
         self._sized.append(where)
         self._sizes.append(len(where))
@@ -60,24 +80,30 @@ class Entries:
 
     def add_contents(self, container: Collection[Any], whose: Whose) -> None:
         """Note the items of a list, a set or a tuple, or the keys of a dictionary in their order."""
+        if not container:
+            self.add_size(container, whose)
+            return
         self._containers.append(container)
-        self._contents.append([self._noted(value, whose) for value in container])
+        self._contents.append(list(map(id, container)))
+        self._kept += [value for value in container if self._is_constant(value, whose)]
         self._whose_contents.append(whose)
 
-    def _noted(self, value: Any, whose: Whose) -> int:
-        if not isinstance(value, (dict, list, tuple, set)):
-            try:
-                self._references.append(weakref.ref(value, self._gone.append))
-                self._whose_references.append(whose)
-            except TypeError:  # a number, a name, a dtype: nothing that holds a module
-                self._constants.append(value)
-        return id(value)
+    def _is_constant(self, value: Any, whose: Whose) -> bool:
+        """Whether it is a number, a name, a dtype: nothing that holds a module. What can be watched is, otherwise."""
+        if isinstance(value, (dict, list, tuple, set)):
+            return False
+        try:
+            self._references.append(weakref.ref(value, self._gone.append))
+        except TypeError:
+            return True
+        self._whose_references.append(whose)
+        return False
 
     def hold(self) -> bool:
         """Whether the same objects are there."""
         if self._gone or list(map(len, self._sized)) != self._sizes:
             return False
-        if list(map(id, map(dict.get, self._dicts, self._keys, itertools.repeat(_NOTHING)))) != self._ids:
+        if not _are_same(self._constants, self._others):
             return False
         return [list(map(id, container)) for container in self._containers] == self._contents
 
@@ -86,18 +112,18 @@ class Entries:
         if self._gone:
             return False
         if turn not in self._shares:
-            self._shares[turn] = (self._dicts[turn::turns], self._keys[turn::turns], self._ids[turn::turns])
-        dicts, keys, ids = self._shares[turn]
-        return list(map(id, map(dict.get, dicts, keys, itertools.repeat(_NOTHING)))) == ids
+            self._shares[turn] = self._constants.share(turn, turns), self._others.share(turn, turns)
+        return _are_same(*self._shares[turn])
 
     def differences(self) -> Iterator[Whose]:
         """What is another object now. If one was deleted and another has its place, only the holder is named."""
-        yield from recaptures.first(self._others(), self._resized(), self._of_deleted())
+        yield from recaptures.first(self._changed(), self._resized(), self._of_deleted())
 
-    def _others(self) -> Iterator[Whose]:
-        for where, key, noted, (cause, path) in zip(self._dicts, self._keys, self._ids, self._whose):
-            if id(where.get(key, _NOTHING)) != noted:
-                yield cause, f"{path}.{key}"
+    def _changed(self) -> Iterator[Whose]:
+        for noted, identity in ((self._constants, id), (self._others, int)):
+            for now, key, found, (cause, path) in zip(noted.now(), noted.keys, noted.found, noted.whose):
+                if id(now) != identity(found):
+                    yield cause, f"{path}.{key}"
 
     def _resized(self) -> Iterator[Whose]:
         for where, size, whose in zip(self._sized, self._sizes, self._whose_sizes):
@@ -110,6 +136,12 @@ class Entries:
     def _of_deleted(self) -> Iterator[Whose]:
         for reference in self._gone:
             yield self._whose_references[self._references.index(reference)]
+
+
+def _are_same(constants: _Noted, others: _Noted) -> bool:
+    if not all(map(operator.is_, constants.now(), constants.found)):
+        return False
+    return list(map(id, others.now())) == others.found
 
 
 class Values:
@@ -156,7 +188,7 @@ class Layouts:
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[Any]] = []
-        self._layouts: list[Any] = []
+        self._layouts: tuple[list[Any], ...] = _layouts([])
         self._whose: list[Whose] = []
 
     def add(self, tensor: Any, whose: Whose) -> None:
@@ -165,7 +197,8 @@ class Layouts:
 
         if tensor.layout is torch.strided:
             self._references.append(weakref.ref(tensor))
-            self._layouts += _layouts([tensor])
+            for noted, new in zip(self._layouts, _layouts([tensor])):
+                noted += new
             self._whose.append(whose)
 
     def hold(self) -> bool:
@@ -175,16 +208,17 @@ class Layouts:
 
     def differences(self) -> Iterator[Whose]:
         """Those that are gone or lie elsewhere or otherwise."""
-        for reference, noted, whose in zip(self._references, self._layouts, self._whose):
+        for reference, whose, *noted in zip(self._references, self._whose, *self._layouts):
             tensor = reference()
-            if tensor is None or _layouts([tensor]) != [noted]:
+            if tensor is None or [one for (one,) in _layouts([tensor])] != noted:
                 yield whose
 
 
-def _layouts(found: list[Any]) -> list[Any]:
+def _layouts(found: list[Any]) -> tuple[list[Any], ...]:
+    """Addresses, strides, dtypes and shapes of tensors: as lists, which hold less that is to be collected."""
     import torch
 
     kind = torch.Tensor
     with torch._C.DisableTorchFunctionSubclass():
-        places, strides = map(kind.data_ptr, found), map(kind.stride, found)
-        return list(zip(places, strides, map(operator.attrgetter("dtype", "shape"), found)))
+        reads = kind.data_ptr, kind.stride, operator.attrgetter("dtype"), operator.attrgetter("shape")
+        return tuple(list(map(read, found)) for read in reads)

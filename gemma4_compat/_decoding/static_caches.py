@@ -206,17 +206,17 @@ def _reorder(layer: Any, _below: Any, beams: Any) -> None:
             held.copy_(held.index_select(0, beams.to(held.device)))
 
 
-def changed_by_a_step(cache: Any) -> list[Any]:
-    """What a step of one token may change in a cache whose layers have their tensors, as views.
+def changed_by(cache: Any, tokens: int) -> list[Any]:
+    """What a forward of so many tokens may change in a cache whose layers have their tensors, as views.
 
-    For a sliding layer that is everything; for a full layer, its length and the keys and values at that position.
+    For a sliding layer that is everything; for a full layer, its length and the keys and values from there on.
     """
     found: list[Any] = []
     for layer in holding(cache):
         keys, values = layer.keys, layer.values
         if type(layer).__name__ == "StaticLayer":
-            at = min(int(layer.cumulative_length), keys.shape[2] - 1)
-            keys, values = keys[:, :, at : at + 1], values[:, :, at : at + 1]
+            at = max(min(int(layer.cumulative_length), keys.shape[2] - tokens), 0)
+            keys, values = keys[:, :, at : at + tokens], values[:, :, at : at + tokens]
         found += (keys, values, layer.cumulative_length)
     return found
 

@@ -95,7 +95,7 @@ class Step:
 
     def changes(self) -> list[Any]:
         """The tensors of the cache that it may change, as views."""
-        return static_caches.changed_by_a_step(self.cache)
+        return static_caches.changed_by(self.cache, self.tokens)
 
     def _ways(self) -> tuple[Any, ...]:
         """What the update of each sliding layer depends on, which is not in a tensor."""

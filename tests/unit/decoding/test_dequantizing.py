@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -204,6 +205,21 @@ def test_operations_are_watched_one_by_one(compiler: Any, launched: list[Any]) -
     fake = FakeTensorMode().from_tensor(packed)
     assert dequantizing.of_state(fake, state) is None
     assert launched == []
+
+
+def test_one_kernel_dequantizes_while_others_are_fused(compiler: Any, launched: list[Any]) -> None:
+    """Weights are there before a step begins."""
+    from gemma4_compat._decoding import fusing
+
+    packed, state = quantized()
+    expected = dequantizing.of_state(packed, state)
+    sink: Any = mock.Mock(spec=("accepts", "kernel"))
+    sink.accepts.return_value = False
+    before = len(launched)
+    with torch.no_grad(), fusing.Fusing(CPU, sink, {}):
+        found = dequantizing.of_state(packed, state)
+    assert len(launched) == before + 1
+    assert same_bits(found, expected)
 
 
 def test_a_capture_is_no_place_for_a_trial(compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:

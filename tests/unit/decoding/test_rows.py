@@ -41,8 +41,10 @@ def mean(given: Any) -> Any:
     return (whole * (torch.tensor(1.0) / columns)).reshape(*given.shape[:-1], 1)
 
 
-#: Rows and columns: fewer threads than a warp's worth of columns, vectors, several warps, 12 rows of heads.
+#: Rows and columns: fewer threads than a warp's worth of columns, vectors, several warps, 12 rows of heads; rows of
+#: prompts, which one or more warps add up and several compute.
 SHAPES = [(1, 32), (3, 96), (1, 128), (12, 256), (8, 512), (1, 1536), (2, 2560), (1, 5376)]
+SHAPES += [(9, 1536), (64, 1536), (17, 2560), (40, 5376), (64, 768)]
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
@@ -92,11 +94,12 @@ def turned(given: Any) -> Any:
     return torch.cat((-given[..., half:], given[..., :half]), -1) * 0.5 + given
 
 
-def layer(mean: Callable[[Any], Any]) -> tuple[Any, ...]:
+def layer(mean: Callable[[Any], Any], tokens: int = 1, columns: int = 256) -> tuple[Any, ...]:
     """A norm, a residual and the next norm; and heads."""
-    residual = drawn(1, 1, 256, seed=1) + norm(drawn(1, 1, 256), drawn(256, seed=2), mean)
-    heads = norm(drawn(1, 1, 4, 64, seed=3), drawn(64, seed=4), mean)
-    return residual, norm(residual, drawn(256, seed=5), mean), turned(heads).transpose(1, 2)
+    shape = 1, tokens, columns
+    residual = drawn(*shape, seed=1) + norm(drawn(*shape), drawn(columns, seed=2), mean)
+    heads = norm(drawn(1, tokens, 4, 64, seed=3), drawn(64, seed=4), mean)
+    return residual, norm(residual, drawn(columns, seed=5), mean), turned(heads).transpose(1, 2)
 
 
 def pytorchs(given: Any) -> Any:
@@ -117,6 +120,19 @@ def test_norms_of_a_layer_are_one_kernel(on_host: kernels.Kernels) -> None:
         assert torch.equal(one, other)
     (kernel,) = launched
     assert (kernel.written, kernel.blocks) == (3, (1 + 4, 1))  # a row of 256, and four heads of 64
+
+
+def test_more_threads_compute_the_rows_of_a_prompt(on_host: kernels.Kernels) -> None:
+    """PyTorch has a warp add 768 numbers of each of 32 rows: 24 a thread."""
+    tokens, columns = 32, 768
+    found, launched = fused(on_host, lambda: layer(pytorchs, tokens, columns))
+    for one, other in zip(found, layer(mean, tokens, columns), strict=True):
+        assert torch.equal(one, other)
+    (kernel,) = launched
+    order = reductions.order(tokens, columns)
+    assert order is not None
+    assert kernel.block > order.threads == reductions.WARP
+    assert kernel.blocks == (tokens * (1 + 4), 1)
 
 
 def test_a_mean_of_other_rows_is_computed_before(on_host: kernels.Kernels) -> None:
