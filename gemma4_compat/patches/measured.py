@@ -84,6 +84,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers-assistant-sampling": ("transformers.generation.utils", "transformers.generation.candidate_generator"),
     "transformers-assistant-sharing": ("transformers.models.gemma4.configuration_gemma4", "transformers.models.gemma4_unified.configuration_gemma4_unified"),
     "transformers-assisted-cache": ("transformers.generation.utils",),
+    "transformers-assisted-turns": ("transformers.generation.utils",),
     "transformers-audio-attention": ("transformers.models.gemma4.modeling_gemma4",),
     "transformers-audio-autocast": ("transformers.models.gemma4.modeling_gemma4",),
     "transformers-audio-dtype": ("transformers.models.gemma4.modeling_gemma4",),
