@@ -116,6 +116,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers-held-prompts": ("transformers.generation.utils",),
     "transformers-image-masks": ("transformers.models.gemma4.modeling_gemma4", "transformers.masking_utils"),
     "transformers-image-masks-unified": ("transformers.models.gemma4_unified.modeling_gemma4_unified",),
+    "transformers-lookup-media": ("transformers.generation.utils",),
     "transformers-map-boundaries": ("transformers.integrations.accelerate",),
     "transformers-model-device": ("accelerate.hooks", "transformers.modeling_utils", "transformers.generation.utils"),
     "transformers-offloaded-cache": ("transformers.cache_utils",),
