@@ -19,6 +19,7 @@ Remove when: ``_assisted_decoding`` reads only what the cache does not hold.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +55,13 @@ def assisted_decoding(original: Callable[..., Any], self: Any, input_ids: Any, *
     absent = held if new == whole else 0
     with contextlib.ExitStack() as stack:
         if absent:
-            # A negative length is how much is cut off, and needs no place.
-            cut = lambda below, length: below(length + absent if length > 0 else length)  # noqa: E731
-            stack.enter_context(in_place.replaced(cache, "crop", cut))
+            stack.enter_context(in_place.replaced(cache, "crop", functools.partial(_crop, absent)))
         return original(_Continued(self, held, absent, kwargs.get("attention_mask")), input_ids, **kwargs)
+
+
+def _crop(absent: int, below: Callable[[int], None], length: int) -> None:
+    """Cut at a place in the whole text. A negative length is how much is cut off."""
+    below(length + absent if length > 0 else length)
 
 
 class _Continued:

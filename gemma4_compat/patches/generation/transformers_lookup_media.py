@@ -1,7 +1,7 @@
 """Prompt lookup drafts no places of images, videos and sounds.
 
-Symptom: ``ValueError: Image features and image tokens do not match, tokens: 7, features: 4``, or the same of audio
-features, from ``generate(..., prompt_lookup_num_tokens=...)`` with a prompt that has an image or a sound.
+Symptom: ``ValueError: Image features and image tokens do not match, tokens: 7, features: 4``, or audio features
+and tokens, from ``generate(..., prompt_lookup_num_tokens=...)`` with a prompt that has an image or a sound.
 
 Cause: ``PromptLookupCandidateGenerator`` drafts what followed the last tokens where they stood before. Where that is
 an image (in the chat template, a line break stands before it and at the end of the prompt), it drafts image tokens,
