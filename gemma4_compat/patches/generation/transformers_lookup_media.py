@@ -31,7 +31,7 @@ _PLACES = ("image_token_id", "video_token_id", "audio_token_id")
 def candidate_generator(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     generator = original(self, *args, **kwargs)
     if type(generator).__name__ == "PromptLookupCandidateGenerator" and is_gemma4_config(self.config):
-        places = {getattr(self.config, name, None) for name in _PLACES} - {None}
+        places = {place for name in _PLACES if (place := getattr(self.config, name, None)) is not None}
         generator.get_candidates = functools.partial(candidates, generator.get_candidates, places)
     return generator
 
