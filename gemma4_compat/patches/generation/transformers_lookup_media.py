@@ -14,7 +14,6 @@ Remove when: ``PromptLookupCandidateGenerator`` leaves out tokens that stand for
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +31,21 @@ def candidate_generator(original: Callable[..., Any], self: Any, *args: Any, **k
     generator = original(self, *args, **kwargs)
     if type(generator).__name__ == "PromptLookupCandidateGenerator" and is_gemma4_config(self.config):
         places = {place for name in _PLACES if (place := getattr(self.config, name, None)) is not None}
-        generator.get_candidates = functools.partial(candidates, generator.get_candidates, places)
+        return _Generator(generator, places)
     return generator
+
+
+class _Generator:
+    """A view of a ``PromptLookupCandidateGenerator`` that drafts no places of features."""
+
+    def __init__(self, generator: Any, places: Collection[int]) -> None:
+        self._generator, self._places = generator, places
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def get_candidates(self, input_ids: Any) -> tuple[Any, Any]:
+        return candidates(self._generator.get_candidates, self._places, input_ids)
 
 
 def candidates(get: Callable[..., Any], places: Collection[int], input_ids: Any) -> tuple[Any, Any]:
