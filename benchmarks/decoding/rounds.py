@@ -2,13 +2,16 @@
 
 python benchmarks/decoding/rounds.py --shape E2B --out FILE.json [--where gpu,host,streamed] [--adapters no,lora]
     [--sampled] [--counts 4,7] [--shares 0,0.3,0.5,0.7,0.95] [--tokens 256] [--long 1024] [--hidden 256] [--equal 40]
+    [--timed 3] [--limit 60]
 
 The model has random weights. Its text without an assistant is decoded first; then a drafter drafts that text, each
 token altered with a given probability, after an assistant of four layers with random weights has drafted as well, so
 that its time counts. Numbers of drafts are fixed, and then :mod:`gemma4_compat._decoding.pace` decides: in a text for
 which nothing is known ("pace"), and in the one after it ("then"). With each fixed number: milliseconds of the graphs
 that draft and read, one after the other, and of a round. Every text is compared with the one without an assistant: the
-exit code is 1 if a token differs. The file is written after every row.
+exit code is 1 if a token differs. The file is written after every row. ``--limit SECONDS`` begins no row later than
+that after a placement was loaded, and lists those that are left out. Where layers are streamed, each step waits for
+the bus: graphs are not fused there, so that texts may be short.
 
 ``--equal SECONDS`` only compares texts, for so long in each placement: prompts and lengths vary, and drafts' numbers
 and quality from round to round and text to text. Without a GPU (only ``--where gpu``), a tape
@@ -41,8 +44,8 @@ from benchmarks.small_card import device as small_card_device
 PROMPT = 64
 #: Texts, at most, until no graph is captured in them.
 SETTLED = 8
-#: Texts without an assistant, of which the median counts.
-TIMED = 3
+#: Placements with layers in host memory.
+STREAMED = ("half", "streamed")
 
 
 def paced(decide: Callable[[int], int]) -> contextlib.AbstractContextManager[Any]:
@@ -151,29 +154,45 @@ class Case:
         assistant: of the model.
         options: of the command.
         sampling: options of ``generate``.
+        streamed: whether its layers are.
         write: called after every row, with what was found and the row as text.
     """
 
-    def __init__(self, model: Any, assistant: Any, options: Any, sampling: Data, write: Any) -> None:
+    def __init__(
+        self, model: Any, assistant: Any, options: Any, sampling: Data, write: Any, *, streamed: bool = False
+    ) -> None:
+        from gemma4_compat._decoding import decoder
+
         self.model, self.assistant, self.options = model, assistant, options
         self.sampling, self.write = sampling, write
         gemma4_compat.decode_fast(model, assistants=True)
         self.found: Data = {"rounds": [], "equal": True, "texts": 0, "compared": 0}
+        for one in (models.base(model), assistant):
+            decoder.of(one).fuses = not streamed
+        self._begun, self._warm = time.perf_counter(), 0 if streamed else options.warm
 
     def prepare(self) -> None:
         """The text without an assistant, and how fast it is."""
         self.batch = models.text_prompt(self.model, PROMPT)
-        most = max(self.options.tokens, self.options.warm, self.options.long)
+        most = max(self.options.tokens, self._warm, self.options.long)
         models.base(self.model).generation_config.max_cache_len = PROMPT + most  # all texts share graphs
         self.longest, _ = self._settled(lambda: timed(self.model, self.batch, most, **self.sampling))
         self.plain: dict[int, float] = {}
-        for tokens in (self.options.long, self.options.tokens):
-            seconds = [timed(self.model, self.batch, tokens, **self.sampling)[1] for _ in range(TIMED)]
+        for tokens in dict.fromkeys((self.options.long, self.options.tokens)):
+            seconds = [timed(self.model, self.batch, tokens, **self.sampling)[1] for _ in range(self.options.timed)]
             self.plain[tokens] = statistics.median(seconds)
         speeds = {str(tokens): tokens / seconds for tokens, seconds in self.plain.items()}
         self.found["plain_tokens_s"] = speeds
         shown = ", ".join(f"{speed:.0f} tokens/s in {tokens}" for tokens, speed in speeds.items())
         self.write(self.found, f"without drafts: {shown}")
+
+    def _in_time(self, row: str) -> bool:
+        """Whether a row may begin. One that may not is noted."""
+        within = not self.options.limit or time.perf_counter() - self._begun < self.options.limit
+        if not within:
+            self.found.setdefault("left_out", []).append(row)
+            self.write(self.found, f"  {row:>10}: left out")
+        return within
 
     def _settled(self, run: Callable[[], Any]) -> Any:
         """What ``run`` returns, once no graph is captured or fused in it: those of full windows come late."""
@@ -218,7 +237,7 @@ class Case:
         shares = [share for share in self.options.shares if share > 0] if count else [0.0]
         inner = models.base(self.model)
         with paced(lambda _most: count), graphs() as replayed:
-            self._settled(lambda: self.one(0.0, max(self.options.warm, self.options.tokens)))
+            self._settled(lambda: self.one(0.0, max(self._warm, self.options.tokens)))
             rows = [self.one(share, self.options.tokens) for share in shares]
         wall = 1000 * decoder.of(inner).paces[self.assistant].seconds.get(count, float("nan"))
         names = (f"drafts {count}", f"reads {count + 1}")
@@ -245,10 +264,14 @@ class Case:
         from gemma4_compat._decoding import pace
 
         for count in (0, *self.options.counts):
-            self.fixed(count)
+            if self._in_time(f"{count} drafts"):
+                self.fixed(count)
+        lengths = {self.options.tokens: self.options.shares}
+        lengths.setdefault(self.options.long, [share for share in self.options.shares if share < 0.5])
         with mock.patch.object(pace, "COUNTS", tuple(self.options.counts)):  # whose graphs are there
-            self.decided(self.options.shares, self.options.tokens)
-            self.decided([share for share in self.options.shares if share < 0.5], self.options.long)
+            for tokens, shares in lengths.items():
+                if self._in_time(f"pace {tokens}"):
+                    self.decided(shares, tokens)
 
     def compare(self) -> None:
         """Compare texts of varied prompts, for a time."""
@@ -322,6 +345,8 @@ def main() -> int:
     parser.add_argument("--shares", type=numbers(float), default=[0.0, 0.3, 0.5, 0.7, 0.95])
     parser.add_argument("--counts", type=numbers(int), default=[4, 7], help="numbers of drafts")
     parser.add_argument("--equal", type=float, default=0.0, help="seconds in which texts are only compared")
+    parser.add_argument("--timed", type=int, default=3, help="texts without an assistant, of which the median counts")
+    parser.add_argument("--limit", type=float, default=0.0, help="seconds of a placement; no limit without")
     parser.add_argument("--hidden", type=int, default=256, help="width of the assistant")
     parser.add_argument("--sampled", action="store_true", help="temperature 1, top-k 64, top-p 0.95; greedy without")
     parser.add_argument("--out", type=Path, required=True)
@@ -347,7 +372,7 @@ def main() -> int:
                         print(row, flush=True)
 
                     print(f"{key}:", flush=True)
-                    case = Case(model, assistant, options, given, write)
+                    case = Case(model, assistant, options, given, write, streamed=where in STREAMED)
                     if options.equal:
                         case.compare()
                     else:

@@ -60,7 +60,7 @@ def without_drafts(model: Any, ids: Any, config: Any, given: dict[str, Any]) -> 
             choosing.is_class(one, name) for one in given["logits_processor"] for name in _WITH_A_STATE
         ),
         "no token can be taken back from a static cache": is_given(cache) and static_caches.is_static(cache),
-        # transformers' loop reads all of the text, not what the cache lacks, and so holds its beginning twice.
+        # Rounds need a cache of their own, and transformers' loop rounds in another way.
         "the cache holds the beginning of the text": is_given(cache) and bool(cache.get_seq_length()),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -47,6 +47,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "transformers-flash-attention": ("transformers/modeling_flash_attention_utils.py _flash_attention_forward",),
     "transformers-generate-embeddings": ("transformers/generation/utils.py _prepare_model_inputs",),
     "transformers-given-per-layer": ("transformers/models/gemma4/modeling_gemma4.py forward",),
+    "transformers-lookup-media": ("transformers/utils/import_utils.py torch_compilable_check > torch/__init__.py _check_with",),
     "transformers-map-boundaries": ("accelerate/utils/modeling.py set_module_tensor_to_device",),
     "transformers-model-device": ("transformers/generation/utils.py _prepare_special_tokens > torch/_meta_registrations.py meta_local_scalar_dense",),
     "transformers-offloaded-embedding": ("transformers/models/gemma4/modeling_gemma4.py forward > torch/_prims_common/wrappers.py _fn",),

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import cache_names
 
 #: A keyword argument that models pass on to their layers: nobody reads what this forward returns. The patch that has
@@ -21,6 +22,16 @@ def new_tokens(input_ids: Any, generation_config: Any, model_kwargs: dict[str, A
     whole, mask, cache = input_ids.shape[1], model_kwargs.get("attention_mask"), cache_names.cache_in(model_kwargs)
     told = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
     return int(whole - cache.get_seq_length()) if cache is not None and told == whole else int(whole)
+
+
+def nothing_new(held: int, length: int) -> Gemma4CompatError:
+    """Why a prompt of ``length`` tokens is refused with a cache that holds so many."""
+    return Gemma4CompatError(
+        f"the cache holds {held} tokens, and the prompt with its attention_mask has {length}: "
+        "there is nothing new to read. Pass the whole text, at least one token longer than the cache, or "
+        "only its new tokens with an attention_mask for the whole text. Without the cache any prompt is "
+        "read, and gemma4_compat.reuse_prefix(model) keeps a cache that serves shorter prompts as well."
+    )
 
 
 #: Per thread, what :func:`hides_nothing` found before a capture, which cannot read a mask.

@@ -122,6 +122,8 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_assistant_arguments",
         "transformers_assistant_keys",
         "transformers_assistant_sampling",
+        "transformers_lookup_media",
+        "transformers_assisted_turns",
         "transformers_assistant_memory",
         "transformers_assistant_offloaded",
         "transformers_offloaded_cache",

@@ -25,6 +25,8 @@ _WAYS = {
 }
 _WHERE = {"gpu": "all on the card", "host": "table and towers on the host", "streamed": "layers on the host"}
 _SHARES = (0.0, 0.5, 0.7, 0.95)
+#: Of a text, where a row of the table of drafts says nothing else.
+_TOKENS = 256
 _CACHES = {
     "default cache": "default",
     "decode_fast": "`decode_fast`",
@@ -97,18 +99,24 @@ def rounds() -> str:
     The text without an assistant was timed once, and host load slows it down: the faster of it and of rounds without
     drafts counts as 1.
     """
-    cases: dict[str, Any] = {}
-    for shape in ("E2B", "E4B", "12B"):
-        cases |= json.loads((ROOT / _RAW / f"rounds-{shape}.json").read_text(encoding="utf-8"))["cases"]
+    shapes = ("E2B", "E4B", "12B", "31B")
+    files = sorted(
+        (ROOT / _RAW).glob("rounds-*.json"), key=lambda file: (shapes.index(file.stem.split("-")[1]), file.stem)
+    )
     lines = []
-    for case, found in cases.items():
-        assert found["equal"], case
-        shape, where, adapter = case.split()
-        speeds = {(row["drafts"], row["share"]): row["tokens_s"] for row in found["rounds"]}
-        plain = max(found["plain_tokens_s"]["256"], speeds[0, 0.0])
-        what = f"{shape}, {_WHERE[where]}{', LoRA' if adapter == 'lora' else ''}"
-        cells = (f"{speeds['then 256', share] / plain:.2f}" for share in _SHARES)
-        lines.append(f"| {what} | {plain:.0f} | " + " | ".join(cells) + " |")
+    for file in files:
+        measured = json.loads(file.read_text(encoding="utf-8"))
+        tokens, sampled = measured["options"]["tokens"], measured["options"]["sampled"]
+        for case, found in measured["cases"].items():
+            assert found["equal"], case
+            shape, where, adapter = case.split()
+            speeds = {(row["drafts"], row["share"]): row["tokens_s"] for row in found["rounds"]}
+            plain = max(found["plain_tokens_s"][str(tokens)], speeds[0, 0.0])
+            more = {"LoRA": adapter == "lora", "sampled": sampled, f"{tokens} tokens": tokens != _TOKENS}
+            what = ", ".join((shape, _WHERE[where], *(name for name, holds in more.items() if holds)))
+            second = (speeds.get((f"then {tokens}", share)) for share in _SHARES)
+            cells = ("-" if speed is None else f"{speed / plain:.2f}" for speed in second)
+            lines.append(f"| {what} | {plain:.0f} | " + " | ".join(cells) + " |")
     heads = "| model | tokens a second without | " + " | ".join(f"{share:.0%} right" for share in _SHARES) + " |"
     return "\n".join((heads, "|---|---:" + "|---:" * len(_SHARES) + "|", *lines))
 

@@ -93,6 +93,7 @@ PATCH = Patch(
     distribution="transformers",
     affected=">=5.8.0",
     acts_on=ActsOn.GEMMA4,
+    after=("transformers-assisted-turns",),
     targets=(
         Target(
             module="transformers.generation.utils",

@@ -273,7 +273,12 @@ PATCH = Patch(
     distribution="transformers",
     affected=">=5.5",
     acts_on=ActsOn.GEMMA4,
-    after=("transformers-model-device", "transformers-assisted-cache", "transformers-assistant-memory"),
+    after=(
+        "transformers-model-device",
+        "transformers-assisted-cache",
+        "transformers-assisted-turns",
+        "transformers-assistant-memory",
+    ),
     targets=(
         Target(
             module="transformers.generation.utils",

@@ -42,12 +42,7 @@ def prefill(
         if model_kwargs.get("inputs_embeds") is None and length:
             new = prefill_of.new_tokens(input_ids, generation_config, model_kwargs)
             if new <= 0:
-                raise Gemma4CompatError(
-                    f"the cache holds {length - new} tokens, and the prompt with its attention_mask has {length}: "
-                    "there is nothing new to read. Pass the whole text, at least one token longer than the cache, or "
-                    "only its new tokens with an attention_mask for the whole text. Without the cache any prompt is "
-                    "read, and gemma4_compat.reuse_prefix(model) keeps a cache that serves shorter prompts as well."
-                )
+                raise prefill_of.nothing_new(length - new, length)
     return original(self, input_ids, generation_config, model_kwargs, is_first_iteration, **kwargs)
 
 

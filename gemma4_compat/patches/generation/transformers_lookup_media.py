@@ -1,0 +1,97 @@
+"""Prompt lookup drafts no places of images, videos and sounds.
+
+Symptom: ``ValueError: Image features and image tokens do not match, tokens: 7, features: 4``, or audio features
+and tokens, from ``generate(..., prompt_lookup_num_tokens=...)`` with a prompt that has an image or a sound.
+
+Cause: ``PromptLookupCandidateGenerator`` drafts what followed the last tokens where they stood before. Where that is
+an image (in the chat template, a line break stands before it and at the end of the prompt), it drafts image tokens,
+and the first forward reads them together with the prompt and its features, which are too few.
+
+Fix: For Gemma 4, drafts end before the first such token. The text is the same: drafts only say what is tried.
+
+Remove when: ``PromptLookupCandidateGenerator`` leaves out tokens that stand for features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._models.family import is_gemma4_config
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+#: Attributes of a configuration: tokens that stand for features.
+_PLACES = ("image_token_id", "video_token_id", "audio_token_id")
+
+
+def candidate_generator(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    generator = original(self, *args, **kwargs)
+    if type(generator).__name__ == "PromptLookupCandidateGenerator" and is_gemma4_config(self.config):
+        places = {place for name in _PLACES if (place := getattr(self.config, name, None)) is not None}
+        return _Generator(generator, places)
+    return generator
+
+
+class _Generator:
+    """A view of a ``PromptLookupCandidateGenerator`` that drafts no places of features."""
+
+    def __init__(self, generator: Any, places: Collection[int]) -> None:
+        self._generator, self._places = generator, places
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def get_candidates(self, input_ids: Any) -> tuple[Any, Any]:
+        return candidates(self._generator.get_candidates, self._places, input_ids)
+
+
+def candidates(get: Callable[..., Any], places: Collection[int], input_ids: Any) -> tuple[Any, Any]:
+    """What ``get`` drafts, up to the first token of ``places``.
+
+    Args:
+        get: ``PromptLookupCandidateGenerator.get_candidates``.
+        places: token ids.
+        input_ids: the text, int64 of shape (1, length).
+
+    Returns:
+        the text and drafts, (1, length + drafts), and what ``get`` returns beside them.
+    """
+    found, logits = get(input_ids)
+    drafts = found[0, input_ids.shape[1] :].tolist()
+    right = next((count for count, token in enumerate(drafts) if token in places), len(drafts))
+    return found[:, : input_ids.shape[1] + right], logits
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    model = workspace.load().float()
+    batch = workspace.inputs()
+    ids = batch["input_ids"]
+    ids[0, -1] = ids[0, int((ids[0] == model.config.image_token_id).nonzero()[0]) - 1]  # what stands before the image
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(**batch, **options)
+    found = model.generate(**batch, **options, prompt_lookup_num_tokens=3)
+    same = found.equal(expected)
+    return Outcome(not same, f"prompt lookup after an image gives {'the same' if same else 'other'} tokens")
+
+
+PATCH = Patch(
+    id="transformers-lookup-media",
+    kind=Kind.REPAIR,
+    severity=Severity.CRASH,
+    failure_points=("F111",),
+    distribution="transformers",
+    affected=">=5.5.0",
+    acts_on=ActsOn.GEMMA4,
+    after=("transformers-assistant-sampling",),
+    targets=(
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin._get_candidate_generator",
+            replacement=candidate_generator,
+        ),
+    ),
+    reproduce=reproduce,
+)
