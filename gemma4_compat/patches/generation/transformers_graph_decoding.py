@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ from gemma4_compat._decoding import (
     decoder,
     deferral,
     drafted_calls,
+    embedded,
     new_caches,
     obstacles,
     pieces,
@@ -217,6 +219,13 @@ def assisted_decoding(original: Callable[..., Any], self: Any, input_ids: Any, *
         return assisted.Text(self, input_ids, config, given).decode(prepared)
 
 
+def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """After ``decode_fast``, what a text model does of a prompt with images or sounds is replayed."""
+    if args:
+        return original(self, *args, **kwargs)
+    return embedded.text_model(functools.partial(original, self), self, kwargs)
+
+
 class _Called:
     """A view of a model that calls a decoder. Everything else is the model's."""
 
@@ -265,8 +274,18 @@ def reproduce(workspace: Workspace) -> Outcome:
     )
 
 
+def _target(family: str, kind: str) -> Target:
+    return Target(
+        module=f"transformers.models.{family}.modeling_{family}",
+        name=f"{kind}TextModel.forward",
+        replacement=text_model,
+        group=family,
+        asleep=lambda _late: True,
+    )
+
+
 PATCH = Patch(
-    id="transformers-graph-decoding",
+    id=embedded.PATCH,
     kind=Kind.SPEED,
     severity=Severity.SPEED,
     failure_points=("F52",),
@@ -307,6 +326,8 @@ PATCH = Patch(
             replacement=new_caches.construct,
             affected=">=5.19.0",
         ),
+        _target("gemma4", "Gemma4"),
+        _target("gemma4_unified", "Gemma4Unified"),
     ),
     reproduce=reproduce,
 )
