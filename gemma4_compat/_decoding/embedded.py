@@ -20,8 +20,6 @@ from gemma4_compat._models import cache_names
 PATCH = "transformers-graph-decoding"
 #: ``reader(below, inputs)``: returns what ``below(**inputs)``, the forward of the text model, returns.
 Reader = Callable[[Callable[..., Any], dict[str, Any]], Any]
-#: Inputs of a call that no graph serves.
-_REFUSED = ("labels", "shared_kv_states", *RECORDED)
 _PLAIN = (type(None), bool, int, float, str)
 
 #: Per thread, the text model whose next forward a reader gets.
@@ -74,7 +72,9 @@ def may_be(inputs: dict[str, Any]) -> bool:
     read = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
     if read is None or not is_short(read) or not static_caches.is_static(cache_names.cache_in(inputs)):
         return False
-    return bool(inputs.get("logits_to_keep") == 1) and not any(inputs.get(name) is not None for name in _REFUSED)
+    if any(inputs.get(name) is not None for name in ("labels", "shared_kv_states")):
+        return False
+    return bool(inputs.get("logits_to_keep") == 1) and not any(inputs.get(name) for name in RECORDED)
 
 
 def is_short(read: Any) -> bool:
@@ -94,10 +94,11 @@ def read_by(reader: Reader, model: Any) -> Iterator[None]:
         _inside.next = before
 
 
-def text_model(below: Callable[..., Any], model: Any, inputs: dict[str, Any]) -> Any:
-    """The forward of a text model with these keyword arguments, which ``below`` runs: by a reader, if one waits."""
+def waiting(model: Any) -> Reader | None:
+    """The reader that gets this forward of a text model; nobody but the first who asks."""
     found = getattr(_inside, "next", None)
     if found is None or found[0] is not model:
-        return below(**inputs)
+        return None
     _inside.next = None
-    return found[1](below, inputs)
+    reader: Reader = found[1]
+    return reader

@@ -132,7 +132,6 @@ class Bypass:
                 for forward in self.forwards:
                     forward.wrap()
 
-
     def switch(self, *, bypassed: bool) -> None:
         """While a thread is inside: whether the hooks are bypassed."""
         with self._mutex:

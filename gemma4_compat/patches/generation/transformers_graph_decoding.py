@@ -11,14 +11,14 @@ Fix: For Gemma 4 on CUDA, transformers gets a compiled call that replays: the st
 CUDA graph and launched again for each later token. The kernels are those of the eager step, so tokens and logits are
 bit-identical; after a while small kernels are fused if that keeps the bits. After ``gemma4_compat.decode_fast(model)``
 without ``exact=True``, kernels of this package compute attention and products; after either, prompts are replayed as
-well, by their lengths, with the same bits, and one that does not fit into memory is read in chunks. After
-``decode_fast(assistants=True)``, calls with an assistant model or prompt lookup are decoded in rounds that are
-replayed, with the tokens of calls without; where no draft could have them (experts, a cache that holds the beginning
-of the text), nothing is drafted. Weights, hooks, adapters and the cache are checked before each replay. A
-new static cache is a copy of an unused one while the configuration stays as it was (transformers 5.19 and newer).
-Models that transformers compiles itself are left to it, unless ``decode_fast`` asked for a replay. What cannot be
-captured (8-bit layers, weights on disk, user hooks, several devices) runs as before, and the log says why.
-``disable_compile=True`` turns it off.
+well, by their lengths, with the same bits, and one that does not fit into memory is read in chunks. Of a prompt with
+images or sounds, what the text model does is replayed. After ``decode_fast(assistants=True)``, calls with an assistant
+model or prompt lookup are decoded in rounds that are replayed, with the tokens of calls without; where no draft could
+have them (experts, a cache that holds the beginning of the text), nothing is drafted. Weights, hooks, adapters and the
+cache are checked before each replay. A new static cache is a copy of an unused one while the configuration stays as it
+was (transformers 5.19 and newer). Models that transformers compiles itself are left to it, unless ``decode_fast``
+asked for a replay. What cannot be captured (8-bit layers, weights on disk, user hooks, several devices) runs as
+before, and the log says why. ``disable_compile=True`` turns it off.
 
 Remove when: transformers decodes quantized and offloaded models with a static cache faster than one Python call per
 kernel.
@@ -221,9 +221,12 @@ def assisted_decoding(original: Callable[..., Any], self: Any, input_ids: Any, *
 
 def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """After ``decode_fast``, what a text model does of a prompt with images or sounds is replayed."""
-    if args:
+    import torch
+
+    reader = None if args or torch.compiler.is_compiling() else embedded.waiting(self)
+    if reader is None:
         return original(self, *args, **kwargs)
-    return embedded.text_model(functools.partial(original, self), self, kwargs)
+    return reader(functools.partial(original, self), kwargs)
 
 
 class _Called:
