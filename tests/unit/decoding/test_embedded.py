@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -60,9 +59,7 @@ def same(model: Any, batches: list[dict[str, Any]], **options: Any) -> list[Any]
 
 
 @pytest.mark.parametrize(("quantization", "adapter", "where"), PLACES)
-def test_other_pictures_by_one_graph(
-    models: Models, quantization: str | None, adapter: str | None, where: str
-) -> None:
+def test_other_media_by_one_graph(models: Models, quantization: str | None, adapter: str | None, where: str) -> None:
     model = fast(models, quantization, adapter, where)
     found = same(model, [others(models.workspace.inputs(), seed) for seed in range(4)])
     assert counts(model) == (1, 3)
@@ -151,18 +148,13 @@ def test_the_text_only_class_searches_its_embeddings(models: Models) -> None:
     model = tiny.load(checkpoint, cls=tiny_models.class_name(checkpoint, text_only=True))
     gemma4_compat.decode_fast(model, exact=True)
     batches = [text(model, 9, seed=seed) for seed in range(3)]
-    given = [
-        {**batch, "inputs_embeds": model.get_input_embeddings()(batch["input_ids"]).detach()} for batch in batches
-    ]
-    same(model, [_without_ids(batch) for batch in given])
+    embed = model.get_input_embeddings()
+    given = [batch | {"inputs_embeds": embed(batch["input_ids"]).detach()} for batch in batches]
+    same(model, [{name: value for name, value in batch.items() if name != "input_ids"} for batch in given])
     assert counts(model) == (0, 0)
     same(model, batches)
     assert counts(model) == (1, 2)
     assert steps(model).reasons == ()
-
-
-def _without_ids(batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in batch.items() if name != "input_ids"}
 
 
 def test_turns_on_one_cache_of_the_user(models: Models) -> None:
@@ -184,22 +176,25 @@ def test_turns_on_one_cache_of_the_user(models: Models) -> None:
     for _ in range(3):
         for one, other in zip(turns({}), expected, strict=True):
             assert_equal(one, other)
+    assert counts(model)[1] >= 2
     assert steps(model).reasons == ()
 
 
 def test_what_runs_in_a_replay(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Towers do, and layers do not."""
     model, batch, runs = fast(models, None), models.workspace.inputs(), []
-    for module in (model.model.vision_tower.encoder.layers[0], layers(model)[0]):
-        kind, original = type(module.mlp), type(module.mlp).forward
-        noted = functools.partial(
-            lambda original, kind, self, x: runs.append(kind) or original(self, x), original, kind
-        )
-        monkeypatch.setattr(kind, "forward", functools.partialmethod(noted))
+    both = [type(module.mlp) for module in (model.model.vision_tower.encoder.layers[0], layers(model)[0])]
+    for kind in both:
+
+        def noted(self: Any, states: Any, original: Any = kind.forward) -> Any:
+            runs.append(type(self))
+            return original(self, states)
+
+        monkeypatch.setattr(kind, "forward", noted)
     for seed in range(4):
         runs.clear()
         generate(model, others(batch, seed), new=1)
-    assert set(runs) == {type(model.model.vision_tower.encoder.layers[0].mlp)}
+    assert set(runs) == {both[0]}
 
 
 def test_a_change_is_noticed(models: Models) -> None:
