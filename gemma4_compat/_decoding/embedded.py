@@ -12,8 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._decoding import static_caches
-from gemma4_compat._decoding.prompts import MAX_TOKENS, RECORDED, Prompt, has_masks
+from gemma4_compat._decoding import prompts, static_caches
 from gemma4_compat._models import cache_names
 
 #: Replaces the forward of text models, asleep until `decode_fast`.
@@ -26,7 +25,7 @@ _PLAIN = (type(None), bool, int, float, str)
 _inside = threading.local()
 
 
-class Embedded(Prompt):
+class Embedded(prompts.Prompt):
     """A forward of a text model that gets embeddings of several tokens for each row of a batch.
 
     Args:
@@ -54,7 +53,7 @@ class Embedded(Prompt):
         import torch
 
         cache, embeddings = cache_names.cache_in(inputs), inputs.get(cls.reads)
-        if cache is None or embeddings is None or not has_masks(inputs) or not is_short(embeddings):
+        if cache is None or embeddings is None or not prompts.has_masks(inputs) or not is_short(embeddings):
             return None
         if inputs.get("input_ids") is not None or (per_layer and inputs.get("per_layer_inputs") is None):
             return None
@@ -74,13 +73,13 @@ def may_be(inputs: dict[str, Any]) -> bool:
         return False
     if any(inputs.get(name) is not None for name in ("labels", "shared_kv_states")):
         return False
-    return bool(inputs.get("logits_to_keep") == 1) and not any(inputs.get(name) for name in RECORDED)
+    return bool(inputs.get("logits_to_keep") == 1) and not any(inputs.get(name) for name in prompts.RECORDED)
 
 
 def is_short(read: Any) -> bool:
     """Whether tokens or embeddings, (batch, tokens, ...), are several and few enough for a graph."""
     rows, tokens = read.shape[:2]
-    return bool(1 < tokens <= MAX_TOKENS // max(rows, 1))
+    return bool(1 < tokens <= prompts.MAX_TOKENS // max(rows, 1))
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ Fix: For Gemma 4 on CUDA, transformers gets a compiled call that replays: the st
 CUDA graph and launched again for each later token. The kernels are those of the eager step, so tokens and logits are
 bit-identical; after a while small kernels are fused if that keeps the bits. After ``gemma4_compat.decode_fast(model)``
 without ``exact=True``, kernels of this package compute attention and products; after either, prompts are replayed as
-well, by their lengths, with the same bits, and one that does not fit into memory is read in chunks. Of a prompt with
-images or sounds, what the text model does is replayed. After ``decode_fast(assistants=True)``, calls with an assistant
+well, by their lengths, with the same bits, and one that does not fit into memory is read in chunks. If a prompt has
+images or sounds, the part of the text model is replayed. After ``decode_fast(assistants=True)``, calls with an assistant
 model or prompt lookup are decoded in rounds that are replayed, with the tokens of calls without; where no draft could
 have them (experts, a cache that holds the beginning of the text), nothing is drafted. Weights, hooks, adapters and the
 cache are checked before each replay. A new static cache is a copy of an unused one while the configuration stays as it
@@ -220,7 +220,7 @@ def assisted_decoding(original: Callable[..., Any], self: Any, input_ids: Any, *
 
 
 def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """After ``decode_fast``, what a text model does of a prompt with images or sounds is replayed."""
+    """After ``decode_fast``, the text model's part of a prompt with images or sounds is replayed."""
     import torch
 
     reader = None if args or torch.compiler.is_compiling() else embedded.waiting(self)
