@@ -12,7 +12,7 @@ CUDA graph and launched again for each later token. The kernels are those of the
 bit-identical; after a while small kernels are fused if that keeps the bits. After ``gemma4_compat.decode_fast(model)``
 without ``exact=True``, kernels of this package compute attention and products; after either, prompts are replayed as
 well, by their lengths, with the same bits, and one that does not fit into memory is read in chunks. If a prompt has
-images or sounds, the part of the text model is replayed. After ``decode_fast(assistants=True)``, calls with an assistant
+images or sounds, the text model's part is replayed. After ``decode_fast(assistants=True)``, calls with an assistant
 model or prompt lookup are decoded in rounds that are replayed, with the tokens of calls without; where no draft could
 have them (experts, a cache that holds the beginning of the text), nothing is drafted. Weights, hooks, adapters and the
 cache are checked before each replay. A new static cache is a copy of an unused one while the configuration stays as it
