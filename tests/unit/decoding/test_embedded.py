@@ -15,7 +15,7 @@ from gemma4_compat._engine import versions
 from gemma4_compat._models import variants
 from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from tests.unit.decoding import calls
-from tests.unit.decoding.calls import WINDOW, Models, assert_equal, generate, layers, steps, text
+from tests.unit.decoding.calls import WINDOW, Models, assert_equal, generate, layers, other_media, steps, text
 from tests.unit.offload import threads
 
 pytestmark = pytest.mark.usefixtures("tapes")
@@ -38,15 +38,6 @@ def fast(models: Models, *where: Any, exact: bool = True) -> Any:
     return gemma4_compat.decode_fast(models.fresh(*where), exact=exact)
 
 
-def others(batch: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Other images and sounds in the same prompt."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    media = {name: batch[name] for name in ("pixel_values", "input_features") if name in batch}
-    return batch | {name: torch.rand(values.shape, generator=generator) for name, values in media.items()}
-
-
 def same(model: Any, batches: list[dict[str, Any]], **options: Any) -> list[Any]:
     """Their answers, with the bits of calls that replay nothing."""
     found = [generate(model, batch, **options) for batch in batches]
@@ -61,14 +52,14 @@ def same(model: Any, batches: list[dict[str, Any]], **options: Any) -> list[Any]
 @pytest.mark.parametrize(("quantization", "adapter", "where"), PLACES)
 def test_other_media_by_one_graph(models: Models, quantization: str | None, adapter: str | None, where: str) -> None:
     model = fast(models, quantization, adapter, where)
-    found = same(model, [others(models.workspace.inputs(), seed) for seed in range(4)])
+    found = same(model, [other_media(models.workspace.inputs(), seed) for seed in range(4)])
     assert counts(model) == (1, 3)
     assert steps(model).reasons == ()
     assert Cause.CODE not in steps(model).recaptures  # the hooks of a model that is running are no change
     assert not found[2].logits[0].equal(found[3].logits[0])
 
 
-@pytest.mark.parametrize("variant", ["12B", "26B-A4B", "31B"])
+@pytest.mark.parametrize("variant", ["12B", pytest.param("26B-A4B", marks=pytest.mark.full), "31B"])
 def test_images_seen_both_ways(models: Models, variant: str) -> None:
     """An image longer than the window, and a padded batch."""
     import torch
@@ -79,15 +70,15 @@ def test_images_seen_both_ways(models: Models, variant: str) -> None:
     model = tiny.load(models.workspace.cached(tiny_models.build_checkpoint, variant=variant))
     gemma4_compat.decode_fast(model, exact=True)
     batch = tiny.inputs(variant=variant)
-    same(model, [others(batch, seed) for seed in range(3)])
+    same(model, [other_media(batch, seed) for seed in range(3)])
     assert counts(model) == (1, 2)
     several = tiny.several_media(batch)
     several["attention_mask"][1, :3] = several["input_ids"][1, :3] = 0
-    same(model, [others(several, seed) for seed in range(3)])
+    same(model, [other_media(several, seed) for seed in range(3)])
     assert counts(model)[1] >= 4
     if versions.admits(">=5.23", VERSION):
         cut = tiny.without(batch, "input_features") if "input_features" in batch else batch
-        same(model, [others(cut, seed) for seed in range(3)], prefill_chunk_size=9)
+        same(model, [other_media(cut, seed) for seed in range(3)], prefill_chunk_size=9)
         assert counts(model)[1] >= 9
     assert steps(model).reasons == ()
     plain = generate(model, batch | {"mm_token_type_ids": torch.zeros_like(batch["mm_token_type_ids"])})
@@ -98,10 +89,10 @@ def test_rows_with_padding_beams_and_sampling(models: Models) -> None:
     model = fast(models, None)
     batch = tiny.several_media(models.workspace.inputs())
     batch["attention_mask"][1, :3] = batch["input_ids"][1, :3] = 0
-    same(model, [others(batch, seed) for seed in range(3)])
+    same(model, [other_media(batch, seed) for seed in range(3)])
     assert counts(model) == (1, 2)
     for options in ({"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}):
-        same(model, [others(batch, seed) for seed in range(3)], **options)
+        same(model, [other_media(batch, seed) for seed in range(3)], **options)
     assert counts(model)[1] >= 6
 
 
@@ -110,10 +101,10 @@ def test_chunks(models: Models) -> None:
         pytest.skip("this transformers does not cut prompts with images")
     model, size = fast(models, None), WINDOW - 2
     batch = tiny.without(models.workspace.inputs(), "input_features")
-    same(model, [others(batch, seed) for seed in range(3)], prefill_chunk_size=size)
+    same(model, [other_media(batch, seed) for seed in range(3)], prefill_chunk_size=size)
     captured, replayed = counts(model)
     assert replayed >= 2 * -(-24 // size)
-    generate(model, others(batch, 3), prefill_chunk_size=size)
+    generate(model, other_media(batch, 3), prefill_chunk_size=size)
     assert counts(model) == (captured, replayed + -(-24 // size))
 
 
@@ -168,7 +159,7 @@ def test_turns_on_one_cache_of_the_user(models: Models) -> None:
         first = generate(model, batch, way, past_key_values=cache)
         ids = torch.cat([first.sequences, batch["input_ids"]], dim=-1)
         kinds = torch.nn.functional.pad(batch["mm_token_type_ids"], (first.sequences.shape[1], 0))
-        second = others(batch, 5) | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        second = other_media(batch, 5) | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         second["mm_token_type_ids"] = kinds
         return [first, generate(model, second, way, past_key_values=cache)]
 
@@ -193,7 +184,7 @@ def test_what_runs_in_a_replay(models: Models, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(kind, "forward", noted)
     for seed in range(4):
         runs.clear()
-        generate(model, others(batch, seed), new=1)
+        generate(model, other_media(batch, seed), new=1)
     assert set(runs) == {both[0]}
 
 
@@ -233,7 +224,7 @@ def test_adapters_keep_their_graphs(models: Models) -> None:
 
 def test_own_arithmetic(models: Models) -> None:
     model = fast(models, None, exact=False)
-    same(model, [others(models.workspace.inputs(), seed) for seed in range(3)])
+    same(model, [other_media(models.workspace.inputs(), seed) for seed in range(3)])
     assert counts(model) == (1, 2)
 
 
@@ -273,7 +264,7 @@ def test_threads(models: Models) -> None:
     model, batch = fast(models, None, None, "streamed"), models.workspace.inputs()
 
     def answer(seed: int, way: dict[str, Any]) -> Any:
-        return generate(model, others(batch, seed), way, past_key_values=calls.static_cache(model, 32))
+        return generate(model, other_media(batch, seed), way, past_key_values=calls.static_cache(model, 32))
 
     expected = [answer(seed, EAGER) for seed in range(2)]
 
