@@ -12,7 +12,10 @@ import tempfile
 from typing import Any
 from unittest import mock
 
-CASES = ((64, {}), (512, {}), (4096, {"prefill_chunk_size": 512}))
+CASES = ((64, {}), (512, {}), (4096, {"prefill_chunk_size": 512}), (64, {"images": 1}))
+WAYS = ("without replay", "replayed", "in pieces")
+#: Patches along the edge of an image. Nine make one of its tokens.
+EDGE = 6
 
 
 def build() -> Any:
@@ -27,7 +30,11 @@ def build() -> Any:
     text.hidden_size = text.hidden_size_per_layer_input = text.head_dim = text.global_head_dim = 64
     text.intermediate_size, text.num_attention_heads = 128, 1
     text.vocab_size = text.vocab_size_per_layer_input = 256
-    config.vision_config.num_hidden_layers = config.audio_config.num_hidden_layers = 2
+    config.audio_config.num_hidden_layers = 2
+    vision = config.vision_config
+    vision.hidden_size = vision.head_dim = vision.intermediate_size = 64
+    vision.num_attention_heads = vision.num_key_value_heads = 1
+    config.image_token_id = 250
     torch.manual_seed(0)
     kind = transformers.Gemma4ForConditionalGeneration
     quantized = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
@@ -36,13 +43,20 @@ def build() -> Any:
         return kind.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=quantized).eval()
 
 
-def ask(model: Any, length: int, seed: int, **options: Any) -> None:
+def ask(model: Any, length: int, seed: int, *, images: int = 0, **options: Any) -> None:
     """Read a prompt, decode its first token."""
     import torch
 
-    ids = torch.randint(5, 200, (1, length), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 200, (1, length), generator=generator)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 1, "do_sample": False}
+    if images:
+        ids[:, 4 : 4 + images * EDGE**2 // 9] = model.config.image_token_id
+        places = torch.cartesian_prod(torch.arange(EDGE), torch.arange(EDGE))
+        given["image_position_ids"] = places.expand(images, EDGE**2, 2)
+        given["pixel_values"] = torch.rand(images, EDGE**2, 3 * 16 * 16, generator=generator)
+        given["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
     with torch.no_grad():
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 1, "do_sample": False}
         model.generate(**given, **options)
 
 
@@ -79,7 +93,7 @@ def main() -> None:
     model = build()
     with standing_in(recording.RECORDERS):
         for length, options in CASES:
-            for way in ("without replay", "replayed", "in pieces"):
+            for way in WAYS[: 2 if "images" in options else 3]:  # in pieces, only text
                 gemma4_compat.decode_fast(model, enabled=False)
                 gemma4_compat.decode_fast(model, any_length=way == "in pieces")
                 limit = 0 if way == "without replay" else prompts.MAX_TOKENS

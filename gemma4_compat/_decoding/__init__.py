@@ -8,7 +8,8 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
 
 * :mod:`call`: the call that ``generate`` takes for its prompt and its steps.
 * :mod:`decoder`: what a model keeps: its graphs, in :mod:`graphs`, and their statistics. :mod:`prompts`: the graphs of
-  prompts. :mod:`pieces`: prompts of any length by graphs of a few sizes. :mod:`chunks`: prompts that do not fit.
+  prompts. :mod:`embedded`: those with images or sounds. :mod:`pieces`: prompts of any length by graphs of a few sizes.
+  :mod:`chunks`: prompts that do not fit.
 * :mod:`steps`: one step and its inputs, and which other steps the same graph serves.
 * :mod:`recording`: one captured step, on CUDA.
 * :mod:`dependencies`: what a captured step has read that a replay would not notice. ``Decoding.variant`` checks it

@@ -8,11 +8,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._decoding import advancing, decoder, obstacles, pieces, prompts, static_caches, steps
+from gemma4_compat._decoding import advancing, decoder, embedded, obstacles, pieces, prompts, static_caches, steps
 from gemma4_compat._decoding.graphs import Variant
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._models import cache_names, family
-from gemma4_compat._offload import model_lock
+from gemma4_compat._offload import idle_hooks, model_lock
 
 
 class Decoder:
@@ -83,21 +83,44 @@ class Decoder:
             if outputs is not None:
                 self._first = False
                 return outputs
-        outputs = self._read_without_a_graph(inputs)
+        outputs = self._read_without_a_graph(inputs, merged=prompt is None and embedded.may_be(inputs))
         if prompt is not None and prompt.obstacle is None:
             self.alone(lambda: prompts.has_run(self._decoding, self.model, prompt))
         return outputs
 
-    def _read_without_a_graph(self, inputs: dict[str, Any]) -> Any:
-        """Where memory runs out, the graphs of other prompts go, and a prompt in an empty cache is read again."""
+    def _read_embedded(self, below: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """Run the forward ``below`` of the text model with these inputs, as a replay if possible."""
+        decoding, model = self._decoding, self.model
+        per_layer = bool(getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0))
+        prompt = embedded.Embedded.made_of(below, inputs, per_layer=per_layer)
+        if prompt is not None and prompt.obstacle is None:
+            with idle_hooks.put_back(model):
+                outputs = self.alone(lambda: prompts.run(decoding, model, prompt, first=self._first))
+            if outputs is not None:
+                self._first = False
+                return outputs
+        with decoding.lock:
+            prompts.make_room(decoding, model, inputs)
+        outputs = below(**inputs)
+        if prompt is not None and prompt.obstacle is None:
+            with idle_hooks.put_back(model):
+                self.alone(lambda: prompts.has_run(decoding, model, prompt))
+        return outputs
+
+    def _read_without_a_graph(self, inputs: dict[str, Any], *, merged: bool) -> Any:
+        """Where memory runs out, the graphs of other prompts go, and a prompt in an empty cache is read again.
+
+        ``merged``: what its text model does may be replayed.
+        """
         import torch
 
         cache = cache_names.cache_in(inputs)
-        with self._decoding.lock:
-            prompts.make_room(self._decoding, self.model, inputs)
+        if not merged:  # or it is asked for later, without a replay
+            with self._decoding.lock:
+                prompts.make_room(self._decoding, self.model, inputs)
         again = static_caches.is_static(cache) and static_caches.held(cache) == 0
         try:
-            return self._model_reads(inputs)
+            return self._embedded_reads(inputs) if merged else self._model_reads(inputs)
         except torch.OutOfMemoryError:
             with self._decoding.lock:
                 if not prompts.release(self._decoding) or not again:
@@ -108,6 +131,10 @@ class Decoder:
     def _model_reads(self, inputs: dict[str, Any]) -> Any:
         with self._decoding.reading(self.model.device, cache_names.cache_in(inputs)):
             return self.model(**inputs)
+
+    def _embedded_reads(self, inputs: dict[str, Any]) -> Any:
+        with embedded.read_by(self._read_embedded, self.model):
+            return self._model_reads(inputs)
 
     def read_piece(self, piece: pieces.Piece, *, first: bool) -> bool:
         """Read a piece of a prompt. False, and nothing has run, if the ``first`` one shows that it cannot be done."""

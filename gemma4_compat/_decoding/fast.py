@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from gemma4_compat._decoding import decoder, obstacles
+from gemma4_compat._decoding import decoder, embedded, obstacles
 from gemma4_compat._decoding.recording import RECORDERS
+from gemma4_compat._engine import sleep
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
 
@@ -85,6 +86,8 @@ def decode_fast(
     if obstacle is not None:
         decoding.reason(obstacle)
     decoding.preferred = enabled and obstacle is None
+    if decoding.preferred:
+        sleep.awaken(embedded.PATCH)
     own = decoding.preferred and not exact
     if not enabled or own != decoding.own:
         decoding.clear()

@@ -63,30 +63,23 @@ class Prompt(steps.Step):
 
     def __init__(self, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...] | None) -> None:
         full, sliding = map(inputs["attention_mask"].get, MASKS)
-        tokens = inputs["input_ids"].shape[1]
+        tokens = inputs[self.reads].shape[1]
         self.hides_nothing = full is None and sliding is not None and prefill.hides_nothing(sliding[:, :, -1:], tokens)
         super().__init__(inputs, cache, found or ())
 
     @classmethod
     def of(cls, inputs: dict[str, Any]) -> Prompt | None:
         """The prompt with these inputs; None if it is something else, or too long to be captured."""
-        import torch
-
-        cache, ids, masks = cache_names.cache_in(inputs), inputs.get("input_ids"), inputs.get("attention_mask")
+        cache, ids = cache_names.cache_in(inputs), inputs.get("input_ids")
         if cache is None or ids is None or ids.ndim != 2 or not 1 < ids.shape[1] <= MAX_TOKENS // len(ids):
             return None
-        # Without masks and positions the forward makes them, from what the cache counts in Python.
-        if not isinstance(masks, dict) or not isinstance(inputs.get("position_ids"), torch.Tensor):
-            return None
-        if any(mask is not None and not isinstance(mask, torch.Tensor) for mask in masks.values()):
-            return None
-        if not is_text(inputs) or not static_caches.is_static(cache):
+        if not has_masks(inputs) or not is_text(inputs) or not static_caches.is_static(cache):
             return None
         return cls(steps.without_token_types(inputs), cache, static_caches.tensors(cache))
 
     def _ways(self) -> tuple[Any, ...]:
         found = [static_caches.way(layer, self.tokens) for layer in self.sliding]
-        return (*found, self.hides_nothing, self.inputs["input_ids"].shape, static_caches.length(self.cache))
+        return (*found, self.hides_nothing, self.inputs[self.reads].shape[:2], static_caches.length(self.cache))
 
     def takes(self, memory: static_caches.Memory | None, layout: Any) -> bool:
         """Whether the cache has its tensors, or takes those that were lent to it, of this layout, now."""
@@ -97,6 +90,18 @@ class Prompt(steps.Step):
         found = memory.fill(self.cache)
         self.addresses = () if found is None else memory.addresses
         return found is not None
+
+
+def has_masks(inputs: dict[str, Any]) -> bool:
+    """Whether these inputs have masks and positions: otherwise the forward makes them, from what the cache counts in
+    Python.
+    """
+    import torch
+
+    masks = inputs.get("attention_mask")
+    if not isinstance(masks, dict) or not isinstance(inputs.get("position_ids"), torch.Tensor):
+        return False
+    return all([mask is None or isinstance(mask, torch.Tensor) for mask in masks.values()])
 
 
 def is_text(inputs: dict[str, Any]) -> bool:
@@ -259,11 +264,10 @@ def release(decoding: Decoding) -> bool:
 
 def make_room(decoding: Decoding, model: Any, inputs: dict[str, Any]) -> None:
     """Before a forward without a graph: if it may need the memory that the graphs of prompts keep, drop them."""
-    ids = inputs.get("input_ids")
-    if ids is not None and ids.numel() > len(ids):
-        _make_room(
-            decoding, model, ids.device, *_asked(inputs), masks=not isinstance(inputs.get("attention_mask"), dict)
-        )
+    read = _read(inputs)
+    if read is not None and read.shape[1] > 1:
+        masks = not isinstance(inputs.get("attention_mask"), dict)
+        _make_room(decoding, model, read.device, *_asked(inputs), masks=masks)
 
 
 def make_room_for_chunks(decoding: Decoding, model: Any, cache: Any, rows: int, size: int) -> None:
@@ -293,8 +297,14 @@ def _make_room(
 
 def _asked(inputs: dict[str, Any]) -> tuple[int, int, Any]:
     """Rows and tokens of a forward, and its cache."""
-    rows, tokens = inputs["input_ids"].shape
+    rows, tokens = _read(inputs).shape[:2]
     return rows, tokens, cache_names.cache_in(inputs)
+
+
+def _read(inputs: dict[str, Any]) -> Any:
+    """Token ids or embeddings, (batch, tokens, ...)."""
+    ids = inputs.get("input_ids")
+    return inputs.get("inputs_embeds") if ids is None else ids
 
 
 def has_room(

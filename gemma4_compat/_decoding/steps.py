@@ -33,7 +33,7 @@ class Step:
     Attributes:
         inputs: of the model's forward, by name.
         cache: the cache among them.
-        device: of the input ids, a ``torch.device``.
+        device: of what it reads, a ``torch.device``.
         tensors: the tensors in the inputs, in order.
         sliding: the sliding layers of the cache.
         addresses: of the cache's tensors.
@@ -42,17 +42,18 @@ class Step:
         kind: hashable: steps of one kind run the same kernels on tensors of the same shapes.
         decodes: whether kernels of this package may compute it; PyTorch reads prompts.
         is_expected: whether there are a few kinds of such steps, so that a new kind is nothing to report.
+        reads: the input with a row of tokens for each row of a batch.
     """
 
-    decodes, is_expected = True, False
+    decodes, is_expected, reads = True, False, "input_ids"
 
     def __init__(self, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...]) -> None:
         self.inputs, self.cache = _with_own_positions(inputs), cache
-        self.device = inputs["input_ids"].device
+        self.device = inputs[self.reads].device
         self.tensors = tensors(self.inputs)
         self.sliding = static_caches.sliding(cache)
         self.addresses = static_caches.addresses(found)
-        self.tokens = self.added = int(inputs["input_ids"].shape[1])
+        self.tokens = self.added = int(inputs[self.reads].shape[1])
         self.kind = self._kind()
 
     @classmethod

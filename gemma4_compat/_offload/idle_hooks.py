@@ -10,16 +10,18 @@ They are bypassed for the forward of the model and restored after it. A module t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._offload import torch_internals
 
 _HOOKS = attached.IDLE
+_bypasses: weakref.WeakKeyDictionary[Any, Bypass] = weakref.WeakKeyDictionary()  # by the module that calls it
 
 
 def install(model: Any) -> bool:
@@ -39,6 +41,7 @@ def install(model: Any) -> bool:
         own = [part for part in hooked if part is not model and inside.get(id(part), model) is root]
         bypass = Bypass(root, [HookedForward(part) for part in own if _only_moves_inputs(part)])
         if bypass.forwards:
+            _bypasses[root] = bypass
             before, after = bypass.pre_forward, bypass.post_forward
             _HOOKS.add(
                 root,
@@ -53,12 +56,27 @@ def uninstall(model: Any) -> None:
     """Leave the hooks where they are."""
     for module in model.modules():
         _HOOKS.remove(module)
+        _bypasses.pop(module, None)
 
 
 def renew(model: Any) -> None:
     """Install again, where it was installed, after a module with a hook was replaced."""
     if any(module in _HOOKS for module in model.modules()):
         install(model)
+
+
+@contextlib.contextmanager
+def put_back(model: Any) -> Iterator[None]:
+    """Inside, in a forward of the model, its modules are what they are between two forwards. They compute the same."""
+    bypass = _bypasses.get(model)
+    if bypass is None:
+        yield
+        return
+    bypass.switch(bypassed=False)
+    try:
+        yield
+    finally:
+        bypass.switch(bypassed=True)
 
 
 def _only_moves_inputs(module: Any) -> bool:
@@ -113,6 +131,13 @@ class Bypass:
             if not self._inside:
                 for forward in self.forwards:
                     forward.wrap()
+
+    def switch(self, *, bypassed: bool) -> None:
+        """While a thread is inside: whether the hooks are bypassed."""
+        with self._mutex:
+            if self._inside:
+                for forward in self.forwards:
+                    forward.unwrap() if bypassed else forward.wrap()
 
 
 class HookedForward:

@@ -112,7 +112,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers-generate-checkpointing": ("transformers.modeling_layers", "transformers.modeling_utils"),
     "transformers-generate-embeddings": ("transformers.generation.utils",),
     "transformers-given-per-layer": ("transformers.models.gemma4.modeling_gemma4",),
-    "transformers-graph-decoding": ("transformers.generation.utils", "transformers.modeling_utils", "transformers.cache_utils"),
+    "transformers-graph-decoding": ("transformers.generation.utils", "transformers.modeling_utils", "transformers.cache_utils", "transformers.models.gemma4.modeling_gemma4", "transformers.models.gemma4_unified.modeling_gemma4_unified"),
     "transformers-held-prompts": ("transformers.generation.utils",),
     "transformers-image-masks": ("transformers.models.gemma4.modeling_gemma4", "transformers.masking_utils"),
     "transformers-image-masks-unified": ("transformers.models.gemma4_unified.modeling_gemma4_unified",),

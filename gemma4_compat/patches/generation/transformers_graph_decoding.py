@@ -11,14 +11,14 @@ Fix: For Gemma 4 on CUDA, transformers gets a compiled call that replays: the st
 CUDA graph and launched again for each later token. The kernels are those of the eager step, so tokens and logits are
 bit-identical; after a while small kernels are fused if that keeps the bits. After ``gemma4_compat.decode_fast(model)``
 without ``exact=True``, kernels of this package compute attention and products; after either, prompts are replayed as
-well, by their lengths, with the same bits, and one that does not fit into memory is read in chunks. After
-``decode_fast(assistants=True)``, calls with an assistant model or prompt lookup are decoded in rounds that are
-replayed, with the tokens of calls without; where no draft could have them (experts, a cache that holds the beginning
-of the text), nothing is drafted. Weights, hooks, adapters and the cache are checked before each replay. A
-new static cache is a copy of an unused one while the configuration stays as it was (transformers 5.19 and newer).
-Models that transformers compiles itself are left to it, unless ``decode_fast`` asked for a replay. What cannot be
-captured (8-bit layers, weights on disk, user hooks, several devices) runs as before, and the log says why.
-``disable_compile=True`` turns it off.
+well, by their lengths, with the same bits, and one that does not fit into memory is read in chunks. If a prompt has
+images or sounds, the text model's part is replayed. After ``decode_fast(assistants=True)``, calls with an assistant
+model or prompt lookup are decoded in rounds that are replayed, with the tokens of calls without; where no draft could
+have them (experts, a cache that holds the beginning of the text), nothing is drafted. Weights, hooks, adapters and the
+cache are checked before each replay. A new static cache is a copy of an unused one while the configuration stays as it
+was (transformers 5.19 and newer). Models that transformers compiles itself are left to it, unless ``decode_fast``
+asked for a replay. What cannot be captured (8-bit layers, weights on disk, user hooks, several devices) runs as
+before, and the log says why. ``disable_compile=True`` turns it off.
 
 Remove when: transformers decodes quantized and offloaded models with a static cache faster than one Python call per
 kernel.
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ from gemma4_compat._decoding import (
     decoder,
     deferral,
     drafted_calls,
+    embedded,
     new_caches,
     obstacles,
     pieces,
@@ -217,6 +219,16 @@ def assisted_decoding(original: Callable[..., Any], self: Any, input_ids: Any, *
         return assisted.Text(self, input_ids, config, given).decode(prepared)
 
 
+def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """After ``decode_fast``, the text model's part of a prompt with images or sounds is replayed."""
+    import torch
+
+    reader = None if args or torch.compiler.is_compiling() else embedded.waiting(self)
+    if reader is None:
+        return original(self, *args, **kwargs)
+    return reader(functools.partial(original, self), kwargs)
+
+
 class _Called:
     """A view of a model that calls a decoder. Everything else is the model's."""
 
@@ -265,8 +277,18 @@ def reproduce(workspace: Workspace) -> Outcome:
     )
 
 
+def _target(family: str, kind: str) -> Target:
+    return Target(
+        module=f"transformers.models.{family}.modeling_{family}",
+        name=f"{kind}TextModel.forward",
+        replacement=text_model,
+        group=family,
+        asleep=lambda _late: True,
+    )
+
+
 PATCH = Patch(
-    id="transformers-graph-decoding",
+    id=embedded.PATCH,
     kind=Kind.SPEED,
     severity=Severity.SPEED,
     failure_points=("F52",),
@@ -312,6 +334,8 @@ PATCH = Patch(
             replacement=new_caches.construct,
             affected=">=5.19.0",
         ),
+        _target("gemma4", "Gemma4"),
+        _target("gemma4_unified", "Gemma4Unified"),
     ),
     reproduce=reproduce,
 )

@@ -93,6 +93,7 @@ PATCH = Patch(
     distribution="transformers",
     affected=">=5.10.1",
     acts_on=ActsOn.GEMMA4,
+    after=("transformers-graph-decoding",),  # which captures what gets these masks
     targets=(
         Target(module=_UNIFIED, name="Gemma4UnifiedModel.forward", replacement=forward),
         Target(module=_UNIFIED, name="Gemma4UnifiedTextModel.forward", replacement=text_forward),

@@ -100,6 +100,17 @@ def text(model: Any, length: int = 24, *, batch: int = 1, seed: int = 7) -> dict
     return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
 
 
+def other_media(batch: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Other images and sounds in the same prompt."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    media = {name: batch[name] for name in ("pixel_values", "input_features") if name in batch}
+    return batch | {
+        name: torch.rand(values.shape, generator=generator).to(values.device) for name, values in media.items()
+    }
+
+
 def generate(
     model: Any, batch: dict[str, Any], way: dict[str, Any] | None = None, *, new: int = NEW, **options: Any
 ) -> Any:

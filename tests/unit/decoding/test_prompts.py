@@ -115,14 +115,6 @@ def test_turns_on_one_cache_of_the_user(models: Models) -> None:
     assert steps(model).reasons == ()
 
 
-def test_images_are_read_as_before(models: Models) -> None:
-    model = fast(models, None)
-    inputs = models.workspace.inputs()
-    for _ in range(3):
-        assert_equal(generate(model, inputs), generate(model, inputs, EAGER))
-    assert counts(model) == (0, 0)
-
-
 @pytest.mark.parametrize("options", [{"output_hidden_states": True}, {"logits_to_keep": 0}, {"use_cache": False}])
 def test_outputs_of_every_position_are_no_prompts(models: Models, options: dict[str, Any]) -> None:
     model = fast(models, None)

@@ -8,7 +8,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._decoding import decoder, pieces
-from tests.unit.decoding.calls import WINDOW, Models, assert_equal, base, generate, steps, text
+from tests.unit.decoding.calls import WINDOW, Models, assert_equal, base, generate, other_media, steps, text
 
 CELLS = [
     (None, None, "device"),
@@ -37,6 +37,18 @@ def test_prompts_have_the_bits_of_prompts_without_a_replay(
     counted = steps(model)
     assert counted.prompts_replayed >= counted.prompts_captured > 0
     assert counted.reasons == ()
+
+
+@pytest.mark.parametrize(("quantization", "adapter", "where"), CELLS)
+def test_so_have_prompts_with_other_images_and_sounds(
+    models: Models, quantization: str | None, adapter: str | None, where: str
+) -> None:
+    model = gemma4_compat.decode_fast(models.fresh(quantization, adapter, where), exact=True)
+    for seed in range(4):
+        given = other_media(models.workspace.inputs(), seed)
+        assert_equal(generate(model, given), generate(model, given, EAGER))
+    assert (steps(model).prompts_captured, steps(model).prompts_replayed) == (1, 3)
+    assert steps(model).reasons == ()
 
 
 @pytest.mark.parametrize("where", ["device", "host"])
