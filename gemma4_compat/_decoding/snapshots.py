@@ -30,15 +30,18 @@ class _Noted:
     whose: list[Whose] = field(default_factory=list)
 
     def add(self, where: dict[Any, Any], key: Any, found: Any, whose: Whose) -> None:
-        for column, value in zip((self.dicts, self.keys, self.found, self.whose), (where, key, found, whose)):
-            column.append(value)
+        self.dicts.append(where)
+        self.keys.append(key)
+        self.found.append(found)
+        self.whose.append(whose)
 
     def now(self) -> Iterator[Any]:
         """The objects that are there now."""
         return map(dict.get, self.dicts, self.keys, itertools.repeat(_NOTHING))
 
     def share(self, turn: int, turns: int) -> _Noted:
-        return _Noted(*(column[turn::turns] for column in (self.dicts, self.keys, self.found, self.whose)))
+        part = slice(turn, None, turns)
+        return _Noted(self.dicts[part], self.keys[part], self.found[part], self.whose[part])
 
 
 class Entries:
