@@ -139,7 +139,7 @@ def run(decoding: Decoding, model: Any, prompt: Prompt, *, first: bool) -> Any:
 
 def _is_fused(decoding: Decoding, prompt: Prompt) -> bool:
     """Whether graphs of such a prompt are fused at all."""
-    return decoding.fuses and prompt.inputs["input_ids"].numel() <= MAX_FUSED
+    return decoding.fuses and prompt.inputs[prompt.reads].shape[:2].numel() <= MAX_FUSED
 
 
 def _fused(decoding: Decoding, model: Any, prompt: Prompt, graph: Graph) -> bool:

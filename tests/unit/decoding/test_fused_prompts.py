@@ -80,6 +80,15 @@ def test_chunks_and_turns(models: Models) -> None:
     assert steps(model).not_fused == ()
 
 
+def test_images_and_sounds(models: Models) -> None:
+    model = fast(models, None)
+    for seed in range(5):
+        given = calls.other_media(models.workspace.inputs(), seed)
+        assert_equal(generate(model, given), generate(model, given, EAGER))
+    assert counts(model) == (1, 1)
+    assert steps(model).not_fused == ()
+
+
 def test_pieces(models: Models) -> None:
     model = gemma4_compat.decode_fast(models.fresh(None), any_length=True)
     before = [generate(model, text(model, length, seed=length)) for length in (20, 40)]
