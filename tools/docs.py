@@ -63,6 +63,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "docs/DECODING.md": [
         ("replays", measurements.replays_section),
         ("prompts", decoding.prompts),
+        ("fused prompts", decoding.fused),
         ("attention", decoding.attention),
         ("contexts", decoding.contexts),
         ("turns", decoding.turns),

@@ -21,7 +21,8 @@ from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._offload import torch_internals
 
 _HOOKS = attached.IDLE
-_bypasses: weakref.WeakKeyDictionary[Any, Bypass] = weakref.WeakKeyDictionary()  # by the module that calls it
+#: By the module that calls it, which keeps it alive: it holds that module's parts.
+_bypasses: weakref.WeakKeyDictionary[Any, weakref.ref[Bypass]] = weakref.WeakKeyDictionary()
 
 
 def install(model: Any) -> bool:
@@ -41,7 +42,7 @@ def install(model: Any) -> bool:
         own = [part for part in hooked if part is not model and inside.get(id(part), model) is root]
         bypass = Bypass(root, [HookedForward(part) for part in own if _only_moves_inputs(part)])
         if bypass.forwards:
-            _bypasses[root] = bypass
+            _bypasses[root] = weakref.ref(bypass)
             before, after = bypass.pre_forward, bypass.post_forward
             _HOOKS.add(
                 root,
@@ -68,7 +69,8 @@ def renew(model: Any) -> None:
 @contextlib.contextmanager
 def put_back(model: Any) -> Iterator[None]:
     """Inside, in a forward of the model, its modules are what they are between two forwards. They compute the same."""
-    bypass = _bypasses.get(model)
+    known = _bypasses.get(model)
+    bypass = None if known is None else known()
     if bypass is None:
         yield
         return

@@ -27,6 +27,8 @@ _WHERE = {"gpu": "all on the card", "host": "table and towers on the host", "str
 _SHARES = (0.0, 0.5, 0.7, 0.95)
 #: Of a text, where a row of the table of drafts says nothing else.
 _TOKENS = 256
+#: Lengths whose graphs are fused, in `prompts-fused`.
+_FUSED = ("64", "512")
 _CACHES = {
     "default cache": "default",
     "decode_fast": "`decode_fast`",
@@ -36,7 +38,7 @@ _CACHES = {
 
 def first_tokens(least: str = "64", most: str = "2048") -> str:
     """The README's sentence about the first token."""
-    lengths, ways = _lengths(), ("at_once", "default", "llama.cpp")
+    lengths, ways = _lengths() | {least: _lengths("prompts-fused")[least]}, ("at_once", "default", "llama.cpp")
     ours, without, peer = (
         " and ".join(f"{lengths[length]['summary'][way]['median']:.0f}" for length in (least, most)) for way in ways
     )
@@ -53,12 +55,33 @@ def prompts() -> str:
         ways = _lengths(shape=shape)
         with_peer = ways if shape in ("E2B", "26B-A4B") else _lengths("prompts-llama", shape=shape)
         for length, found in with_peer.items():
+            if length in _FUSED and shape != "26B-A4B":
+                found = ways[length] = _lengths("prompts-fused", shape=shape)[length]
             cells = (
                 next((_cell(one, way) for one in (found, ways[length]) if way in one["summary"]), "-") for way in _WAYS
             )
             rows.append(f"| {shape} | {int(length):,} | " + " | ".join(cells) + " |")
     heads = "| model | tokens | " + " | ".join(_WAYS.values()) + " |"
     return "\n".join((heads, "|---|---:" + "|---" * len(_WAYS) + "|", *rows))
+
+
+def fused() -> str:
+    """Graphs of prompts as captured and with fused kernels, by run: kernels, milliseconds on the GPU, first token."""
+    shapes = ("E2B", "E4B", "12B")
+    files = sorted(
+        (ROOT / _RAW).glob("fused_prompts-*.json"), key=lambda file: (shapes.index(file.stem.split("-")[1]), file.stem)
+    )
+    rows = []
+    for file in files:
+        run = json.loads(file.read_text(encoding="utf-8"))
+        for length, found in run["lengths"].items():
+            ways = found["captured"], found["fused"]
+            columns = ([f"{way['graph']['kernels']:,}" for way in ways], [f"{way['graph']['ms']:.1f}" for way in ways])
+            cells = (" -> ".join(column) for column in (*columns, [f"{way['ms']:.1f}" for way in ways]))
+            link = f"[{run['shape']}](../{file.relative_to(ROOT).as_posix()})"
+            rows.append(f"| {link} | {int(length):,} | " + " | ".join(cells) + " |")
+    heads = "| model, raw | tokens | kernels | ms of the graph on the GPU | ms to the first token |"
+    return "\n".join((heads, "|---|---:|---|---|---|", *rows))
 
 
 def attention() -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,19 @@ from gemma4_compat._offload import idle_hooks
 pytest.importorskip("accelerate", reason="needs accelerate")
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Any:
+def dispatched(folder: Path) -> Any:
     """Three linears, the last one offloaded."""
     import torch
     from accelerate import dispatch_model
 
     torch.manual_seed(0)
     module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))).eval()
-    return dispatch_model(module, {"0": "cpu", "1": "cpu", "2": "disk"}, offload_dir=str(tmp_path))
+    return dispatch_model(module, {"0": "cpu", "1": "cpu", "2": "disk"}, offload_dir=str(folder))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    return dispatched(tmp_path)
 
 
 def is_bypassed(module: Any) -> bool:
@@ -206,3 +212,17 @@ def test_unwrapped_by_two_each_puts_back_what_it_took() -> None:
     assert module.forward is outer
     second.wrap()
     assert module.forward is outer
+
+
+def test_a_model_that_nobody_holds_is_gone(tmp_path: Path) -> None:
+    import torch
+
+    held = dispatched(tmp_path)
+    assert idle_hooks.install(held)
+    held(torch.ones(1, 4))
+    with idle_hooks.put_back(held):
+        assert states(held) == [False, False, False]
+    gone = weakref.ref(held)
+    del held
+    gc.collect()
+    assert gone() is None
