@@ -36,7 +36,7 @@ _BLOCK = 256
 TARGETS = r"(?!.*tower).*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 
 
-#: What ``chunked_mlp`` does as well, and is not counted: on an H100 a step of an E4B with 32,768 tokens and checkpoints
+#: What ``chunked_mlp`` does as well, and is not counted. On an H100 a step of an E4B with 32,768 tokens, checkpoints
 #: in host memory took 16.25 GiB. Without them a plan says 16.8, with them 11.3.
 UNPROVEN = (norms, per_layer, shared_states)
 
