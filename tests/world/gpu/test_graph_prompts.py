@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._decoding import decoder, pieces
+from gemma4_compat._decoding import decoder, pieces, prompts
 from tests.unit.decoding.calls import WINDOW, Models, assert_equal, base, generate, other_media, steps, text
 
 CELLS = [
@@ -49,6 +49,18 @@ def test_so_have_prompts_with_other_images_and_sounds(
         assert_equal(generate(model, given), generate(model, given, EAGER))
     assert (steps(model).prompts_captured, steps(model).prompts_replayed) == (1, 3)
     assert steps(model).reasons == ()
+
+
+@pytest.mark.parametrize(("quantization", "adapter", "where"), CELLS)
+def test_so_have_prompts_with_fused_kernels(
+    models: Models, monkeypatch: pytest.MonkeyPatch, quantization: str | None, adapter: str | None, where: str
+) -> None:
+    monkeypatch.setattr(prompts, "FUSED_AFTER", 2)
+    model = gemma4_compat.decode_fast(models.fresh(quantization, adapter, where), exact=True)
+    for seed in range(6):
+        given = text(model, 24, seed=seed)
+        assert_equal(generate(model, given), generate(model, given, EAGER))
+    assert (steps(model).prompts_captured, steps(model).prompts_fused, steps(model).not_fused) == (1, 1, ())
 
 
 @pytest.mark.parametrize("where", ["device", "host"])
