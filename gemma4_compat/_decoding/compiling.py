@@ -65,7 +65,7 @@ class Nvrtc:
                 which the driver translates.
 
         Raises:
-            RuntimeError: it cannot be compiled; the message has the log.
+            RuntimeError: it cannot be compiled; the message has the log, its errors first.
         """
         program = ctypes.c_void_p()
         given = [option.encode() for option in options]
@@ -75,7 +75,7 @@ class Nvrtc:
             array = (ctypes.c_char_p * len(given))(*given)
             result = self._library.nvrtcCompileProgram(program, len(given), array)
             log = self._bytes("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
-            self._check(result, log)
+            self._check(result, _errors_first(log))
             virtual = any("=compute_" in option for option in options)
             return self._bytes("PTX" if virtual else "CUBIN", program), log
         finally:
@@ -93,6 +93,13 @@ class Nvrtc:
             name = self._library.nvrtcGetErrorString
             name.restype = ctypes.c_char_p
             raise RuntimeError(f"{(name(result) or b'NVRTC failed').decode()}\n{log}".rstrip())
+
+
+def _errors_first(log: str) -> str:
+    """A log of NVRTC, where dozens of warnings may stand before what went wrong."""
+    lines = log.splitlines()
+    first = next((number for number, line in enumerate(lines) if "error" in line), 0)
+    return "\n".join((*lines[first:], *lines[:first]))
 
 
 def options(architecture: str) -> tuple[str, ...]:

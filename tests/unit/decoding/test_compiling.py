@@ -268,6 +268,15 @@ def test_a_mistake_has_its_log_and_is_not_kept(folder: Path) -> None:
     assert not folder.exists()
 
 
+def test_a_log_begins_with_what_went_wrong() -> None:
+    log = "a.cu(3): warning #177-D: unused\n  int i;\na.cu(9): error: no such name\n1 error detected"
+    found = compiling._errors_first(log).splitlines()
+    assert found == [
+        *("a.cu(9): error: no such name", "1 error detected", "a.cu(3): warning #177-D: unused", "  int i;")
+    ]
+    assert compiling._errors_first("line 3: a mistake") == "line 3: a mistake"
+
+
 def test_a_binary_that_the_driver_refuses_is_not_kept(folder: Path) -> None:
     process = Process()
     process.driver.refuses = True
