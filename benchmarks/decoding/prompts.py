@@ -12,12 +12,12 @@ at_once     `gemma4_compat.decode_fast`
 any_length  `decode_fast(any_length=True)`, each prompt of another length
 chunks      `decode_fast`, `prefill_chunk_size` of `--chunk`
 
-Every way reads a prompt before anything is measured: some wake patches, after which all graphs are captured again. For
-each length every way reads three prompts first, and captures then (`any_length` decodes 200 tokens after the first, so
-that the step which reads its last token is fused), and as many more as it takes until short graphs are fused; after
-that the ways take turns, each with a text that was not read before, and the order is turned round in every second
-round. Then each reads one more, for the most memory above that of the loaded model. `--shape 26B-A4B --where experts`
-has its experts in host memory.
+Every way reads a prompt before anything is measured: some wake patches, after which all graphs are captured again. At
+each length `any_length` first decodes 200 tokens, so that the step which reads its last token is fused. Then every way
+reads three prompts, one of which is captured, and as many more as it takes until short graphs are fused. After that
+the ways take turns, each with a text that was not read before, and the order is turned round in every second round.
+Last, each reads one more, for the most memory above that of the loaded model. `--shape 26B-A4B --where experts` has
+its experts in host memory.
 
 `--llama-cpp TREE` is llama.cpp as depth.py takes it: Q4_0, flash attention, its own processing of prompts in pieces of
 512, through its C API; it takes its turn with the others.

@@ -116,10 +116,10 @@ def _bits(checkpoint: Path, base: str, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def widths() -> list[dict[str, Any]]:
-    """MLPs of the released widths, random but for gate and up of one neuron, which align with one token's input.
+    """Random MLPs of the released widths, in which gate and up of one neuron point along one token's input.
 
-    So one product is beyond the limit, as an outlier of a trained model is. Errors are relative to float32, of that
-    token's output; "unscaled" is the same in float16 before one is.
+    That token's product exceeds the limit, as an outlier in a trained model does. Errors are those of its output,
+    relative to float32; "unscaled" is the error in float16 before anything exceeds the limit.
     """
     import torch
 

@@ -16,9 +16,9 @@ For each sequence and way: seconds of a step after the first one, tokens a secon
 step. A budget fits where the peak of reserved memory does, and does not where that of tensors does not. Between the
 two a ballast tensor leaves so much (GiB) to this process's tensors, and a step decides.
 
-`--bits N`: one step of N tokens from the same weights for each way, with deterministic kernels: is the loss that of
-the way before, bit for bit, how many of the gradients are, and how far are the others, of the norm of them all?
-"again" repeats the first way.
+`--bits N`: one step of N tokens from the same weights for each way, with kernels that are deterministic where PyTorch
+has them (attention of wide heads is not): is the loss that of the way before, bit for bit, how many of the gradients
+are, and how far are the others, of the norm of them all? "again" repeats the first way.
 
 `--where experts` with `--shape 26B-A4B`: its experts in host memory. What is not started within `--seconds` is left
 out; the file is written after every measurement. `python benchmarks/training/long_steps.py --plan FILE.json` adds the
@@ -260,7 +260,7 @@ class Run:
                 self.measure(steps, sequence, name)
 
     def compare(self, steps: Steps, sequence: int) -> None:
-        """A step of each way with deterministic kernels, against the way before."""
+        """A step of each way, as deterministic as PyTorch makes it, against the way before."""
         import torch
 
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -36,8 +36,8 @@ _BLOCK = 256
 TARGETS = r"(?!.*tower).*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 
 
-#: What ``chunked_mlp`` does as well, and is not counted. On an H100 a step of an E4B with 32,768 tokens, checkpoints
-#: in host memory took 16.25 GiB. Without them a plan says 16.8, with them 11.3.
+#: What ``chunked_mlp`` does as well and a plan does not count: a CPU saves memory by it, and an H100 saved none
+#: (docs/TRAINING.md).
 UNPROVEN = (norms, per_layer, shared_states)
 
 

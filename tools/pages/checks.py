@@ -57,11 +57,12 @@ def _said(results: Mapping[str, Any]) -> str:
     gpus = {gpu["name"] for run in runs if run["report"] and (gpu := run["report"]["machine"]["gpu"])}
     dates = sorted({run["report"]["date"] for run in runs if run["report"]})
     where = f"{', '.join(sorted(gpus)) or 'no GPU'}, {', '.join(dates)}"
+    some = any(name in _FAULTS for found in results.values() for name in found["runs"])
     raw = ", ".join(f"[{found['shape']}]({path})" for path, found in results.items())
     return (
         f"{len(runs)} checks of random weights in real shapes with an adapter of rank 16; {judged} ({where}; "
         f"`python benchmarks/small_card/checks.py`; raw: {raw}). For a size, another process held the rest of the "
-        "card; the faults had all of it. Peaks are what PyTorch allocated at most."
+        f"card{'; the faults had all of it' if some else ''}. Peaks are what PyTorch allocated at most."
     )
 
 

@@ -52,11 +52,11 @@ def prompts() -> str:
     """Milliseconds to the first token by the length of the prompt, and GiB above the loaded model."""
     rows = []
     for shape in ("E2B", "E4B", "12B", "26B-A4B"):
-        ways = _lengths(shape=shape)
-        with_peer = ways if shape in ("E2B", "26B-A4B") else _lengths("prompts-llama", shape=shape)
+        run = {} if shape == "26B-A4B" else _lengths("prompts-fused", shape=shape)
+        fused = {length: run[length] for length in _FUSED if length in run}
+        ways = _lengths(shape=shape) | fused
+        with_peer = ways if shape in ("E2B", "26B-A4B") else _lengths("prompts-llama", shape=shape) | fused
         for length, found in with_peer.items():
-            if length in _FUSED and shape != "26B-A4B":
-                found = ways[length] = _lengths("prompts-fused", shape=shape)[length]
             cells = (
                 next((_cell(one, way) for one in (found, ways[length]) if way in one["summary"]), "-") for way in _WAYS
             )
@@ -75,13 +75,15 @@ def fused() -> str:
     for file in files:
         run = json.loads(file.read_text(encoding="utf-8"))
         for length, found in run["lengths"].items():
+            assert found["equal"], file
             ways = found["captured"], found["fused"]
             columns = ([f"{way['graph']['kernels']:,}" for way in ways], [f"{way['graph']['ms']:.1f}" for way in ways])
             cells = (" -> ".join(column) for column in (*columns, [f"{way['ms']:.1f}" for way in ways]))
+            cells = *cells, f"{found['fusing_ms'] / 1000:.1f}"
             link = f"[{run['shape']}](../{file.relative_to(ROOT).as_posix()})"
             rows.append(f"| {link} | {int(length):,} | " + " | ".join(cells) + " |")
-    heads = "| model, raw | tokens | kernels | ms of the graph on the GPU | ms to the first token |"
-    return "\n".join((heads, "|---|---:|---|---|---|", *rows))
+    heads = "| model, raw | tokens | kernels | ms of the graph on the GPU | ms to the first token | s to fuse |"
+    return "\n".join((heads, "|---|---:|---|---|---|---:|", *rows))
 
 
 def attention() -> str:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.decoding.models import WHERE
 from tools.pages.markers import ROOT
 
 
@@ -173,8 +174,6 @@ LONG_STEPS = {
     "offload": "and checkpoints in host memory",
     "windows": "and sliding windows",
 }
-
-
 #: What is allocated before a step may be so many times the loaded model: adapter and optimizer.
 _HELD = 1.5
 
@@ -200,18 +199,21 @@ def long_steps_section() -> str:
                 f"| {run['shape']} | {cell['sequence']:,} | {LONG_STEPS[cell['way']]} | {' | '.join(shown)} "
                 f"| {cell['tokens_per_second']:,.0f} | {', '.join(fits) or '-'} |"
             )
-    rows += ["", "What each switch changes in the first step, with deterministic kernels:", ""] * any(
-        run["bits"] for _, run in runs
-    )
+    if any(run["bits"] for _, run in runs):
+        said = (
+            "What each switch changes in the first step, against the way before it. PyTorch's attention adds gradients"
+        )
+        rows += ["", f"{said} up in another order each time, so compare with the same step run again:", ""]
     for _, run in runs:
         for name, found in run["bits"].items():
             what = "the same step again" if name == "again" else LONG_STEPS[name].removeprefix("and ")
             same = "with the same bits" if found["loss_equal"] else "rounded otherwise"
             equal = f"{found['gradients_equal']} of {found['gradients']} have the same bits"
-            apart = f"; all of them differ by {found['apart']:.1e} of their norm." if found["apart"] else "."
+            apart = f"; together they differ by {found['apart']:.2g} of their norm." if found["apart"] else "."
             rows.append(f"- {run['shape']}, {what}: a loss {same}; of gradients, {equal}{apart}")
+    places = WHERE | {"experts": "experts in host memory"}
     sources = "; ".join(
-        f"[{run['shape']}](../{file.relative_to(ROOT).as_posix()}), {run['machine']['device']}, {run['where']}"
+        f"[{run['shape']}](../{file.relative_to(ROOT).as_posix()}), {run['machine']['device']}, {places[run['where']]}"
         for file, run in runs
     )
     return "\n".join([*rows, "", f"Raw: {sources}."])

@@ -17,6 +17,15 @@ PATCH = "transformers-graph-decoding"
 NEW = 4  # tokens: of a prompt, of an eager step, and two of replays
 WINDOW = 8  # of tiny models
 TABLE = "model.language_model.embed_tokens_per_layer"
+#: Ends replays.
+EAGER = {"disable_compile": True}
+#: Quantization, adapter and ``where`` of :class:`Models`.
+PLACES = (
+    (None, None, "device"),
+    ("4bit-double", "language", "device"),
+    ("4bit", None, "streamed"),
+    (None, "all", "host"),
+)
 Outputs = list[Any]
 #: Runs a ``generate`` or several, given further arguments for each.
 Run = Callable[[dict[str, Any]], Outputs]
@@ -109,6 +118,11 @@ def other_media(batch: dict[str, Any], seed: int) -> dict[str, Any]:
     return batch | {
         name: torch.rand(values.shape, generator=generator).to(values.device) for name, values in media.items()
     }
+
+
+def fast(models: Models, *where: Any, exact: bool = True) -> Any:
+    """A model after ``decode_fast``."""
+    return gemma4_compat.decode_fast(models.fresh(*where), exact=exact)
 
 
 def generate(

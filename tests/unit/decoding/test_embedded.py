@@ -15,27 +15,28 @@ from gemma4_compat._engine import versions
 from gemma4_compat._models import variants
 from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from tests.unit.decoding import calls
-from tests.unit.decoding.calls import WINDOW, Models, assert_equal, generate, layers, other_media, steps, text
+from tests.unit.decoding.calls import (
+    EAGER,
+    PLACES,
+    WINDOW,
+    Models,
+    assert_equal,
+    fast,
+    generate,
+    layers,
+    other_media,
+    steps,
+    text,
+)
 from tests.unit.offload import threads
 
 pytestmark = pytest.mark.usefixtures("tapes")
-EAGER = {"disable_compile": True}
 VERSION = versions.installed("transformers") or "0"
-PLACES = [
-    (None, None, "device"),
-    ("4bit-double", "language", "device"),
-    ("4bit", None, "streamed"),
-    (None, "all", "host"),
-]
 
 
 def counts(model: Any) -> tuple[int, int]:
     found = steps(model)
     return found.prompts_captured, found.prompts_replayed
-
-
-def fast(models: Models, *where: Any, exact: bool = True) -> Any:
-    return gemma4_compat.decode_fast(models.fresh(*where), exact=exact)
 
 
 def same(model: Any, batches: list[dict[str, Any]], **options: Any) -> list[Any]:

@@ -11,25 +11,13 @@ pytest.importorskip("bitsandbytes")
 import gemma4_compat
 from gemma4_compat._decoding import fused_steps, kernels, prompts
 from tests.unit.decoding import calls
-from tests.unit.decoding.calls import WINDOW, Models, assert_equal, generate, steps, text
-
-EAGER = {"disable_compile": True}
-PLACES = [
-    (None, None, "device"),
-    ("4bit-double", "language", "device"),
-    ("4bit", None, "streamed"),
-    (None, "all", "host"),
-]
+from tests.unit.decoding.calls import EAGER, PLACES, WINDOW, Models, assert_equal, fast, generate, steps, text
 
 
 @pytest.fixture(autouse=True)
 def fusing(kernels_on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts on the CPU are fused, in the second replay of a length; steps are not."""
     monkeypatch.setattr(prompts, "FUSED_AFTER", 2)
-
-
-def fast(models: Models, *where: Any) -> Any:
-    return gemma4_compat.decode_fast(models.fresh(*where), exact=True)
 
 
 def same(model: Any, lengths: list[int], **options: Any) -> None:

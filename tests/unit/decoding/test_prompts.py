@@ -13,26 +13,15 @@ import gemma4_compat
 from gemma4_compat._decoding import decoder, prompts
 from tests.helpers import holders
 from tests.unit.decoding import calls
-from tests.unit.decoding.calls import WINDOW, Models, assert_equal, generate, layers, steps, text
+from tests.unit.decoding.calls import EAGER, PLACES, WINDOW, Models, assert_equal, fast, generate, layers, steps, text
 from tests.unit.offload import threads
 
 pytestmark = pytest.mark.usefixtures("tapes")
-EAGER = {"disable_compile": True}
-PLACES = [
-    (None, None, "device"),
-    ("4bit-double", "language", "device"),
-    ("4bit", None, "streamed"),
-    (None, "all", "host"),
-]
 
 
 def counts(model: Any) -> tuple[int, int]:
     found = steps(model)
     return found.prompts_captured, found.prompts_replayed
-
-
-def fast(models: Models, *where: Any, exact: bool = True) -> Any:
-    return gemma4_compat.decode_fast(models.fresh(*where), exact=exact)
 
 
 def answers(model: Any, lengths: list[int], **options: Any) -> list[Any]:
