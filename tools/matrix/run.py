@@ -77,13 +77,12 @@ def run(options: argparse.Namespace) -> int:
         for job in as_completed([pool.submit(one, stack) for stack in chosen]):
             result = job.result()
             evidence.write_matrix({result["cell"]: result}, known, options.out)
-            print(line(result), flush=True)
-            bad += [] if result["ok"] else [result["cell"]]
+            print(said := line(result), flush=True)
+            bad += [] if result["ok"] else [said]
     while not places.empty():
         shutil.rmtree(places.get(), ignore_errors=True)
-    print(
-        f"\n{len(chosen) - len(bad)} of {len(chosen)} stacks as claimed" + (f"; not: {', '.join(bad)}" if bad else "")
-    )
+    # Once more at the end, which is all of a long log that some services show.
+    print(f"\n{len(chosen) - len(bad)} of {len(chosen)} stacks as claimed" + ("; not:" if bad else ""), *bad, sep="\n")
     return 1 if bad else 0
 
 
