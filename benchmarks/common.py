@@ -187,6 +187,15 @@ def child(script: Path, shape: str, what: str, work: Path) -> Data:
 # What is done with the figures
 
 
+def checkpointing(model: Any, *, offload: bool = False) -> None:
+    """Checkpoint each layer. ``offload``: what that keeps is in host memory (transformers 5.17 or newer).
+
+    It is an argument of its own: among those of ``torch.utils.checkpoint`` the method leaves it unread (F112).
+    """
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # 5.23 or newer
+    enable({"use_reentrant": False}, **({"offload": True} if offload else {}))
+
+
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Lower quartile, median, upper quartile."""
     if len(values) < 2:

@@ -1,7 +1,7 @@
 """Does a training step of a long sequence fit a small card, how fast is it, and which bits does each switch change?
 
 python benchmarks/training/long_steps.py --shape E4B --sequences 16384,32768 --budget 6,8,12 --json FILE.json
-    [--where streamed] [--ways chunked,mlp,pieces,offload,windows] [--bits 16384] [--seconds 150]
+    [--where streamed] [--ways chunked,mlp,pieces,windows,offload] [--bits 16384] [--seconds 150]
 
 QLoRA of rank 16 on every linear layer of the decoder, random weights in the real shape, 4-bit with double
 quantization, checkpointing without reentry, bf16 autocast, AdamW, one process. Each way has all switches before it:
@@ -9,8 +9,8 @@ quantization, checkpointing without reentry, bf16 autocast, AdamW, one process. 
 chunked     the loss in chunks, which is what there was
 mlp         MLPs in pieces
 pieces      norms in pieces too, and no graph that nobody reads: all of `chunked_mlp`
-offload     what checkpointing keeps is in host memory
 windows     GEMMA4_COMPAT_ENABLE=transformers-sliding-windows
+offload     what checkpointing keeps is in host memory
 
 For each sequence and way: seconds of a step after the first one, tokens a second, PyTorch's peaks, the loss of each
 step. A budget fits where the peak of reserved memory does, and does not where that of tensors does not. Between the
@@ -64,16 +64,16 @@ class Way(NamedTuple):
 
     mlp: bool = False
     rest: bool = False
-    offload: bool = False
     windows: bool = False
+    offload: bool = False
 
 
 WAYS = {
     "chunked": Way(),
     "mlp": Way(mlp=True),
     "pieces": Way(mlp=True, rest=True),
-    "offload": Way(mlp=True, rest=True, offload=True),
-    "windows": Way(mlp=True, rest=True, offload=True, windows=True),
+    "windows": Way(mlp=True, rest=True, windows=True),
+    "offload": Way(mlp=True, rest=True, windows=True, offload=True),
 }
 #: Ways whose loss has the bits of the way before.
 SAME = ("pieces", "offload")
@@ -125,8 +125,7 @@ class Steps:
         from gemma4_compat._attention import windows
         from gemma4_compat._training import norms, per_layer, shared_states
 
-        options = {"offload": True} if way.offload else {}
-        self.model.gradient_checkpointing_enable({"use_reentrant": False, **options})
+        common.checkpointing(self.model, offload=way.offload)
         gemma4_compat.chunked_mlp(self.model, tokens=self.tokens, enabled=way.mlp)
         if not way.rest:
             for part in (norms, shared_states, per_layer):

@@ -82,8 +82,7 @@ def load(order: Order) -> Data:
     found = {"load_s": time.perf_counter() - started, "load": device.memory()}
     rank = min(RANK, order["rank"])
     _model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS)).train()
-    options = {"offload": True} if order["offload"] else {}
-    _model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **options})
+    common.checkpointing(_model, offload=order["offload"])
     _model.enable_input_require_grads()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

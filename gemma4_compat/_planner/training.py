@@ -43,7 +43,7 @@ def plan_training(
     """A placement of ``model`` in which a QLoRA step on text stays inside ``vram``, and what the step takes.
 
     The installed releases' own code runs the step on tensors without memory (``FakeTensorMode``), and every storage it
-    makes is counted. That takes a minute, no weights and no accelerator. It does not see what kernels use internally.
+    makes is counted. That takes a minute, no weights and no accelerator. Masks are those of a batch with padding.
     Arguments have the names of TRL's ``SFTConfig``, ``TrainingArguments`` and ``LoraConfig``; the previous names
     (``sequence``, ``rank``, ``checkpointing``, ``optimizer``) still work, with a ``DeprecationWarning``.
 

@@ -2,8 +2,8 @@
 
 No formula knows what autograd keeps of a release's code, so that code runs: the model's own class with PEFT's own
 layers, forward and backward, under ``FakeTensorMode``, which gives every tensor a shape and no memory. Each storage
-that an operator makes is counted until it is freed. That takes seconds and no accelerator. It does not see what
-kernels use internally. Masks are those of a batch with padding, the larger case.
+that an operator makes is counted until it is freed. That takes seconds and no accelerator. Of what kernels use
+internally, the workspace of attention's gradients is added. Masks are those of a batch with padding, the larger case.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._planner.blueprint import rounded
-from gemma4_compat._training import loss, mlp, norms, per_layer, shared_states
+from gemma4_compat._training import loss, mlp
 
 #: Bytes that an optimizer keeps for a trained float32 weight, and for each of its blocks of 256 weights (float32
 #: maxima of bitsandbytes' 8-bit states). "paged": in memory that CUDA moves to the host, which counts as zero.
@@ -32,13 +32,9 @@ OPTIMIZERS = {
 #: bitsandbytes keeps the states of smaller tensors in 32 bits (``min_8bit_size``).
 _SMALLEST_8BIT = 4096
 _BLOCK = 256
+_WIDEST_IN_REGISTERS = 128
 #: What QLoRA trains: every linear layer of the decoder, and nothing in the towers.
 TARGETS = r"(?!.*tower).*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
-
-
-#: What ``chunked_mlp`` does as well and a plan does not count: a CPU saves memory by it, and an H100 saved none
-#: (docs/TRAINING.md).
-UNPROVEN = (norms, per_layer, shared_states)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +114,6 @@ def measure(model: Any, quantized: Collection[str], step: Step) -> StepMemory:
             loss.chunked_loss(adapted)
         if step.chunked_mlp:
             mlp.chunked_mlp(adapted)
-            for part in UNPROVEN:
-                part.leave(adapted)
         if step.gradient_checkpointing:
             adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             if step.activation_offloading:
@@ -214,6 +208,8 @@ def storage_counter(model: Any) -> Any:
             for value in tree_iter(result):
                 if isinstance(value, torch.Tensor):
                     self._see(value.untyped_storage())
+            if function is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+                self.peak = max(self.peak, self.now + attention_workspace(args[1].shape, args[2].shape))
             return result
 
         def _see(self, storage: Any) -> None:
@@ -229,6 +225,20 @@ def storage_counter(model: Any) -> Any:
             self.now -= self._living.pop(key)
 
     return Counter()
+
+
+def attention_workspace(queries: Sequence[int], keys: Sequence[int]) -> int:
+    """The most that CUDA's memory-efficient kernel needs while it computes the gradients of wide heads, in bytes.
+
+    It adds up gradients of queries, keys and values in float32 (``workspace_size`` in PyTorch's kernel_backward.h; in
+    how many splits it keeps those of keys and values depends on the card). Narrower heads keep them in registers.
+
+    Args:
+        queries: their shape, (batch, heads, tokens, width).
+        keys: the same of keys and values, one head for each of the queries'.
+    """
+    batch, heads, tokens, width = queries
+    return 4 * batch * heads * width * (tokens + 2 * keys[2]) if width > _WIDEST_IN_REGISTERS else 0
 
 
 def _check(step: Step) -> None:

@@ -44,6 +44,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_qat_gradients",
         "transformers_reentrant_checkpointing",
         "transformers_generate_checkpointing",
+        "transformers_checkpointing_options",
         "transformers_wide_heads",
         "transformers_zero3_buffers",
         "transformers_chunked_loss",

@@ -171,8 +171,8 @@ LONG_STEPS = {
     "chunked": "loss in chunks",
     "mlp": "and MLPs in pieces",
     "pieces": "and the rest of `chunked_mlp`",
-    "offload": "and checkpoints in host memory",
     "windows": "and sliding windows",
+    "offload": "and checkpoints in host memory",
 }
 #: What is allocated before a step may be so many times the loaded model: adapter and optimizer.
 _HELD = 1.5
@@ -189,7 +189,10 @@ def long_steps_section() -> str:
         "|---|---:|---|---:|---:|---:|---|",
     ]
     for _, run in runs:
-        for title, cell in run["cells"].items():
+        cells = sorted(
+            run["cells"].items(), key=lambda one: (one[1]["sequence"], list(LONG_STEPS).index(one[1]["way"]))
+        )
+        for title, cell in cells:
             if (cell["memory"]["resident_gib"] or 0) > _HELD * (run["loaded"]["resident_gib"] or 0):
                 continue  # a step that failed before holds memory
             peak, planned = cell["memory"]["peak_gib"], cell.get("planned_gib")

@@ -56,8 +56,6 @@ def test_every_byte_is_that_of_a_step_with_memory(
         model.enable_input_require_grads()
     gemma4_compat.chunked_loss(model, enabled=chunked)
     gemma4_compat.chunked_mlp(model, tokens=mlp.TOKENS, enabled=tokens is not None)
-    for part in training_step.UNPROVEN:  # a plan does not count on them
-        part.leave(model)
     ids = torch.zeros(batch, sequence, dtype=torch.long)
     more = {"shift_labels": ids} if chunked else {}  # a plan counts a label for every token
     inputs = {"input_ids": ids, **more, "attention_mask": torch.ones_like(ids)}
