@@ -2,8 +2,9 @@
 
 No formula knows what autograd keeps of a release's code, so that code runs: the model's own class with PEFT's own
 layers, forward and backward, under ``FakeTensorMode``, which gives every tensor a shape and no memory. Each storage
-that an operator makes is counted until it is freed. That takes seconds and no accelerator. Of what kernels use
-internally, the workspace of attention's gradients is added. Masks are those of a batch with padding, the larger case.
+that an operator makes is counted until it is freed. That takes seconds and no accelerator. It does not see what
+kernels use internally; the workspace of attention's gradients is added. Masks are those of a batch with padding, the
+larger case.
 """
 
 from __future__ import annotations
@@ -235,7 +236,7 @@ def attention_workspace(queries: Sequence[int], keys: Sequence[int]) -> int:
 
     Args:
         queries: their shape, (batch, heads, tokens, width).
-        keys: the same of keys and values, one head for each of the queries'.
+        keys: the shape of keys and of values, with as many heads.
     """
     batch, heads, tokens, width = queries
     return 4 * batch * heads * width * (tokens + 2 * keys[2]) if width > _WIDEST_IN_REGISTERS else 0

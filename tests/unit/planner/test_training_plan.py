@@ -131,6 +131,21 @@ def test_a_4_bit_step_keeps_what_bitsandbytes_and_peft_keep(workspace: Any, monk
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("width", "workspace"), [(512, 4 * 2 * 512 * 3 * 64), (128, 0)])
+def test_gradients_of_wide_heads_need_the_workspace_of_the_kernel_on_a_gpu(width: int, workspace: int) -> None:
+    """Beside the gradients, which are bfloat16, sums of them in float32."""
+    import torch
+
+    inputs = [torch.zeros(1, 2, 64, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    found = torch.nn.functional.scaled_dot_product_attention(*inputs)
+    given = torch.zeros_like(found)
+    counted = training_step.storage_counter(torch.nn.Module())
+    with counted:
+        gradients = torch.autograd.grad(found, inputs, given)
+    assert len(gradients) == 3
+    assert counted.peak == counted.now + workspace
+
+
 def test_steps_grow_with_what_they_are(workspace: Any) -> None:
     base = of(workspace.checkpoint, max_length=32)
     assert of(workspace.checkpoint, max_length=64).peak > base.peak
