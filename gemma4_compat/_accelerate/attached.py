@@ -307,6 +307,10 @@ UNFED_TOWERS_TOLD = _mark(
     *("unfed_towers_told", "transformers-unfed-towers", "a DistributedDataParallel module"),
     "The warning about towers without input was given.",
 )
+OVERFLOW_TOLD = _mark(
+    *("overflow_told", "transformers-fp16-logits", "a model that computes in float16"),
+    "The warning about logits that are not numbers was given.",
+)
 SHARED_WEIGHTS = _mark(
     *("shared_weights", "transformers-shared-kv-weights", "a model"),
     "Names and files of checkpoint weights that the model does not have, to save them again.",

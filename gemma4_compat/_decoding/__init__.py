@@ -37,6 +37,7 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
   drafts, and the forward that reads them. :mod:`draft_windows`: where its sliding layers keep their rows. :mod:`pace`:
   how many drafts. :mod:`lookup`: drafts from the text itself. :mod:`noise`: what tokens are drawn with. :mod:`ends`:
   where the text ends.
+* :mod:`overflow`: prompts whose logits are not numbers in float16; ``transformers_fp16_logits`` says so.
 * :mod:`obstacles`: why a model cannot be captured.
 * :mod:`fast`: :func:`gemma4_compat.decode_fast`.
 """

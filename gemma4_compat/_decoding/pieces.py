@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._decoding import static_caches
+from gemma4_compat._decoding import overflow, static_caches
 from gemma4_compat._decoding.prompts import MASKS, MAX_TOKENS, RECORDED, Prompt, is_text
 from gemma4_compat._engine import sleep
 from gemma4_compat._models import cache_names, prefill
@@ -76,7 +76,9 @@ def read(given: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[
         if not given.read_piece(piece, first=start == 0):
             return None
     inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
-    return given(**inputs, return_dict=True)
+    outputs = given(**inputs, return_dict=True)
+    overflow.look(model, outputs.logits[:, -1], generation_config)
+    return outputs
 
 
 def room(tokens: int) -> int:

@@ -112,7 +112,8 @@ ERRORS = (
         r"device-side assert triggered",
         "A kernel met an index out of range; the traceback names a later line.",
         "Run again with CUDA_LAUNCH_BLOCKING=1 for the right line. With Gemma 4 it is most often a token id beyond "
-        "the vocabulary: a tokenizer of another model, or new tokens without `resize_token_embeddings`.",
+        "the vocabulary: a tokenizer of another model, or new tokens without `resize_token_embeddings`. If the lines "
+        "above it say `probability tensor`, the logits are NaN: compute in bfloat16 or float32 (docs/FLOAT16.md).",
     ),
     _known(
         "ValueError",

@@ -107,6 +107,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers-expanded-media": ("transformers.generation.utils",),
     "transformers-failed-adapter": ("transformers.integrations.peft",),
     "transformers-flash-attention": ("transformers.masking_utils", "transformers.modeling_utils"),
+    "transformers-fp16-logits": ("transformers.generation.utils",),
     "transformers-fp16-padding": ("transformers.models.gemma4.modeling_gemma4", "transformers.models.gemma4_unified.modeling_gemma4_unified"),
     "transformers-fp16-vision": ("transformers.models.gemma4.modeling_gemma4",),
     "transformers-fp16-vision-unified": ("transformers.models.gemma4_unified.modeling_gemma4_unified",),

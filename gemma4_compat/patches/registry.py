@@ -119,6 +119,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_config_reads",
     ),
     "generation": (
+        "transformers_fp16_logits",
         "transformers_assistant_sharing",
         "transformers_assistant_arguments",
         "transformers_assistant_keys",

@@ -1,0 +1,117 @@
+"""``generate`` of a float16 model whose logits are NaN says so, and what to do.
+
+Symptom: silent: in float16 (T4, RTX 20) ``generate`` writes the same token again and again, often ``<pad>``. With
+``do_sample=True`` it is ``RuntimeError: probability tensor contains either `inf`, `nan` or element < 0``, on a GPU a
+device-side assertion with that text. The same model works in bfloat16 and in float32.
+
+Cause: An activation exceeds 65504, the largest float16, and all logits are NaN. ``argmax`` of NaN is a token all the
+same, and ``torch.multinomial`` does not know why it got NaN.
+
+Fix: One warning for each model, if the logits after the prompt are NaN or infinite, names the dtype and what to do.
+Nothing is computed differently. It is given after ``generate``, or before the first token is drawn. Models in 8 bits,
+which always compute in float16, in 4 bits with ``bnb_4bit_compute_dtype=torch.float16``, and float16 autocast are
+looked at as well. Tokens after the prompt are not: one that overflows by itself is not reported.
+
+Remove when: ``generate`` says that the logits are not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._decoding import overflow
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+#: The product of gate and up is multiplied by it. Tiny models overflow from 2 ** 14 on.
+_FACTOR = 2.0**16
+_NEW_TOKENS = 4
+
+
+def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    reasons = overflow.reasons(self)
+    if not reasons:
+        return original(self, *args, **kwargs)
+    with overflow.looking(self, reasons) as looking:
+        output = original(self, *args, **kwargs)
+    looking.say()
+    return output
+
+
+def prefill(
+    original: Callable[..., Any], self: Any, input_ids: Any, generation_config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    outputs = original(self, input_ids, generation_config, *args, **kwargs)
+    overflow.look(self, outputs.logits[:, -1], generation_config)
+    return outputs
+
+
+def assisted_decoding(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    config = kwargs.get("generation_config")
+    if config is not None and overflow.is_waiting(self):
+        self = _Called(self, config)
+    return original(self, *args, **kwargs)
+
+
+class _Called:
+    """A view of a model whose first call is looked at: it reads the prompt, and drafts after it."""
+
+    def __init__(self, model: Any, generation_config: Any) -> None:
+        self._model, self._config = model, generation_config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._model(*args, **kwargs)
+        overflow.look(self._model, outputs.logits[:, 0], self._config)
+        return outputs
+
+
+def build_overflowing(model: Any) -> Any:
+    """A tiny model of the same function in float32, in which the product of gate and up is too large for float16."""
+    from gemma4_compat._reproduction import magnitudes
+
+    return magnitudes.rescale(model.float(), "MLP: product", _FACTOR)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import warnings
+
+    from gemma4_compat._errors import Gemma4CompatWarning
+    from gemma4_compat._reproduction import tiny
+
+    model = build_overflowing(workspace.load()).half()
+    options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": _NEW_TOKENS, "do_sample": False}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = model.generate(**options, return_dict_in_generate=True, output_logits=True)
+    said = [str(one.message) for one in caught if one.category is Gemma4CompatWarning]
+    if said or found.logits[0].isfinite().all():
+        return Outcome(False, said[0] if said else "the logits in float16 are finite")
+    tokens = found.sequences[0, -_NEW_TOKENS:].tolist()
+    return Outcome(True, f"the logits are NaN in float16, the tokens are {tokens}, and nothing is said")
+
+
+PATCH = Patch(
+    id="transformers-fp16-logits",
+    kind=Kind.NOTICE,
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F113",),
+    distribution="transformers",
+    affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
+    targets=(
+        Target(module="transformers.generation.utils", name="GenerationMixin.generate", replacement=generate),
+        Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin._assisted_decoding",
+            replacement=assisted_decoding,
+        ),
+    ),
+    reproduce=reproduce,
+)
