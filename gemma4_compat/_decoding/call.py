@@ -12,7 +12,7 @@ from gemma4_compat._decoding import advancing, decoder, embedded, obstacles, pie
 from gemma4_compat._decoding.graphs import Variant
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._models import cache_names, family
-from gemma4_compat._offload import idle_hooks, model_lock
+from gemma4_compat._offload import model_lock
 
 
 class Decoder:
@@ -94,8 +94,7 @@ class Decoder:
         per_layer = bool(getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0))
         prompt = embedded.Embedded.made_of(below, inputs, per_layer=per_layer)
         if prompt is not None and prompt.obstacle is None:
-            with idle_hooks.put_back(model):
-                outputs = self.alone(lambda: prompts.run(decoding, model, prompt, first=self._first))
+            outputs = self.alone(lambda: prompts.run(decoding, model, prompt, first=self._first))
             if outputs is not None:
                 self._first = False
                 return outputs
@@ -103,8 +102,7 @@ class Decoder:
             prompts.make_room(decoding, model, inputs)
         outputs = below(**inputs)
         if prompt is not None and prompt.obstacle is None:
-            with idle_hooks.put_back(model):
-                self.alone(lambda: prompts.has_run(decoding, model, prompt))
+            self.alone(lambda: prompts.has_run(decoding, model, prompt))
         return outputs
 
     def _read_without_a_graph(self, inputs: dict[str, Any], *, merged: bool) -> Any:

@@ -18,7 +18,7 @@ from gemma4_compat._decoding.dependencies import Dependencies
 from gemma4_compat._decoding.graphs import REMEMBERED, Graph, Variant
 from gemma4_compat._decoding.recaptures import LAST, Cause, DecodingStatistics, Recapture
 from gemma4_compat._decoding.recording import RECORDERS, Recording, capturing
-from gemma4_compat._offload import streaming
+from gemma4_compat._offload import idle_hooks, streaming
 
 #: Graphs kept for one model, over all its caches and adapters. The least recently used one goes first.
 MAX_GRAPHS = 8
@@ -191,6 +191,10 @@ class Decoding:
         ``in_full`` also checks what rarely changes; ``settling`` says that its first step has just run; ``quiet`` says
         that no code but libraries' has run since the last check.
         """
+        with idle_hooks.put_back(model):  # a thread in a forward has them bypassed
+            return self._variant_of(model, in_full=in_full, settling=settling, quiet=quiet)
+
+    def _variant_of(self, model: Any, *, in_full: bool, settling: bool, quiet: bool) -> Variant:
         for index, variant in enumerate(self._variants):
             known = variant.dependencies
             # Only the variant of the last step was looked at then.

@@ -17,7 +17,7 @@ from gemma4_compat._decoding import deferral, flash, fused_steps, obstacles, sta
 from gemma4_compat._decoding.graphs import REMEMBERED, Graph, Variant
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._models import attention_memory, cache_names, prefill
-from gemma4_compat._offload import streaming
+from gemma4_compat._offload import idle_hooks, streaming
 from gemma4_compat._quantization import experts
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def run(decoding: Decoding, model: Any, prompt: Prompt, *, first: bool) -> Any:
     if decoding.pauses or not any(prompt.kind in variant.read for variant in decoding.variants):
         return None  # without a look at the model
     if first and not prompt.addresses:
-        outputs = _ahead(decoding, prompt)
+        outputs = _ahead(decoding, model, prompt)
         if outputs is not None:
             return outputs
     variant = decoding.variant(model, in_full=first)
@@ -160,7 +160,7 @@ def _replayed(decoding: Decoding, prompt: Prompt, variant: Variant, graph: Graph
     return steps.copied(graph.outputs, prompt.cache)
 
 
-def _ahead(decoding: Decoding, prompt: Prompt) -> Any:
+def _ahead(decoding: Decoding, model: Any, prompt: Prompt) -> Any:
     """Launch a known graph after a look at the memory it reads, and at the rest while the GPU computes.
 
     That look takes a third of what Python does before a prompt. The cache is new, and nothing else is written.
@@ -188,7 +188,9 @@ def _ahead(decoding: Decoding, prompt: Prompt) -> Any:
     state = random.get_state()
     decoding.launch(graph, prompt)
     graph.recording.replay()
-    if known.rest_holds() and known.hold_in_full():
+    with idle_hooks.put_back(model):
+        holds = known.rest_holds() and known.hold_in_full()
+    if holds:
         return _replayed(decoding, prompt, variant, graph)
     if prompt.device.type == "cuda":
         torch.cuda.current_stream(prompt.device).synchronize()  # before anything that it reads is released

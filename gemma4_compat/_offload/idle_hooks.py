@@ -68,17 +68,17 @@ def renew(model: Any) -> None:
 
 @contextlib.contextmanager
 def put_back(model: Any) -> Iterator[None]:
-    """Inside, in a forward of the model, its modules are what they are between two forwards. They compute the same."""
+    """Inside, modules are what they are between two forwards, also if threads are in one. They compute the same."""
     known = _bypasses.get(model)
     bypass = None if known is None else known()
     if bypass is None:
         yield
         return
-    bypass.switch(bypassed=False)
+    bypass.look(1)
     try:
         yield
     finally:
-        bypass.switch(bypassed=True)
+        bypass.look(-1)
 
 
 def _only_moves_inputs(module: Any) -> bool:
@@ -110,6 +110,8 @@ class Bypass:
         self.forwards = forwards
         self._root = weakref.ref(root)
         self._inside: set[int] = set()  # threads; one that was interrupted (Ctrl-C) has not left
+        self._looks = 0  # how many look at the hooks
+        self._bypassed = False
         self._mutex = threading.Lock()  # nothing is offloaded: several threads may be in the model at once
 
     def pre_forward(self, module: Any, _inputs: Any) -> None:
@@ -117,29 +119,29 @@ class Bypass:
         if module is not self._root():  # a deep copy
             return
         with self._mutex:
-            if not self._inside:
-                for forward in self.forwards:
-                    forward.unwrap()
             self._inside.add(threading.get_ident())
+            self._switch()
 
     def post_forward(self, module: Any, _inputs: Any, _output: Any) -> None:
         """The hook after the module's forward, also after a failed one."""
         if module is not self._root():
             return
         with self._mutex:
-            if not self._inside:
-                return
             self._inside.discard(threading.get_ident())
-            if not self._inside:
-                for forward in self.forwards:
-                    forward.wrap()
+            self._switch()
 
-    def switch(self, *, bypassed: bool) -> None:
-        """While a thread is inside: whether the hooks are bypassed."""
+    def look(self, change: int) -> None:
+        """One more, or one fewer, looks at the hooks: meanwhile they are in their places."""
         with self._mutex:
-            if self._inside:
-                for forward in self.forwards:
-                    forward.unwrap() if bypassed else forward.wrap()
+            self._looks += change
+            self._switch()
+
+    def _switch(self) -> None:
+        bypassed = bool(self._inside) and not self._looks
+        if bypassed != self._bypassed:
+            for forward in self.forwards:
+                forward.unwrap() if bypassed else forward.wrap()
+            self._bypassed = bypassed
 
 
 class HookedForward:

@@ -53,11 +53,11 @@ def begun(model: Any, **options: Any) -> tuple[Any, int]:
     """The answer, and how many replays of prompts began before the model was looked at."""
     replays, ahead = 0, prompts._ahead
 
-    def counted(decoding: Any, prompt: Any) -> Any:
+    def counted(decoding: Any, model: Any, prompt: Any) -> Any:
         nonlocal replays
         known = [graph.recording for variant in decoding.variants for graph in variant.prompts.values()]
         before = sum(recording.replays for recording in known)
-        outputs = ahead(decoding, prompt)
+        outputs = ahead(decoding, model, prompt)
         replays += sum(recording.replays for recording in known) - before
         return outputs
 
@@ -107,9 +107,9 @@ def test_undone_it_leaves_no_trace(models: Models) -> None:
         replay(tape)
         drawn.append(torch.rand(3))
 
-    def given(decoding: Any, prompt: Any) -> Any:
+    def given(decoding: Any, model: Any, prompt: Any) -> Any:
         before = [{name: str(value) for name, value in vars(layer).items()} for layer in prompt.cache.layers]
-        assert ahead(decoding, prompt) is None
+        assert ahead(decoding, model, prompt) is None
         after = [{name: str(value) for name, value in vars(layer).items()} for layer in prompt.cache.layers]
         caches.append((before, after))
 

@@ -9,7 +9,9 @@ import pytest
 
 pytest.importorskip("bitsandbytes")
 
+import gemma4_compat
 from gemma4_compat._decoding import fused_steps, kernels
+from gemma4_compat._reproduction import tiny
 from tests.unit.decoding.calls import Models, base, generate, static_cache, steps, text
 from tests.unit.decoding.host_kernels import HostCompiler
 from tests.unit.offload import threads
@@ -102,3 +104,49 @@ def test_forwards_beside_a_generate(models: Models, where: str) -> None:
     assert wrong == []
     assert steps(base(model)).replayed > 0
     assert steps(model).reasons == ()
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_forwards_and_generates_of_a_dispatched_model(models: Models, offloaded: bool) -> None:
+    """Hooks that a thread bypasses in its forward are in place where another looks at the model."""
+    import torch
+    from accelerate import dispatch_model
+
+    main, model = torch.device("cpu"), models.workspace.load()
+    placement = tiny.device_map(model, "layers" if offloaded else "none", main=main, offloaded="cpu")
+    skip = tiny.skip_keys(model)
+    model = dispatch_model(model, placement, main_device=main, skip_keys=skip, force_hooks=True)
+    gemma4_compat.decode_fast(model, exact=True)
+    model.generation_config.cache_implementation = None
+
+    def forwards_of_accelerate() -> list[Any]:
+        return [vars(module)["forward"] for module in model.modules() if "_hf_hook" in vars(module)]
+
+    def answers(way: dict[str, Any]) -> list[Any]:
+        return [
+            generate(model, batch, way, past_key_values=static_cache(model, 32)).sequences
+            for batch in (text(model, 12), models.workspace.inputs())
+        ]
+
+    before, prompt = forwards_of_accelerate(), models.workspace.inputs()
+    with torch.no_grad():
+        logits = model(**prompt).logits
+    expected = answers(EAGER)
+    for _ in range(ROUNDS):  # everything is captured
+        assert all(map(torch.equal, answers({}), expected))
+    alone = steps(model)
+    wrong: list[str] = []
+
+    def forwards() -> None:
+        with torch.no_grad():
+            wrong.extend("forward" for _ in range(8) if not torch.equal(model(**prompt).logits, logits))
+
+    def generates(way: dict[str, Any]) -> None:
+        wrong.extend(f"{way}" for _ in range(ROUNDS) if not all(map(torch.equal, answers(way), expected)))
+
+    works = [forwards, lambda: generates({}), lambda: generates(EAGER)]
+    assert threads.run_together(works, limit=100) == [None] * len(works)
+    assert wrong == []
+    assert forwards_of_accelerate() == before
+    together = steps(model)
+    assert (together.recaptures, together.captured, together.reasons) == (alone.recaptures, alone.captured, ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import threading
@@ -147,6 +148,39 @@ def test_with_two_threads_in_it_the_last_one_puts_them_back(model: Any) -> None:
     go_on.set()
     other.join()
     assert states(model) == [False] * 3
+
+
+def test_who_looks_at_a_model_sees_its_hooks_whoever_is_in_it(model: Any) -> None:
+    """Two look, one after the other ends; a forward begins and another one ends meanwhile."""
+    idle_hooks.install(model)
+    seen = watch(model)
+    bypassed, in_place = [True, True, False], [False] * 3
+
+    def forward_of_another_thread() -> None:
+        other = threading.Thread(target=lambda: model(x()))
+        other.start()
+        other.join()
+
+    def look(*_: Any) -> None:
+        handle.remove()
+        with contextlib.ExitStack() as first:
+            first.enter_context(idle_hooks.put_back(model))
+            with idle_hooks.put_back(model):
+                seen.append(states(model))
+                first.close()
+                seen.append(states(model))
+                forward_of_another_thread()
+                seen.append(states(model))
+        seen.append(states(model))
+
+    handle = model[1].register_forward_hook(look)
+    model(x())
+    assert seen == [bypassed, *[in_place] * 4, bypassed]
+    with idle_hooks.put_back(model):
+        forward_of_another_thread()
+    model(x())
+    assert seen[6:] == [in_place, bypassed]
+    assert states(model) == in_place
 
 
 def test_a_deep_copy_keeps_its_hooks(model: Any) -> None:
