@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import gemma4_compat
+from gemma4_compat._engine.patch import ActsOn, Kind
 from tools import variants
 from tools.pages import errors, failure_points, gpu, matrix
 from tools.pages.markers import generated, shorten
@@ -60,13 +61,13 @@ def _page(heading: str, patches: Sequence[gemma4_compat.Patch]) -> str:
         "",
         "**On CPUs** counts [stacks](../PATCHES.md#the-matrix), **on a [GPU](../GPU.md)** names releases of",
         "transformers, **variants** are [those of Gemma 4](../VARIANTS.md) made small. A release newer than the",
-        "measured one gets a patch only where the code that it replaces is the same.",
+        "measured one gets a patch only where the code that it replaces is the same. Where an entry does not say",
+        "otherwise, it is a repair and acts on Gemma 4 alone.",
         "",
     ]
     for patch in patches:
         raw = f"../evidence/patches/{patch.id}.json"
         upstream = [*patch.bug, *filter(None, [patch.applied_upstream])]
-        optional = {True: " (where the release has it)", False: ""}
         parts += [
             f"## {patch.id}",
             "",
@@ -74,11 +75,11 @@ def _page(heading: str, patches: Sequence[gemma4_compat.Patch]) -> str:
             "",
             f"- **Failure points:** {', '.join(failure_points.link(point, '../') for point in patch.failure_points)}",
             f"- **Affected:** {affected(patch)} ({patch.severity}; fixed in {patch.fixed or 'no release so far'})",
-            f"- **Kind:** {patch.kind}",
-            f"- **Acts on:** {patch.acts_on}",
+            *([f"- **Kind:** {patch.kind}"] if patch.kind is not Kind.REPAIR else []),
+            *([f"- **Acts on:** {patch.acts_on}"] if patch.acts_on is not ActsOn.GEMMA4 else []),
             *([f"- **Upstream:** {', '.join(f'<{url}>' for url in upstream)}"] if upstream else []),
             *([f"- **Not exact without:** {', '.join(f'`{name}`' for name in patch.needs)}"] if patch.needs else []),
-            "- **Replaces:** " + ", ".join(f"`{item}`{optional[item.optional]}" for item in patch.targets),
+            f"- **Replaces:** {_replaced(patch)}",
             "- **On CPUs:** " + ", ".join(f"{name}: {len(stacks)}" for name, stacks in matrix.verdicts(patch).items()),
             f"- **Variants:** {shorten(variants.line(patch.id), 300)}",
             f"- **On a GPU:** {gpu.line(patch)}",
@@ -86,6 +87,15 @@ def _page(heading: str, patches: Sequence[gemma4_compat.Patch]) -> str:
             "",
         ]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _replaced(patch: gemma4_compat.Patch) -> str:
+    """What the patch replaces, each module named once."""
+    found: dict[str, list[str]] = {}
+    for one in patch.targets:
+        here = " (where the release has it)" if one.optional else ""
+        found.setdefault(one.module, []).append(f"`{one.name}`{here}")
+    return "; ".join(f"{', '.join(names)} of `{module}`" for module, names in found.items())
 
 
 def link(patch_id: str, to: str = "") -> str:
