@@ -62,7 +62,7 @@ def _page(heading: str, patches: Sequence[gemma4_compat.Patch]) -> str:
         "**On CPUs** counts [stacks](../PATCHES.md#the-matrix), **on a [GPU](../GPU.md)** names releases of",
         "transformers, **variants** are [those of Gemma 4](../VARIANTS.md) made small. A release newer than the",
         "measured one gets a patch only where the code that it replaces is the same. Where an entry does not say",
-        "otherwise, it is a repair and acts on Gemma 4 alone.",
+        "otherwise, it is a repair and acts only on Gemma 4.",
         "",
     ]
     for patch in patches:
