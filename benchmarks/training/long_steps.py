@@ -1,16 +1,17 @@
 """Does a training step of a long sequence fit a small card, how fast is it, and which bits does each switch change?
 
 python benchmarks/training/long_steps.py --shape E4B --sequences 16384,32768 --budget 6,8,12 --json FILE.json
-    [--where streamed] [--ways chunked,mlp,pieces,windows,offload] [--bits 16384] [--seconds 150]
+    [--where streamed] [--ways chunked,mlp,pieces,offload,windows] [--bits 16384] [--seconds 150]
 
 QLoRA of rank 16 on every linear layer of the decoder, random weights in the real shape, 4-bit with double
-quantization, checkpointing without reentry, bf16 autocast, AdamW, one process. Each way has all switches before it:
+quantization, checkpointing without reentry, bf16 autocast, AdamW, one process, no padding. Each way has all switches
+before it; "windows" has no "offload":
 
 chunked     the loss in chunks, which is what there was
 mlp         MLPs in pieces
 pieces      norms in pieces too, and no graph that nobody reads: all of `chunked_mlp`
-windows     GEMMA4_COMPAT_ENABLE=transformers-sliding-windows
 offload     what checkpointing keeps is in host memory
+windows     GEMMA4_COMPAT_ENABLE=transformers-sliding-windows
 
 For each sequence and way: seconds of a step after the first one, tokens a second, PyTorch's peaks, the loss of each
 step. A budget fits where the peak of reserved memory does, and does not where that of tensors does not. Between the
@@ -64,16 +65,16 @@ class Way(NamedTuple):
 
     mlp: bool = False
     rest: bool = False
-    windows: bool = False
     offload: bool = False
+    windows: bool = False
 
 
 WAYS = {
     "chunked": Way(),
     "mlp": Way(mlp=True),
     "pieces": Way(mlp=True, rest=True),
+    "offload": Way(mlp=True, rest=True, offload=True),
     "windows": Way(mlp=True, rest=True, windows=True),
-    "offload": Way(mlp=True, rest=True, windows=True, offload=True),
 }
 #: Ways whose loss has the bits of the way before.
 SAME = ("pieces", "offload")
@@ -329,12 +330,13 @@ def plan(file: Path) -> None:
         trainers_fit.write_config(result["shape"], folder)
         for cell in result["cells"].values():
             way = WAYS[cell["way"]]
-            if way.mlp != way.rest:
+            if way.mlp != way.rest or way.windows:
                 continue
             model = built.on_meta(str(folder / "checkpoint"))[0]  # a step changes it
             names = config.linear_names(model, models.skipped(folder))
             step = training_step.Step(
                 max_length=cell["sequence"],
+                padding=False,
                 r=result["rank"],
                 chunked_loss=True,
                 chunked_mlp=way.mlp,

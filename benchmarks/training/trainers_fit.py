@@ -58,7 +58,7 @@ def planned_gib(folder: Path, where: str, sequence: int, chunked: bool, *, rank:
 
     model = built.on_meta(str(folder / "checkpoint"))[0]
     names = config.linear_names(model, models.skipped(folder))
-    step = training_step.Step(max_length=sequence, r=rank, chunked_loss=chunked)
+    step = training_step.Step(max_length=sequence, padding=False, r=rank, chunked_loss=chunked)
     use = planned_use(
         folder,
         models.device_map(where, folder),

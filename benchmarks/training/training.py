@@ -203,6 +203,7 @@ def plan(order: Order) -> Data:
     chunked, pieces = KINDS[order["kind"]]
     step = training_step.Step(
         max_length=order["sequence"],
+        padding=False,
         r=min(RANK, order["rank"]),
         chunked_loss=chunked,
         chunked_mlp=pieces,

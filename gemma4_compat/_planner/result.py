@@ -257,6 +257,7 @@ class TrainingPlan:
         quantization: how the base is stored: "4bit", "4bit-double", or None.
         max_length: tokens per sequence.
         batch: sequences per micro-batch.
+        padding: whether masks of padded sequences are counted.
         r: LoRA rank.
         gradient_checkpointing: whether activations are computed again in the backward pass.
         optim: the optimizer, as ``TrainingArguments.optim`` names it.
@@ -276,7 +277,7 @@ class TrainingPlan:
         streamed: names of the streamed decoder layers.
         changes: by option of the command line, what it would add to the step; negative if it saves memory.
         reasons: by switch for long sequences ("chunked_loss" and "chunked_mlp" if the plan chose them,
-            "gradient_checkpointing", "activation_offloading", "sliding_windows"), why it is on or off.
+            "gradient_checkpointing", "activation_offloading", "padding", "sliding_windows"), why it is on or off.
         warning: that less than 0.5 GiB is left; empty otherwise.
         assumed: what the plan assumes about the model; empty for a checkpoint.
         code: Python that loads the model and trains it.
@@ -288,6 +289,7 @@ class TrainingPlan:
     quantization: str | None
     max_length: int
     batch: int
+    padding: bool
     r: int
     gradient_checkpointing: bool
     optim: str

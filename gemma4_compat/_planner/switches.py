@@ -73,6 +73,11 @@ def others(step: Step) -> dict[str, str]:
         found["activation_offloading"] = "those hidden states are in host memory until the backward pass needs them"
     elif step.gradient_checkpointing:
         found["activation_offloading"] = "copies take time, so you have to ask for it"
+    found["padding"] = (
+        "masks of padded sequences are counted; --no-padding leaves them out"
+        if step.padding
+        else "masks of padded sequences are left out; --padding counts them"
+    )
     if step.max_length >= windows.LEAST_ON_GPU:
         found["sliding_windows"] = (
             f"GEMMA4_COMPAT_ENABLE={windows.ID} computes sliding layers window by window: less time, with another "

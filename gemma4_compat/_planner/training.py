@@ -30,6 +30,7 @@ def plan_training(
     *,
     max_length: int = 2048,
     batch: int = 1,
+    padding: bool | None = None,
     r: int = 16,
     gradient_checkpointing: bool = True,
     optim: str = "adamw_torch",
@@ -43,7 +44,7 @@ def plan_training(
     """A placement of ``model`` in which a QLoRA step on text stays inside ``vram``, and what the step takes.
 
     The installed releases' own code runs the step on tensors without memory (``FakeTensorMode``), and every storage it
-    makes is counted. That takes a minute, no weights and no accelerator. Masks are those of a batch with padding.
+    makes is counted. That takes a minute, no weights and no accelerator.
     Arguments have the names of TRL's ``SFTConfig``, ``TrainingArguments`` and ``LoraConfig``; the previous names
     (``sequence``, ``rank``, ``checkpointing``, ``optimizer``) still work, with a ``DeprecationWarning``.
 
@@ -56,6 +57,7 @@ def plan_training(
         max_length: tokens per sequence.
         batch: sequences per micro-batch (``per_device_train_batch_size``). Gradient accumulation takes up to the
             adapter's bytes more, for the gradients of the micro-batches before.
+        padding: whether sequences are padded, which takes masks: 3 GiB for 32,768 tokens. None: with more than one.
         r: LoRA rank, on all linear layers of the decoder.
         gradient_checkpointing: compute the activations of a layer again in the backward pass.
         optim: the optimizer: adamw_torch, adamw_torch_fused, adamw_8bit, paged_adamw_32bit, paged_adamw_8bit or sgd.
@@ -81,6 +83,7 @@ def plan_training(
     step = Step(
         max_length=max_length,
         batch=batch,
+        padding=batch > 1 if padding is None else padding,
         r=r,
         gradient_checkpointing=gradient_checkpointing,
         optim=optim,
@@ -116,6 +119,7 @@ def plan_training(
         quantization=quantization,
         max_length=max_length,
         batch=batch,
+        padding=step.padding,
         r=r,
         gradient_checkpointing=gradient_checkpointing,
         optim=optim,

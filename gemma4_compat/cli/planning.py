@@ -131,6 +131,10 @@ def plan_training(
     ] = None,
     max_length: Annotated[int, typer.Option("--max-length", help="Tokens per sequence.")] = 2048,
     batch: Annotated[int, typer.Option("--batch", help="Sequences per micro-batch.")] = 1,
+    padding: Annotated[
+        bool | None,
+        typer.Option("--padding/--no-padding", help="Count masks of padded sequences; default: with more than one."),
+    ] = None,
     r: Annotated[int, typer.Option("--r", help="LoRA rank.")] = 16,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing/--no-gradient-checkpointing", help="Recompute activations.")
@@ -178,6 +182,7 @@ def plan_training(
         vram[0] if vram else None,
         max_length=max_length,
         batch=batch,
+        padding=padding,
         r=r,
         gradient_checkpointing=gradient_checkpointing,
         optim=optim,

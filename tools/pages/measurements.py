@@ -171,8 +171,8 @@ LONG_STEPS = {
     "chunked": "loss in chunks",
     "mlp": "and MLPs in pieces",
     "pieces": "and the rest of `chunked_mlp`",
-    "windows": "and sliding windows",
     "offload": "and checkpoints in host memory",
+    "windows": "`chunked_mlp` and sliding windows",
 }
 #: What is allocated before a step may be so many times the loaded model: adapter and optimizer.
 _HELD = 1.5

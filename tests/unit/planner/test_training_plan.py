@@ -27,6 +27,7 @@ def of(checkpoint: Any, quantized: tuple[str, ...] = (), **step: Any) -> trainin
     return training_step.measure(build.on_meta(str(checkpoint))[0], quantized, Step(**step))
 
 
+@pytest.mark.parametrize("padding", [True, False])
 @pytest.mark.parametrize("chunked, tokens", [(False, None), (True, None), (True, 7)])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("sequence, batch", [(24, 1), (16, 3)])
@@ -38,6 +39,7 @@ def test_every_byte_is_that_of_a_step_with_memory(
     checkpointing: bool,
     chunked: bool,
     tokens: int | None,
+    padding: bool,
 ) -> None:
     """The same model, in bf16 on the CPU, with the same adapter, and a real forward and backward pass."""
     import torch
@@ -46,7 +48,7 @@ def test_every_byte_is_that_of_a_step_with_memory(
     monkeypatch.setattr(chunks, "LOGITS_BYTES", 10 * 256 * 2)  # of 10 tokens: several chunks
     step = {"gradient_checkpointing": checkpointing, "chunked_loss": chunked, "chunked_mlp": tokens is not None}
     monkeypatch.setattr(mlp, "TOKENS", tokens or mlp.TOKENS)
-    planned = of(workspace.checkpoint, max_length=sequence, batch=batch, r=4, **step)
+    planned = of(workspace.checkpoint, max_length=sequence, batch=batch, padding=padding, r=4, **step)
     model = get_peft_model(
         workspace.load(), LoraConfig(r=4, lora_alpha=4, target_modules=training_step.TARGETS, init_lora_weights=False)
     ).train()
@@ -59,7 +61,8 @@ def test_every_byte_is_that_of_a_step_with_memory(
     ids = torch.zeros(batch, sequence, dtype=torch.long)
     more = {"shift_labels": ids} if chunked else {}  # a plan counts a label for every token
     inputs = {"input_ids": ids, **more, "attention_mask": torch.ones_like(ids)}
-    inputs["attention_mask"][0, 0] = 0  # masks without padding may be left out, which a plan does not count on
+    if padding:
+        inputs["attention_mask"][0, 0] = 0
     inputs["mm_token_type_ids"] = torch.zeros_like(ids)
     counted = training_step.storage_counter(model)
     with counted, torch.autocast("cpu", dtype=torch.bfloat16):
@@ -67,9 +70,10 @@ def test_every_byte_is_that_of_a_step_with_memory(
     forward = counted.reset_peak()
     with counted:
         loss.backward()
-    assert planned.forward == forward
+    spare = 0 if padding else 2 * BLOCK  # of small tensors beside a sliding mask
+    assert 0 <= planned.forward - forward <= spare
     # The indices of the labels that count are of one block more where they are looked up.
-    assert 0 <= counted.peak - planned.backward <= (BLOCK if chunked else 0)
+    assert -spare <= counted.peak - planned.backward <= (BLOCK if chunked else 0)
     trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     assert sorted(planned.sizes) == sorted(trained)
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
