@@ -87,7 +87,7 @@ PATCH = Patch(
             module=_UTILS,
             name="PreTrainedModel._activation_checkpointing_enable",
             replacement=enable,
-            optional=True,  # since 5.23.0
+            affected=">=5.23.0",
         ),
     ),
     reproduce=reproduce,
