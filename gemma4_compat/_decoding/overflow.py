@@ -92,14 +92,14 @@ def is_waiting(model: Any) -> bool:
     return running is not None and running.lost is None and running.model.config is model.config
 
 
-def look(model: Any, logits: Any, generation_config: Any) -> None:
-    """Look at the logits after a prompt, (rows, vocabulary), if :func:`is_waiting`.
+def look(model: Any, outputs: Any, generation_config: Any, *, at: int = -1) -> None:
+    """Look at the logits after a prompt, if :func:`is_waiting`; they are at this place of ``outputs``.
 
     The device is waited for only where a token is drawn next: on a GPU that fails, and nothing can be read afterwards.
     """
-    if not is_waiting(model):
+    if not is_waiting(model) or outputs.logits is None:
         return
     running = _running.looking
-    running.lost = ~logits.amax(dim=-1).isfinite().all()
+    running.lost = ~outputs.logits[:, at].amax(dim=-1).isfinite().all()
     if generation_config.do_sample:
         running.say()

@@ -45,7 +45,7 @@ def prefill(
     original: Callable[..., Any], self: Any, input_ids: Any, generation_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
     outputs = original(self, input_ids, generation_config, *args, **kwargs)
-    overflow.look(self, outputs.logits[:, -1], generation_config)
+    overflow.look(self, outputs, generation_config)
     return outputs
 
 
@@ -67,7 +67,7 @@ class _Called:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._model(*args, **kwargs)
-        overflow.look(self._model, outputs.logits[:, 0], self._config)
+        overflow.look(self._model, outputs, self._config, at=0)
         return outputs
 
 

@@ -249,7 +249,11 @@ def test_what_counts(row: str, counts: bool) -> None:
     model = SimpleNamespace(config=object())
     logits = torch.tensor([[1.0, 2.0, 3.0], [float(value) for value in row.split()]], dtype=torch.float16)
     with overflow.looking(model, []) as looking:
-        overflow.look(model, logits, SimpleNamespace(do_sample=False))
+        overflow.look(
+            model, SimpleNamespace(logits=None), SimpleNamespace(do_sample=False)
+        )  # a chunk that is not the last
+        assert looking.lost is None
+        overflow.look(model, SimpleNamespace(logits=logits[:, None]), SimpleNamespace(do_sample=False))
     assert bool(looking.lost) is counts
 
 
