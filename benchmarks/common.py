@@ -184,7 +184,7 @@ def child(script: Path, shape: str, what: str, work: Path) -> Data:
     return found
 
 
-# What is done with the figures
+# In the process that has a model
 
 
 def checkpointing(model: Any, *, offload: bool = False) -> None:
@@ -194,6 +194,9 @@ def checkpointing(model: Any, *, offload: bool = False) -> None:
     """
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # 5.23 or newer
     enable({"use_reentrant": False}, **({"offload": True} if offload else {}))
+
+
+# What is done with the figures
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

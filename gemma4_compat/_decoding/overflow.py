@@ -28,7 +28,7 @@ class Reason(NamedTuple):
     to_do: str
 
 
-class Looking:
+class Watch:
     """What is known about the prompt of one ``generate``.
 
     Args:
@@ -38,13 +38,13 @@ class Looking:
 
     def __init__(self, model: Any, reasons: Sequence[Reason]) -> None:
         self.model, self._reasons = model, reasons
-        self.lost: Any = None  # a bool on the device; None before the prompt was read
+        self.overflowed: Any = None  # a bool on the device; None before the prompt was read
 
     def say(self) -> None:
         """Warn if the logits were not numbers. Waits for the device."""
         import torch
 
-        if self.lost is None or _TOLD in vars(self.model) or not self.lost:
+        if self.overflowed is None or _TOLD in vars(self.model) or not self.overflowed:
             return
         vars(self.model)[_TOLD] = True
         notice.warn_user(
@@ -76,30 +76,30 @@ def reasons(model: Any) -> list[Reason]:
 
 
 @contextlib.contextmanager
-def looking(model: Any, found: Sequence[Reason]) -> Iterator[Looking]:
-    """Inside, :func:`look` keeps what it sees of this model in this thread."""
-    before = getattr(_running, "looking", None)
-    _running.looking = Looking(model, found)
+def watching(model: Any, found: Sequence[Reason]) -> Iterator[Watch]:
+    """Inside, :func:`check` keeps what it sees of this model in this thread."""
+    before = getattr(_running, "watch", None)
+    _running.watch = Watch(model, found)
     try:
-        yield _running.looking
+        yield _running.watch
     finally:
-        _running.looking = before
+        _running.watch = before
 
 
-def is_waiting(model: Any) -> bool:
+def is_wanted(model: Any) -> bool:
     """Whether the logits of a prompt of this model, or of a view of it, are to be looked at."""
-    running = getattr(_running, "looking", None)
-    return running is not None and running.lost is None and running.model.config is model.config
+    running = getattr(_running, "watch", None)
+    return running is not None and running.overflowed is None and running.model.config is model.config
 
 
-def look(model: Any, outputs: Any, generation_config: Any, *, at: int = -1) -> None:
-    """Look at the logits after a prompt, if :func:`is_waiting`; they are at this place of ``outputs``.
+def check(model: Any, outputs: Any, generation_config: Any, *, at: int = -1) -> None:
+    """Check the logits after a prompt, if :func:`is_wanted`; they are at this place of ``outputs``.
 
     The device is waited for only where a token is drawn next: on a GPU that fails, and nothing can be read afterwards.
     """
-    if not is_waiting(model) or outputs.logits is None:
+    if not is_wanted(model) or outputs.logits is None:
         return
-    running = _running.looking
-    running.lost = ~outputs.logits[:, at].amax(dim=-1).isfinite().all()
+    running = _running.watch
+    running.overflowed = ~outputs.logits[:, at].amax(dim=-1).isfinite().all()
     if generation_config.do_sample:
         running.say()

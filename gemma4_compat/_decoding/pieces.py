@@ -77,7 +77,7 @@ def read(given: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[
             return None
     inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
     outputs = given(**inputs, return_dict=True)
-    overflow.look(model, outputs, generation_config)
+    overflow.check(model, outputs, generation_config)
     return outputs
 
 

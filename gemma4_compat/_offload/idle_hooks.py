@@ -131,7 +131,7 @@ class Bypass:
             self._switch()
 
     def look(self, change: int) -> None:
-        """One more, or one fewer, looks at the hooks: meanwhile they are in their places."""
+        """Count one more or one fewer that looks at the hooks; they stay in place while any does."""
         with self._mutex:
             self._looks += change
             self._switch()

@@ -57,7 +57,7 @@ def plan_training(
         max_length: tokens per sequence.
         batch: sequences per micro-batch (``per_device_train_batch_size``). Gradient accumulation takes up to the
             adapter's bytes more, for the gradients of the micro-batches before.
-        padding: whether sequences are padded, which takes masks: 3 GiB for 32,768 tokens. None: with more than one.
+        padding: whether sequences are padded, which takes masks: 3 GiB for 32,768 tokens. None: in a batch of several.
         r: LoRA rank, on all linear layers of the decoder.
         gradient_checkpointing: compute the activations of a layer again in the backward pass.
         optim: the optimizer: adamw_torch, adamw_torch_fused, adamw_8bit, paged_adamw_32bit, paged_adamw_8bit or sgd.

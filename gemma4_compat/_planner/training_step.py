@@ -223,7 +223,7 @@ def storage_counter(model: Any) -> Any:
                 if isinstance(value, torch.Tensor):
                     self._see(value.untyped_storage())
             if function is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-                self.peak = max(self.peak, self.now + attention_workspace(args[1].shape, args[2].shape))
+                self.peak = max(self.peak, self.now + _attention_workspace(args[1].shape, args[2].shape))
             return result
 
         def _see(self, storage: Any) -> None:
@@ -241,7 +241,7 @@ def storage_counter(model: Any) -> Any:
     return Counter()
 
 
-def attention_workspace(queries: Sequence[int], keys: Sequence[int]) -> int:
+def _attention_workspace(queries: Sequence[int], keys: Sequence[int]) -> int:
     """The most that CUDA's memory-efficient kernel needs while it computes the gradients of wide heads, in bytes.
 
     It adds up gradients of queries, keys and values in float32 (``workspace_size`` in PyTorch's kernel_backward.h; in

@@ -133,7 +133,9 @@ def plan_training(
     batch: Annotated[int, typer.Option("--batch", help="Sequences per micro-batch.")] = 1,
     padding: Annotated[
         bool | None,
-        typer.Option("--padding/--no-padding", help="Count masks of padded sequences; default: with more than one."),
+        typer.Option(
+            "--padding/--no-padding", help="Count masks of padded sequences; default: in a batch of several."
+        ),
     ] = None,
     r: Annotated[int, typer.Option("--r", help="LoRA rank.")] = 16,
     gradient_checkpointing: Annotated[

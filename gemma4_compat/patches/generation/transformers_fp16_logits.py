@@ -35,9 +35,9 @@ def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     reasons = overflow.reasons(self)
     if not reasons:
         return original(self, *args, **kwargs)
-    with overflow.looking(self, reasons) as looking:
+    with overflow.watching(self, reasons) as watch:
         output = original(self, *args, **kwargs)
-    looking.say()
+    watch.say()
     return output
 
 
@@ -45,13 +45,13 @@ def prefill(
     original: Callable[..., Any], self: Any, input_ids: Any, generation_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
     outputs = original(self, input_ids, generation_config, *args, **kwargs)
-    overflow.look(self, outputs, generation_config)
+    overflow.check(self, outputs, generation_config)
     return outputs
 
 
 def assisted_decoding(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     config = kwargs.get("generation_config")
-    if config is not None and overflow.is_waiting(self):
+    if config is not None and overflow.is_wanted(self):
         self = _Called(self, config)
     return original(self, *args, **kwargs)
 
@@ -67,7 +67,7 @@ class _Called:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._model(*args, **kwargs)
-        overflow.look(self._model, outputs, self._config, at=0)
+        overflow.check(self._model, outputs, self._config, at=0)
         return outputs
 
 

@@ -69,7 +69,7 @@ def candidates(get: Callable[..., Any], places: Collection[int], input_ids: Any)
     found, logits = get(input_ids)
     drafts = found[0, input_ids.shape[1] :].tolist()
     right = next((count for count, token in enumerate(drafts) if token in places), len(drafts))
-    # None without a draft, as upstream: it would take the last 0 tokens of the text for all of it.
+    # Without a draft None, as upstream: with logits it reads `ids[:, -0:]`, which is the whole text.
     return found[:, : input_ids.shape[1] + right], None if logits is None or not right else logits[:, :right]
 
 

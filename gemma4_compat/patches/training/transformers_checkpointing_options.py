@@ -41,7 +41,8 @@ def enable(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
     for option, default in OPTIONS.items():
         if option in signature.parameters and option in given:
             value = given.pop(option)
-            found[option] = value if found.get(option, default) == default else found[option]
+            if found.get(option, default) == default:
+                found[option] = value
     if found.get("offload") and not torch.accelerator.is_available():
         found["offload"] = False
     return original(**(found | {name: given or None}))

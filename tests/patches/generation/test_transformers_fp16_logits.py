@@ -197,7 +197,7 @@ def test_quantized_layers_that_compute_in_float16(workspace: Any, bits: int, rem
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_other_dtypes_are_not_looked_at(workspace: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(overflow, "Looking")
+    monkeypatch.delattr(overflow, "Watch")
     model = load(workspace, dtype)
     assert all(ask(model, **way) == [] for way in WAYS.values())
 
@@ -248,13 +248,12 @@ def test_what_counts(row: str, counts: bool) -> None:
 
     model = SimpleNamespace(config=object())
     logits = torch.tensor([[1.0, 2.0, 3.0], [float(value) for value in row.split()]], dtype=torch.float16)
-    with overflow.looking(model, []) as looking:
-        overflow.look(
-            model, SimpleNamespace(logits=None), SimpleNamespace(do_sample=False)
-        )  # a chunk that is not the last
-        assert looking.lost is None
-        overflow.look(model, SimpleNamespace(logits=logits[:, None]), SimpleNamespace(do_sample=False))
-    assert bool(looking.lost) is counts
+    with overflow.watching(model, []) as watch:
+        # A chunk that is not the last has none.
+        overflow.check(model, SimpleNamespace(logits=None), SimpleNamespace(do_sample=False))
+        assert watch.overflowed is None
+        overflow.check(model, SimpleNamespace(logits=logits[:, None]), SimpleNamespace(do_sample=False))
+    assert bool(watch.overflowed) is counts
 
 
 def test_greedy_decoding_waits_for_nothing_before_its_end(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,9 +269,9 @@ def test_greedy_decoding_waits_for_nothing_before_its_end(half: Any, monkeypatch
         def end(self) -> None:
             seen.append(self.tokens)
 
-    say = overflow.Looking.say
+    say = overflow.Watch.say
     streamer = Streamer()
-    monkeypatch.setattr(overflow.Looking, "say", lambda self: (seen.append(-streamer.tokens), say(self)))
+    monkeypatch.setattr(overflow.Watch, "say", lambda self: (seen.append(-streamer.tokens), say(self)))
     assert len(ask(half, streamer=streamer, eos_token_id=None)) == 1
     assert seen == [NEW, -NEW]
     vars(half).pop(overflow._TOLD)

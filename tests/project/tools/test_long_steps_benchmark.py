@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("bitsandbytes")
 from benchmarks.training import long_steps
+from gemma4_compat._planner import training_step
+from tests.helpers import without
 
 
 def test_a_run_and_its_plan(tmp_path: Path) -> None:
@@ -26,6 +28,29 @@ def test_a_run_and_its_plan(tmp_path: Path) -> None:
     assert "planned_gib" not in mlp
     assert pieces["planned_gib"] > 0
     assert result["fits"] == {}  # a CPU's memory is not measured
+
+
+@pytest.mark.skipif(not training_step.can_offload(), reason="since 5.17 transformers offloads")
+def test_only_the_way_with_that_name_offloads(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without the patch that makes the method read its keyword arguments."""
+    import torch
+
+    asked: list[int] = []
+
+    class Recorded(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, **_: Any) -> None:
+            super().__init__(lambda one: one, lambda one: one)
+            asked.append(1)
+
+    monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", Recorded)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(long_steps.device, "main_device", lambda: torch.device("cpu"))
+    steps = long_steps.Steps(workspace.load().requires_grad_(False), rank=2, tokens=8)
+    with without("transformers-checkpointing-options"):
+        for name, way in long_steps.WAYS.items():
+            asked.clear()
+            steps.bits(way, 16)
+            assert bool(asked) == (name == "offload"), name
 
 
 def test_a_budget_between_tensors_and_reserved_memory_needs_a_ballast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,7 @@ def test_with_two_threads_in_it_the_last_one_puts_them_back(model: Any) -> None:
 
 
 def test_who_looks_at_a_model_sees_its_hooks_whoever_is_in_it(model: Any) -> None:
-    """Two look, one after the other ends; a forward begins and another one ends meanwhile."""
+    """Two look, and stop one by one, while forwards of other threads begin and end."""
     idle_hooks.install(model)
     seen = watch(model)
     bypassed, in_place = [True, True, False], [False] * 3
