@@ -26,6 +26,8 @@ from benchmarks.small_card import device
 
 TARGETS = r".*language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 ROWS, PROMPT, NEW, COMPARED = 8, 64, 48, 24
+#: Tokens of each row whose logits the training step holds at once.
+PIECE = 16
 
 
 def main() -> int:
@@ -64,22 +66,29 @@ def problems(result: dict[str, Any], *, own: bool) -> list[str]:
 
 def load(shape: str, *, exact: bool) -> Any:
     """In training mode, with an adapter that changes nothing yet."""
+    with tempfile.TemporaryDirectory(dir=models.work_folder(shape)) as folder:
+        model = adapted(shape, "gpu", Path(folder))
+    return gemma4_compat.decode_fast(model, exact=exact)
+
+
+def adapted(shape: str, where: str, folder: Path) -> Any:
+    """A base in 4 bits, where :data:`models.WHERE` says, with a float32 adapter; in training mode."""
     import torch
     from peft import LoraConfig, get_peft_model
 
-    with tempfile.TemporaryDirectory(dir=models.work_folder(shape)) as folder:
-        models.build(shape, Path(folder), weights := {})
-        base = models.load("gpu", Path(folder), weights)
+    models.build(shape, folder, weights := {})
+    base = models.load(where, folder, weights)
     torch.manual_seed(1)
     lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, task_type="CAUSAL_LM", target_modules=TARGETS)
-    return gemma4_compat.decode_fast(get_peft_model(base, lora), exact=exact).train()
+    return get_peft_model(base, lora).train()
 
 
 def generate(model: Any, ids: Any, *, new: int, **options: Any) -> Any:
-    """With logits, [rows, vocabulary] for each new token."""
+    """With logits, [rows, vocabulary] for each new token, unless ``output_logits=False``."""
     import torch
 
-    options |= {"max_new_tokens": new, "min_new_tokens": new, "output_logits": True, "return_dict_in_generate": True}
+    options = {"output_logits": True, "return_dict_in_generate": True} | options
+    options |= {"max_new_tokens": new, "min_new_tokens": new}
     model.gradient_checkpointing_disable()  # as TRL does
     with torch.no_grad():
         return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
@@ -90,11 +99,8 @@ def step(model: Any, completed: Any, optimizer: Any) -> dict[str, Any]:
     import torch
 
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    with torch.autocast(completed.device.type, dtype=torch.bfloat16):
-        logits = model(input_ids=completed, attention_mask=torch.ones_like(completed)).logits[:, PROMPT - 1 : -1]
-        chances = torch.log_softmax(logits.float(), -1).gather(-1, completed[:, PROMPT:, None])[..., 0]
-        advantages = torch.linspace(-1, 1, ROWS, device=completed.device)[:, None]
-        loss = -(advantages * chances).mean()
+    advantages = torch.linspace(-1, 1, ROWS, device=completed.device)[:, None]
+    loss = -(advantages * log_probabilities(model, completed)).mean()
     loss.backward()
     trained = [one for one in model.parameters() if one.requires_grad]
     norm = float(torch.nn.utils.get_total_norm([one.grad for one in trained]))
@@ -102,6 +108,26 @@ def step(model: Any, completed: Any, optimizer: Any) -> dict[str, Any]:
     optimizer.zero_grad()
     finite = all(bool(torch.isfinite(one).all()) for one in (loss, *trained))
     return {"loss": loss.item(), "gradient_norm": norm, "finite": finite}
+
+
+def log_probabilities(model: Any, completed: Any) -> Any:
+    """Of the completions, [rows, tokens], under bf16 autocast; as in TRL the head runs on a few tokens at a time."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    inner = models.base(model)
+    cap = inner.config.get_text_config().final_logit_softcapping
+
+    def chances(states: Any, tokens: Any) -> Any:
+        logits = inner.lm_head(states)
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
+        return torch.log_softmax(logits.float(), -1).gather(-1, tokens[..., None])[..., 0]
+
+    with torch.autocast(completed.device.type, dtype=torch.bfloat16):
+        given = {"input_ids": completed, "attention_mask": torch.ones_like(completed), "use_cache": False}
+        states = inner.model(**given).last_hidden_state[:, PROMPT - 1 : -1]
+        pieces = zip(states.split(PIECE, 1), completed[:, PROMPT:].split(PIECE, 1), strict=True)
+        return torch.cat([checkpoint(chances, *piece, use_reentrant=False) for piece in pieces], 1)
 
 
 def compared(model: Any, ids: Any) -> dict[str, Any]:

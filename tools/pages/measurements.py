@@ -222,6 +222,50 @@ def long_steps_section() -> str:
     return "\n".join([*rows, "", f"Raw: {sources}."])
 
 
+def grpo_steps_section() -> str:
+    """What a whole step of GRPO takes, upstream and replayed: the newest run of each name."""
+    files = {file.stem: file for file in sorted((ROOT / "benchmarks" / "results").glob("*/grpo_steps-*.json"))}
+    runs = [(file, json.loads(file.read_text(encoding="utf-8"))) for file in files.values()]
+    runs = [(file, run) for file, run in runs if run["summary"]]
+    if not runs:
+        return "No GPU has run `python benchmarks/training/grpo_steps.py` yet."
+    rows = [
+        "| model, adapter | way | rollout, s | training step, s | share of rollout | both, s | times as fast "
+        "| peak in rollout, GiB | in training | reserved | fits |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    said = []
+    for _, run in runs:
+        fast = run["summary"]["times_as_fast"]["whole"]
+        name = f"{run['shape']}, {run['adapter']}"
+        for way, one in run["summary"]["ways"].items():
+            low, high = fast["quartiles"]
+            times = f"**{fast['median']:.1f}** ({low:.1f} to {high:.1f})" if way == "replayed" else "1"
+            peaks = [one[key] for key in ("rollout_peak_gib", "training_peak_gib", "peak_reserved_gib")]
+            fits = [f"{budget} GiB" for budget, found in run["fits"].get(way, {}).items() if found["fits"]]
+            cells = [f"{one['rollout_s']:.2f}", f"{one['training_s']:.2f}", f"{one['rollout_share']:.0%}"]
+            cells += [f"{one['whole_s']:.2f}", times, *("-" if peak is None else f"{peak:.2f}" for peak in peaks)]
+            rows.append(f"| {name} | {_grpo_way(way, run)} | {' | '.join(cells)} | {', '.join(fits) or '-'} |")
+        for way, found in run["log_probabilities"].items():
+            said.append(
+                f"- {name}, {_grpo_way(way, run)}: log-probabilities of a rollout and of the training step's forward "
+                f"differ by {found['mean']:.2g} on average, at most {found['largest']:.2g}, in {found['tokens']:,} "
+                "tokens."
+            )
+    sources = "; ".join(
+        f"[{run['shape']}](../{file.relative_to(ROOT).as_posix()}), {run['machine']['device']}, "
+        f"{WHERE[run['where']]}, {run['rows']} completions of {run['tokens']} tokens, {len(run['rounds'])} rounds"
+        for file, run in runs
+    )
+    return "\n".join([*rows, "", *said, "", f"Raw: {sources}."])
+
+
+def _grpo_way(way: str, run: dict[str, Any]) -> str:
+    if way == "upstream":
+        return way if run["whole_shim_off"] else "without `decode_fast`"
+    return "replayed, `exact=True`" if run["exact"] else way
+
+
 def chunked_loss_section() -> str:
     """What the loss in chunks saves, and how far it is from the plain one."""
     (file,) = sorted((ROOT / "benchmarks" / "results").glob("*-cpu/chunked_loss.json"))[-1:]
