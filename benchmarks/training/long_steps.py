@@ -1,17 +1,18 @@
 """Does a training step of a long sequence fit a small card, how fast is it, and which bits does each switch change?
 
 python benchmarks/training/long_steps.py --shape E4B --sequences 16384,32768 --budget 6,8,12 --json FILE.json
-    [--where streamed] [--ways chunked,mlp,pieces,offload,windows] [--bits 16384] [--seconds 150]
+    [--where streamed] [--ways chunked,mlp,pieces,offload,windows,all] [--bits 16384] [--seconds 150]
 
 QLoRA of rank 16 on every linear layer of the decoder, random weights in the real shape, 4-bit with double
 quantization, checkpointing without reentry, bf16 autocast, AdamW, one process, no padding. Each way has all switches
-before it; "windows" has no "offload":
+before it; "windows" has no "offload", and "all" has both:
 
 chunked     the loss in chunks, which is what there was
 mlp         MLPs in pieces
 pieces      norms in pieces too, and no graph that nobody reads: all of `chunked_mlp`
 offload     what checkpointing keeps is in host memory
 windows     GEMMA4_COMPAT_ENABLE=transformers-sliding-windows
+all         what checkpointing keeps is in host memory, too
 
 For each sequence and way: seconds of a step after the first one, tokens a second, PyTorch's peaks, the loss of each
 step. A budget fits where the peak of reserved memory does, and does not where that of tensors does not. Between the
@@ -24,7 +25,7 @@ are, and how far are the others, of the norm of them all? "again" repeats the fi
 `--where experts` with `--shape 26B-A4B`: its experts in host memory. What is not started within `--seconds` is left
 out; the file is written after every measurement. `python benchmarks/training/long_steps.py --plan FILE.json` adds the
 planner's peaks to a result, without a GPU. Exit code 1: something raised that is no lack of memory, a loss is not
-finite, or "pieces" or "offload" changes a bit of the loss.
+finite, or "pieces", "offload" or "all" changes a bit of the loss.
 """
 
 from __future__ import annotations
@@ -75,9 +76,10 @@ WAYS = {
     "pieces": Way(mlp=True, rest=True),
     "offload": Way(mlp=True, rest=True, offload=True),
     "windows": Way(mlp=True, rest=True, windows=True),
+    "all": Way(mlp=True, rest=True, offload=True, windows=True),
 }
 #: Ways whose loss has the bits of the way before.
-SAME = ("pieces", "offload")
+SAME = ("pieces", "offload", "all")
 
 
 def load(shape: str, where: str, folder: Path) -> tuple[Any, Data]:
@@ -330,7 +332,7 @@ def plan(file: Path) -> None:
         trainers_fit.write_config(result["shape"], folder)
         for cell in result["cells"].values():
             way = WAYS[cell["way"]]
-            if way.mlp != way.rest or way.windows:
+            if way.mlp != way.rest:
                 continue
             model = built.on_meta(str(folder / "checkpoint"))[0]  # a step changes it
             names = config.linear_names(model, models.skipped(folder))
@@ -341,6 +343,7 @@ def plan(file: Path) -> None:
                 chunked_loss=True,
                 chunked_mlp=way.mlp,
                 activation_offloading=way.offload,
+                sliding_windows=way.windows,
             )
             use = planned_use(
                 folder,

@@ -53,6 +53,23 @@ def each_inside(manager: contextlib.AbstractContextManager[Any]) -> Iterator[Non
         _inside.manager = before
 
 
+@contextlib.contextmanager
+def planned() -> Iterator[None]:
+    """Inside, this thread computes tensors without memory by windows, as with the opt-in on a GPU.
+
+    Their masks show what those of a text show: nobody can read them.
+    """
+    _inside.planned = True
+    try:
+        yield
+    finally:
+        _inside.planned = False
+
+
+def _is_planned() -> bool:
+    return getattr(_inside, "planned", False)
+
+
 @functools.lru_cache(maxsize=16)
 def over(found: Callable[..., Any]) -> Callable[..., Any]:
     """The attention function of a Gemma 4 that runs ``found`` by windows where it can; another ``found`` as it is.
@@ -94,7 +111,7 @@ def _attention(
     given = (module, query, key, value, attention_mask)
     if query.shape[2] == 1 or attention_mask is None or not _can_be(*given, **kwargs):
         return whole(*given, **kwargs)
-    enabled, gradients = settings.is_enabled(ID), _gradients(query, key, value)
+    enabled, gradients = settings.is_enabled(ID) or _is_planned(), _gradients(query, key, value)
     if gradients and not enabled:
         return whole(*given, **kwargs)
     found = _layout(attention_mask, len(query), module.sliding_window, _block(module, query, gradients))
@@ -107,9 +124,13 @@ def _gradients(*tensors: Any) -> bool:
     return any(tensor.requires_grad for tensor in tensors)
 
 
+def _device(tensor: Any) -> str:
+    return "gpu" if _is_planned() else tensor.device.type
+
+
 def _block(module: Any, query: Any, gradients: bool) -> int:
     """Queries of a block."""
-    unit = ROUNDED if gradients and query.device.type == "cpu" else UNIT
+    unit = ROUNDED if gradients and _device(query) == "cpu" else UNIT
     return -(-int(module.sliding_window) // unit) * unit
 
 
@@ -120,18 +141,24 @@ def _can_be(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: 
     if torch.compiler.is_compiling() or not layers.is_text(module) or not getattr(module, "sliding_window", None):
         return False
     tensors = (query, key, value, mask)
-    if any(type(tensor) is not torch.Tensor or tensor.ndim != 4 or tensor.is_meta for tensor in tensors):
+    if any(not (_is_planned() or _is_real(tensor)) or tensor.ndim != 4 for tensor in tensors):
         return False
     rows, heads, queries, _ = query.shape
     keys = key.shape[2]
     block = _block(module, query, _gradients(query, key, value))
-    if queries < LEAST.get(query.device.type, LEAST_ON_GPU) or 2 * queries * block > queries * keys:
+    if queries < LEAST.get(_device(query), LEAST_ON_GPU) or 2 * queries * block > queries * keys:
         return False
     if mask.shape[2:] != (queries, keys) or mask.shape[0] not in (1, rows) or mask.shape[1] not in (1, heads):
         return False
     if mask.requires_grad or kwargs.get("dropout") or kwargs.get("position_bias") is not None:
         return False
     return not _is_traced(query)
+
+
+def _is_real(tensor: Any) -> bool:
+    import torch
+
+    return type(tensor) is torch.Tensor and not tensor.is_meta
 
 
 def _is_traced(tensor: Any) -> bool:
@@ -162,7 +189,7 @@ def _layout(mask: Any, rows: int, window: int, block: int) -> tuple[Layout, Any]
         layout = Layout.of(window, block, mask.shape[2], mask.shape[3], after * UNIT)
         if layout is None:
             break
-        early, late = _sees_outside(mask, layout)
+        early, late = (False, False) if _is_planned() else _sees_outside(mask, layout)
         if early:
             break
         if not late:

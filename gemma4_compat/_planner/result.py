@@ -263,6 +263,7 @@ class TrainingPlan:
         optim: the optimizer, as ``TrainingArguments.optim`` names it.
         chunked_loss: whether the loss is that of ``gemma4_compat.chunked_loss``.
         chunked_mlp: whether MLPs are those of ``gemma4_compat.chunked_mlp``.
+        sliding_windows: whether sliding layers are computed by windows.
         activation_offloading: whether what checkpointing keeps is in host memory.
         trained: number of the adapter's weights.
         weights: the part of the base that stays on the accelerator.
@@ -276,8 +277,8 @@ class TrainingPlan:
         cpu: bytes in host memory.
         streamed: names of the streamed decoder layers.
         changes: by option of the command line, what it would add to the step; negative if it saves memory.
-        reasons: by switch for long sequences ("chunked_loss" and "chunked_mlp" if the plan chose them,
-            "gradient_checkpointing", "activation_offloading", "padding", "sliding_windows"), why it is on or off.
+        reasons: by switch for long sequences ("chunked_loss", "chunked_mlp" and "sliding_windows" if the plan chose
+            them, "gradient_checkpointing", "activation_offloading", "padding"), why it is on or off.
         warning: that less than 0.5 GiB is left; empty otherwise.
         assumed: what the plan assumes about the model; empty for a checkpoint.
         code: Python that loads the model and trains it.
@@ -295,6 +296,7 @@ class TrainingPlan:
     optim: str
     chunked_loss: bool
     chunked_mlp: bool
+    sliding_windows: bool
     activation_offloading: bool
     trained: int
     weights: int

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
 
 from gemma4_compat._attention import windows
 from gemma4_compat._common.text import size_text
+from gemma4_compat._engine import sleep
 from gemma4_compat._planner import layout
 from gemma4_compat._planner.blueprint import Blueprint
 from gemma4_compat._planner.memory import TrainingLoad
@@ -17,6 +20,58 @@ from gemma4_compat._training import mlp as pieces_of
 MARGIN = 1 << 29
 
 
+def chosen(
+    cut: Blueprint,
+    device: int | str,
+    budget: int,
+    step: Step,
+    free: Collection[str],
+    measured: Callable[[Step], StepMemory],
+) -> tuple[Step, dict[str, str]]:
+    """The step with the switches that it needs, and why each is on or off.
+
+    Args:
+        cut: the model.
+        device: as the map has it.
+        budget: bytes that may be allocated on it.
+        step: its settings, with these switches off.
+        free: the switches to decide.
+        measured: what a step takes.
+    """
+    place, reasons = (cut, device, budget), dict[str, str]()
+    # Windows save time, so they come before pieces, and once more after them: a step may need both.
+    for switch in ("chunked_loss", "sliding_windows", "chunked_mlp", "sliding_windows"):
+        if switch not in free or getattr(step, switch):
+            continue
+        memories = {False: measured(step), True: measured(turned(step, switch))}
+        if switch == "chunked_loss":
+            on, reasons[switch] = loss(*place, memories)
+        elif switch == "chunked_mlp":
+            on, reasons[switch] = mlp(*place, step, memories)
+        else:
+            last = "chunked_mlp" not in free or "chunked_mlp" in reasons
+            on, reasons[switch] = by_windows(*place, step, memories, last=last)
+        step = turned(step, switch) if on else step
+    return step, reasons
+
+
+def turned(step: Step, switch: str) -> Step:
+    """The step with a switch turned; the step itself where that changes nothing."""
+    if switch == "chunked_mlp" and step.max_length * step.batch <= pieces_of.TOKENS:
+        return step
+    if switch == "sliding_windows" and no_windows(step):
+        return step
+    changed: dict[str, Any] = {switch: not getattr(step, switch)}
+    return replace(step, **changed)
+
+
+def no_windows(step: Step) -> str:
+    """Why this step has no windows on a GPU; empty if it can have them."""
+    if step.max_length < windows.LEAST_ON_GPU:
+        return f"not used on a GPU below {windows.LEAST_ON_GPU:,} tokens"
+    return "" if sleep.is_installed(windows.ID) else f"the patch {windows.ID} is off"
+
+
 def loss(cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool, StepMemory]) -> tuple[bool, str]:
     """Whether the loss is computed in chunks, and why.
 
@@ -26,19 +81,56 @@ def loss(cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool,
         budget: bytes that may be allocated on it.
         memories: of the step without chunks and with them.
     """
-    streamed = {}
+    streamed = _streamed(cut, device, budget, memories)
+    why = _needed(streamed, memories)
+    saved = size_text(memories[False].peak - memories[True].peak)
+    return bool(why), why or f"the logits of all tokens fit; in chunks the step would take {saved} less"
+
+
+def by_windows(
+    cut: Blueprint, device: int | str, budget: int, step: Step, memories: Mapping[bool, StepMemory], *, last: bool
+) -> tuple[bool, str]:
+    """Whether sliding layers are computed by windows, and why.
+
+    Args:
+        cut: the model.
+        device: as the map has it.
+        budget: bytes that may be allocated on it.
+        step: its settings.
+        memories: of the step without windows and with them.
+        last: no other switch can still save memory.
+    """
+    never = no_windows(step)
+    if never:
+        return False, never
+    saved = memories[False].peak - memories[True].peak
+    streamed = _streamed(cut, device, budget, memories)
+    why = _needed(streamed, memories) if saved > 0 and (streamed or last) else ""
+    if why:
+        return True, f"{why}; it also takes less time, with another rounding of gradients"
+    less = f"{size_text(saved)} and time" if saved > 0 else "time"
+    return False, f"it would save {less}, with another rounding of gradients, so you have to ask for it"
+
+
+def _streamed(cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool, StepMemory]) -> dict[bool, int]:
+    """How many decoder layers are streamed, for those of the steps that fit."""
+    found, room = {}, budget - MARGIN
     for way, memory in memories.items():
         load = TrainingLoad(step=memory.peak)
-        room = budget - MARGIN
         if room > 0 and layout.fits(cut, {device: room}, load):
-            streamed[way] = len(layout.layout(cut, {device: room}, load).paged)
+            found[way] = len(layout.layout(cut, {device: room}, load).paged)
+    return found
+
+
+def _needed(streamed: Mapping[bool, int], memories: Mapping[bool, StepMemory]) -> str:
+    """Why a step needs a switch that saves memory; empty if it does not."""
     saved = size_text(memories[False].peak - memories[True].peak)
     if False not in streamed:
-        return True, f"otherwise the step takes {saved} more, and would not leave {size_text(MARGIN)} free"
+        return f"otherwise the step takes {saved} more, and would not leave {size_text(MARGIN)} free"
     more = streamed[False] - streamed.get(True, streamed[False])
-    if more > 0:
-        return True, f"otherwise the step takes {saved} more, and {more} more decoder layers would be streamed"
-    return False, f"the logits of all tokens fit; in chunks the step would take {saved} less"
+    return (
+        f"otherwise the step takes {saved} more, and {more} more decoder layers would be streamed" if more > 0 else ""
+    )
 
 
 def mlp(
@@ -78,13 +170,6 @@ def others(step: Step) -> dict[str, str]:
         if step.padding
         else "masks of padded sequences are left out; --padding counts them"
     )
-    if step.max_length >= windows.LEAST_ON_GPU:
-        found["sliding_windows"] = (
-            f"GEMMA4_COMPAT_ENABLE={windows.ID} computes sliding layers window by window: less time, with another "
-            "rounding of gradients, so you have to ask for it"
-        )
-    else:
-        found["sliding_windows"] = f"not used on a GPU below {windows.LEAST_ON_GPU:,} tokens"
     return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,6 @@ from gemma4_compat._planner.switches import MARGIN
 from gemma4_compat._planner.training_step import Step, StepMemory
 from gemma4_compat._planner.use import TrainingUse
 from gemma4_compat._quantization import config, qat
-from gemma4_compat._training import mlp
 
 
 @renamed(sequence="max_length", rank="r", checkpointing="gradient_checkpointing", optimizer="optim")
@@ -36,6 +36,7 @@ def plan_training(
     optim: str = "adamw_torch",
     chunked_loss: bool | None = None,
     chunked_mlp: bool | None = None,
+    sliding_windows: bool | None = None,
     activation_offloading: bool = False,
     quantize: str | None = "4bit",
     cpu: float | str | None = None,
@@ -44,7 +45,7 @@ def plan_training(
     """A placement of ``model`` in which a QLoRA step on text stays inside ``vram``, and what the step takes.
 
     The installed releases' own code runs the step on tensors without memory (``FakeTensorMode``), and every storage it
-    makes is counted. That takes a minute, no weights and no accelerator.
+    makes is counted. That takes a minute, or several for a long sequence, no weights and no accelerator.
     Arguments have the names of TRL's ``SFTConfig``, ``TrainingArguments`` and ``LoraConfig``; the previous names
     (``sequence``, ``rank``, ``checkpointing``, ``optimizer``) still work, with a ``DeprecationWarning``.
 
@@ -65,6 +66,9 @@ def plan_training(
             does not fit, leaves less than 0.5 GiB, or has more decoder layers streamed; ``reasons`` says which.
         chunked_mlp: whether MLPs are those of :func:`gemma4_compat.chunked_mlp`. None: only if the step otherwise does
             not fit or leaves less than 0.5 GiB, with all decoder layers streamed; ``reasons`` says which.
+        sliding_windows: whether sliding layers are computed by windows (``transformers-sliding-windows``), which a GPU
+            does from 16,384 tokens on. It takes less time, and rounds gradients otherwise. None: only if the step
+            otherwise does not fit, leaves less than 0.5 GiB, or has more decoder layers streamed.
         activation_offloading: what checkpointing keeps is in host memory until the backward pass needs it
             (transformers' ``offload``, from 5.17 on).
         quantize: how the base is stored: "4bit", "4bit-double" or None.
@@ -89,27 +93,15 @@ def plan_training(
         optim=optim,
         chunked_loss=bool(chunked_loss),
         chunked_mlp=bool(chunked_mlp),
+        sliding_windows=bool(sliding_windows),
         activation_offloading=activation_offloading,
     )
     cut, source = _described(model, quantization)
-    memories = {way: _measure(model, quantization, replace(step, chunked_loss=way)) for way in (False, True)}
-    reasons = {}
-    if chunked_loss is None:
-        chosen, why = switches.loss(cut, device, budget, memories)
-        step = replace(step, chunked_loss=chosen)
-        reasons["chunked_loss"] = why
-    other = _other_mlps(model, quantization, step, memories[step.chunked_loss])
-    if chunked_mlp is None:
-        whole = memories[step.chunked_loss]
-        chosen, why = switches.mlp(cut, device, budget, step, {False: whole, True: other})
-        reasons["chunked_mlp"] = why
-        if chosen:
-            step = replace(step, chunked_mlp=True)
-            turned = replace(step, chunked_loss=not step.chunked_loss)
-            memories = {step.chunked_loss: other, turned.chunked_loss: _measure(model, quantization, turned)}
-            other = whole
-    memory = memories[step.chunked_loss]
-    changes = _changes(model, quantization, step, memories, other)
+    measured = functools.cache(functools.partial(_measure, model, quantization))
+    asked = {"chunked_loss": chunked_loss, "chunked_mlp": chunked_mlp, "sliding_windows": sliding_windows}
+    free = [switch for switch, value in asked.items() if value is None]
+    step, reasons = switches.chosen(cut, device, budget, step, free, measured)
+    memory, changes = measured(step), _changes(step, measured)
     placed = _placed(cut, device, budget, memory, changes, cpu=None if cpu is None else parse_size(cpu))
     use = placed.use[device]
     return TrainingPlan(
@@ -125,6 +117,7 @@ def plan_training(
         optim=optim,
         chunked_loss=step.chunked_loss,
         chunked_mlp=step.chunked_mlp,
+        sliding_windows=step.sliding_windows,
         activation_offloading=activation_offloading,
         trained=sum(memory.sizes),
         weights=use.weights,
@@ -175,32 +168,19 @@ def _measure(model: Any, quantization: str | None, step: Step) -> StepMemory:
     return training_step.measure(built, names, step)
 
 
-def _other_mlps(model: Any, quantization: str | None, step: Step, memory: StepMemory) -> StepMemory:
-    """What the step takes whose MLPs are computed the other way; ``memory`` if all tokens are one piece."""
-    if step.max_length * step.batch <= mlp.TOKENS:
-        return memory
-    return _measure(model, quantization, replace(step, chunked_mlp=not step.chunked_mlp))
-
-
-def _changes(
-    model: Any, quantization: str | None, step: Step, memories: Mapping[bool, StepMemory], other_mlps: StepMemory
-) -> dict[str, int]:
-    """How much more memory the step would take, by the option that changes it.
-
-    ``memories``: of the step without chunks and with them; ``other_mlps``: with MLPs computed the other way.
-    """
-    memory = memories[step.chunked_loss]
+def _changes(step: Step, measured: Callable[[Step], StepMemory]) -> dict[str, int]:
+    """How much more memory the step would take, by the option that changes it."""
+    memory = measured(step)
     checkpointing = step.gradient_checkpointing
     turned = replace(step, gradient_checkpointing=not checkpointing, activation_offloading=False)
-    other = _measure(model, quantization, turned)
-    found = {f"--{'no-' if checkpointing else ''}gradient-checkpointing": other.peak - memory.peak}
-    other = memories[not step.chunked_loss]
-    found["--no-chunked-loss" if step.chunked_loss else "--chunked-loss"] = other.peak - memory.peak
-    found["--no-chunked-mlp" if step.chunked_mlp else "--chunked-mlp"] = other_mlps.peak - memory.peak
-    if checkpointing and training_step.can_offload():
-        away = step.activation_offloading
-        other = _measure(model, quantization, replace(step, activation_offloading=not away))
-        found["--no-activation-offloading" if away else "--activation-offloading"] = other.peak - memory.peak
+    found = {f"--{'no-' if checkpointing else ''}gradient-checkpointing": measured(turned).peak - memory.peak}
+    for switch in ("chunked_loss", "chunked_mlp", "sliding_windows", "activation_offloading"):
+        if switch == "sliding_windows" and switches.no_windows(step):
+            continue
+        if switch == "activation_offloading" and not (checkpointing and training_step.can_offload()):
+            continue
+        option = f"--{'no-' if getattr(step, switch) else ''}{switch.replace('_', '-')}"
+        found[option] = measured(switches.turned(step, switch)).peak - memory.peak
     for optim in ("adamw_8bit", "paged_adamw_8bit"):
         if optim != step.optim:
             found[f"--optim {optim}"] = memory.with_optimizer(optim).peak - memory.peak
@@ -215,8 +195,12 @@ def _placed(
     if needed > budget:
         remedies = [f"{option} saves {size_text(-more)}" for option, more in changes.items() if more < 0]
         said = f" {'; '.join(remedies)}." if remedies else ""
-        switched = ("--no-chunked-loss", "the loss in chunks"), ("--no-chunked-mlp", "MLPs in pieces")
-        ways = "".join(f" and {what}" for option, what in switched if option in changes)
+        switched = {
+            "--no-chunked-loss": "the loss in chunks",
+            "--no-chunked-mlp": "MLPs in pieces",
+            "--no-sliding-windows": "sliding layers by windows",
+        }
+        ways = "".join(f" and {what}" for option, what in switched.items() if option in changes)
         raise Gemma4CompatError(
             f"a step of {cut.model_class} takes {size_text(needed, up=True)} with all decoder layers streamed"
             f"{ways}, {size_text(memory.peak)} of it for the step itself, and there are {size_text(budget)}.{said} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemma4_compat._attention import windows
 from gemma4_compat._planner import code
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.result import Source
@@ -27,6 +28,8 @@ trainer = Trainer(model, arguments, train_dataset=DATASET)
 trainer.train()
 model.save_pretrained("adapter")"""
 
+_WINDOWS = ["import os", "", f'os.environ["GEMMA4_COMPAT_ENABLE"] = "{windows.ID}"', ""]
+
 
 def training_code(source: Source, placed: Layout[Any], step: Step) -> str:
     """Python that loads a model as a layout places it, and trains an adapter on it."""
@@ -42,4 +45,5 @@ def training_code(source: Source, placed: Layout[Any], step: Step) -> str:
         optim=step.optim,
         max_length=step.max_length,
     )
-    return "\n".join([*code.loading_lines(source, placed, imports=imports), training])
+    lines = _WINDOWS if step.sliding_windows else []
+    return "\n".join([*lines, *code.loading_lines(source, placed, imports=imports), training])

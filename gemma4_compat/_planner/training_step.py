@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gemma4_compat._attention import windows
+from gemma4_compat._engine import sleep
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._planner.blueprint import rounded
 from gemma4_compat._training import loss, mlp
@@ -33,6 +35,9 @@ OPTIMIZERS = {
 _SMALLEST_8BIT = 4096
 _BLOCK = 256
 _WIDEST_IN_REGISTERS = 128
+#: Keys of a block of that kernel, and how many blocks of all heads it works on at once, at most.
+_KEYS = 64
+_BLOCKS = 200
 #: What QLoRA trains: every linear layer of the decoder, and nothing in the towers.
 TARGETS = r"(?!.*tower).*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 
@@ -51,6 +56,7 @@ class Step:
         chunked_loss: the loss is that of ``gemma4_compat.chunked_loss``.
         activation_offloading: what checkpointing keeps is in host memory until the backward pass needs it.
         chunked_mlp: MLPs are computed as with ``gemma4_compat.chunked_mlp``.
+        sliding_windows: sliding layers are computed as with the opt-in of ``transformers-sliding-windows``, on a GPU.
     """
 
     max_length: int
@@ -62,6 +68,7 @@ class Step:
     chunked_loss: bool = False
     activation_offloading: bool = False
     chunked_mlp: bool = False
+    sliding_windows: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +114,15 @@ def measure(model: Any, quantized: Collection[str], step: Step) -> StepMemory:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     _check(step)
+    if step.sliding_windows and not sleep.is_installed(windows.ID):
+        raise Gemma4CompatError(
+            f"sliding_windows needs the patch {windows.ID}, which is not applied here: "
+            f"gemma4_compat.status()[{windows.ID!r}] says why"
+        )
     with _quiet():
         adapted = _adapted(model, step)
-    with FakeTensorMode(), _quiet():
+    by_windows = windows.planned() if step.sliding_windows else contextlib.nullcontext()
+    with FakeTensorMode(), _quiet(), by_windows:
         sizes = _fake(adapted, quantized)
         adapted.train()
         if step.chunked_loss:
@@ -242,17 +255,21 @@ def storage_counter(model: Any) -> Any:
 
 
 def _attention_workspace(queries: Sequence[int], keys: Sequence[int]) -> int:
-    """The most that CUDA's memory-efficient kernel needs while it computes the gradients of wide heads, in bytes.
+    """What CUDA's memory-efficient kernel needs while it computes the gradients of wide heads, in bytes.
 
-    It adds up gradients of queries, keys and values in float32 (``workspace_size`` in PyTorch's kernel_backward.h; in
-    how many splits it keeps those of keys and values depends on the card). Narrower heads keep them in registers.
+    It adds up gradients in float32: of all queries, and of the keys and values that it works on at once
+    (``workspace_size`` in PyTorch's kernel_backward.h, ``num_splits_key`` in its attention_backward.cu). Narrower
+    heads keep them in registers.
 
     Args:
         queries: their shape, (batch, heads, tokens, width).
         keys: the shape of keys and of values, with as many heads.
     """
     batch, heads, tokens, width = queries
-    return 4 * batch * heads * width * (tokens + 2 * keys[2]) if width > _WIDEST_IN_REGISTERS else 0
+    if width <= _WIDEST_IN_REGISTERS:
+        return 0
+    blocks = max(1, min(-(-keys[2] // _KEYS), _BLOCKS // (batch * heads)))
+    return 4 * batch * heads * width * (tokens + 2 * blocks * _KEYS)
 
 
 def _check(step: Step) -> None:

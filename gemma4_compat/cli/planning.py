@@ -157,6 +157,13 @@ def plan_training(
             help="Use gemma4_compat.chunked_mlp; default: if it does not fit without.",
         ),
     ] = None,
+    sliding_windows: Annotated[
+        bool | None,
+        typer.Option(
+            "--sliding-windows/--no-sliding-windows",
+            help="Compute sliding layers by windows, from 16,384 tokens on; default: if it is needed.",
+        ),
+    ] = None,
     activation_offloading: Annotated[
         bool,
         typer.Option(
@@ -178,7 +185,10 @@ def plan_training(
 
     if vram and len(vram) > 1:
         fail("a training plan covers one accelerator; give --vram once")
-    working(f"planning a training of {model}: its step runs several times on tensors without memory, about a minute")
+    working(
+        f"planning a training of {model}: its step runs several times on tensors without memory, about a minute, "
+        "or several for long sequences"
+    )
     planned = gemma4_compat.plan_training(
         model,
         vram[0] if vram else None,
@@ -190,6 +200,7 @@ def plan_training(
         optim=optim,
         chunked_loss=chunked_loss,
         chunked_mlp=chunked_mlp,
+        sliding_windows=sliding_windows,
         activation_offloading=activation_offloading,
         quantize=quantize,
         cpu=cpu,

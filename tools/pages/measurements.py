@@ -173,6 +173,7 @@ LONG_STEPS = {
     "pieces": "and the rest of `chunked_mlp`",
     "offload": "and checkpoints in host memory",
     "windows": "`chunked_mlp` and sliding windows",
+    "all": "`chunked_mlp`, sliding windows, and checkpoints in host memory",
 }
 #: What is allocated before a step may be so many times the loaded model: adapter and optimizer.
 _HELD = 1.5

@@ -16,22 +16,24 @@ from tests.helpers import without
 
 def test_a_run_and_its_plan(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
-    given = f"--shape tiny --sequences 32 --ways mlp,pieces --bits 32 --tokens 8 --rank 2 --steps 1 --json {file}"
+    given = (
+        f"--shape tiny --sequences 32 --ways mlp,pieces,windows --bits 32 --tokens 8 --rank 2 --steps 1 --json {file}"
+    )
     assert long_steps.main(given.split()) == 0
     assert long_steps.main(["--plan", str(file)]) == 0
     result = json.loads(file.read_text(encoding="utf-8"))
     assert result["bits"]["pieces"]["loss_equal"]
     assert result["bits"]["pieces"]["gradients_equal"] == result["bits"]["pieces"]["gradients"] > 0
     assert result["bits"]["again"]["apart"] == 0
-    mlp, pieces = (result["cells"][f"32 {way}"] for way in ("mlp", "pieces"))
+    mlp, pieces, windows = (result["cells"][f"32 {way}"] for way in ("mlp", "pieces", "windows"))
     assert mlp["losses"] == pieces["losses"]
     assert "planned_gib" not in mlp
-    assert pieces["planned_gib"] > 0
+    assert pieces["planned_gib"] == windows["planned_gib"] > 0  # 32 tokens have no windows
     assert result["fits"] == {}  # a CPU's memory is not measured
 
 
 @pytest.mark.skipif(not training_step.can_offload(), reason="since 5.17 transformers offloads")
-def test_only_the_way_with_that_name_offloads(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_ways_with_that_switch_offload(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without the patch that makes the method read its keyword arguments."""
     import torch
 
@@ -50,7 +52,7 @@ def test_only_the_way_with_that_name_offloads(workspace: Any, monkeypatch: pytes
         for name, way in long_steps.WAYS.items():
             asked.clear()
             steps.bits(way, 16)
-            assert bool(asked) == (name == "offload"), name
+            assert bool(asked) == (name in ("offload", "all")), name
 
 
 def test_a_budget_between_tensors_and_reserved_memory_needs_a_ballast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,51 +4,48 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
+from gemma4_compat._attention import windows
 from gemma4_compat._models import build
 from gemma4_compat._planner import switches, training, training_step, training_text
 from gemma4_compat._planner.memory import TrainingLoad
 from gemma4_compat._planner.training_step import Step
 from gemma4_compat._training import chunks, mlp
+from tests.helpers import without
 from tests.unit.planner.models import VARIANTS
 
 MIB = 1 << 20
 BLOCK = 512  # bytes, of an allocation
+LENGTH = 2048  # tokens of the shortest text by windows
 
 
 def of(checkpoint: Any, quantized: tuple[str, ...] = (), **step: Any) -> training_step.StepMemory:
     return training_step.measure(build.on_meta(str(checkpoint))[0], quantized, Step(**step))
 
 
-@pytest.mark.parametrize("padding", [True, False])
-@pytest.mark.parametrize("chunked, tokens", [(False, None), (True, None), (True, 7)])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("sequence, batch", [(24, 1), (16, 3)])
-def test_every_byte_is_that_of_a_step_with_memory(
-    workspace: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    sequence: int,
-    batch: int,
-    checkpointing: bool,
-    chunked: bool,
-    tokens: int | None,
-    padding: bool,
-) -> None:
+class Stepped(NamedTuple):
+    """The most that operators made in each pass of a real step, and the model."""
+
+    forward: int
+    backward: int
+    model: Any
+
+
+def stepped(
+    workspace: Any, *, sequence: int, batch: int, checkpointing: bool, chunked: bool, tokens: int | None, padding: bool
+) -> Stepped:
     """The same model, in bf16 on the CPU, with the same adapter, and a real forward and backward pass."""
     import torch
     from peft import LoraConfig, get_peft_model
 
-    monkeypatch.setattr(chunks, "LOGITS_BYTES", 10 * 256 * 2)  # of 10 tokens: several chunks
-    step = {"gradient_checkpointing": checkpointing, "chunked_loss": chunked, "chunked_mlp": tokens is not None}
-    monkeypatch.setattr(mlp, "TOKENS", tokens or mlp.TOKENS)
-    planned = of(workspace.checkpoint, max_length=sequence, batch=batch, padding=padding, r=4, **step)
     model = get_peft_model(
         workspace.load(), LoraConfig(r=4, lora_alpha=4, target_modules=training_step.TARGETS, init_lora_weights=False)
     ).train()
@@ -70,13 +67,64 @@ def test_every_byte_is_that_of_a_step_with_memory(
     forward = counted.reset_peak()
     with counted:
         loss.backward()
+    return Stepped(forward, counted.peak, model)
+
+
+@pytest.mark.parametrize("padding", [True, False])
+@pytest.mark.parametrize("chunked, tokens", [(False, None), (True, None), (True, 7)])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("sequence, batch", [(24, 1), (16, 3)])
+def test_every_byte_is_that_of_a_step_with_memory(
+    workspace: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    sequence: int,
+    batch: int,
+    checkpointing: bool,
+    chunked: bool,
+    tokens: int | None,
+    padding: bool,
+) -> None:
+    monkeypatch.setattr(chunks, "LOGITS_BYTES", 10 * 256 * 2)  # of 10 tokens: several chunks
+    step = {"gradient_checkpointing": checkpointing, "chunked_loss": chunked, "chunked_mlp": tokens is not None}
+    monkeypatch.setattr(mlp, "TOKENS", tokens or mlp.TOKENS)
+    planned = of(workspace.checkpoint, max_length=sequence, batch=batch, padding=padding, r=4, **step)
+    found = stepped(
+        workspace,
+        sequence=sequence,
+        batch=batch,
+        checkpointing=checkpointing,
+        chunked=chunked,
+        tokens=tokens,
+        padding=padding,
+    )
     spare = 0 if padding else 2 * BLOCK  # of small tensors beside a sliding mask
-    assert 0 <= planned.forward - forward <= spare
+    assert 0 <= planned.forward - found.forward <= spare
     # The indices of the labels that count are of one block more where they are looked up.
-    assert -spare <= counted.peak - planned.backward <= (BLOCK if chunked else 0)
-    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    assert -spare <= found.backward - planned.backward <= (BLOCK if chunked else 0)
+    trained = [parameter.numel() for parameter in found.model.parameters() if parameter.requires_grad]
     assert sorted(planned.sizes) == sorted(trained)
-    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    assert all(parameter.grad is not None for parameter in found.model.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize("checkpointing, padding", [(True, False), (False, True)])
+def test_every_byte_of_a_step_by_windows(
+    workspace: Any, monkeypatch: pytest.MonkeyPatch, checkpointing: bool, padding: bool
+) -> None:
+    """With the blocks of a GPU; the same text without windows takes more."""
+    monkeypatch.setattr(windows, "ROUNDED", windows.UNIT)
+    monkeypatch.setattr(windows, "LEAST_ON_GPU", LENGTH)
+    monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", windows.ID)
+    options = {"max_length": LENGTH, "padding": padding, "r": 4, "gradient_checkpointing": checkpointing}
+    plain, planned = (of(workspace.checkpoint, sliding_windows=on, **options) for on in (False, True))
+    found = stepped(
+        workspace, sequence=LENGTH, batch=1, checkpointing=checkpointing, chunked=False, tokens=None, padding=padding
+    )
+    assert planned.peak < plain.peak
+    spare = 0 if padding else 2 * BLOCK  # of small tensors beside a sliding mask
+    assert 0 <= planned.forward - found.forward <= spare
+    assert -spare <= found.backward - planned.backward <= 0
+    with without(windows.ID), pytest.raises(Gemma4CompatError, match=f"needs the patch {windows.ID}"):
+        of(workspace.checkpoint, sliding_windows=True, **options)
 
 
 def test_offloaded_checkpoints_take_no_memory_but_where_they_are_needed(workspace: Any) -> None:
@@ -148,6 +196,16 @@ def test_gradients_of_wide_heads_need_the_workspace_of_the_kernel_on_a_gpu(width
         gradients = torch.autograd.grad(found, inputs, given)
     assert len(gradients) == 3
     assert counted.peak == counted.now + workspace
+
+
+@pytest.mark.parametrize(
+    "shape, keys",
+    [((1, 8, 32_768, 512), 25 * 64), ((63, 8, 512, 256), 64), ((1, 2, 64, 512), 64)],
+)
+def test_that_kernel_works_on_a_few_blocks_of_keys_at_once(shape: tuple[int, ...], keys: int) -> None:
+    """On 200 of all heads, or one of each: those of windows, of which each is a row, take little."""
+    batch, heads, tokens, width = shape
+    assert training_step._attention_workspace(shape, shape) == 4 * batch * heads * width * (tokens + 2 * keys)
 
 
 def test_steps_grow_with_what_they_are(workspace: Any) -> None:
@@ -311,6 +369,60 @@ def test_a_plan_chooses_pieces_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert not any(step.chunked_mlp for step in asked)
 
 
+def test_windows_are_used_where_layers_would_be_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or where the step does not fit; else you have to ask, because gradients are rounded otherwise."""
+    cut = training._described("E2B", "4bit")[0]
+    step = {"adapter": 0, "optimizer": 0, "forward": 0, "sizes": ()}
+    memories = {
+        False: training_step.StepMemory(backward=3 << 30, **step),
+        True: training_step.StepMemory(backward=2 << 30, **step),
+    }
+    whole = training.layout.smallest_budget(cut, TrainingLoad(step=3 << 30), layers_leave=False) + switches.MARGIN
+    least = training.layout.smallest_budget(cut, TrainingLoad(step=3 << 30)) + switches.MARGIN
+    for length, budget, last, chosen, why in (
+        (16_384, whole, True, False, "would save 1.00 GiB and time, with another rounding of gradients"),
+        (16_384, whole - (200 << 20), False, True, "more decoder layers would be streamed; it also takes less time"),
+        (16_384, least - (100 << 20), False, True, "would not leave 512 MiB free; it also takes less time"),
+        (16_384, least - (2 << 30), False, False, "so you have to ask for it"),  # pieces of MLPs may save enough
+        (16_384, least - (2 << 30), True, True, "would not leave 512 MiB free"),
+        (16_383, least - (2 << 30), True, False, "not used on a GPU below 16,384 tokens"),
+    ):
+        found, reason = switches.by_windows(cut, 0, budget, Step(max_length=length), memories, last=last)
+        assert (found, why in reason) == (chosen, True), reason
+    with without(windows.ID):
+        found, reason = switches.by_windows(cut, 0, whole, Step(max_length=16_384), memories, last=True)
+        assert (found, reason) == (False, f"the patch {windows.ID} is off")
+
+
+@pytest.mark.parametrize(
+    "vram, pieces, by_windows",
+    [("10GiB", False, False), ("7GiB", False, True), ("6GiB", True, False), ("4GiB", True, True)],
+)
+def test_a_plan_chooses_windows_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, vram: str, pieces: bool, by_windows: bool
+) -> None:
+    """With a step that takes 6 GiB, 5.5 by windows, 2.5 with MLPs in pieces, 2 with both."""
+    taken = {(False, False): 6.0, (False, True): 5.5, (True, False): 2.5, (True, True): 2.0}
+
+    def measure(model: Any, quantization: str | None, step: Step) -> training_step.StepMemory:
+        backward = int(taken[step.chunked_mlp, step.sliding_windows] * (1 << 30))
+        return training_step.StepMemory(adapter=0, optimizer=0, forward=0, backward=backward, sizes=())
+
+    monkeypatch.setattr(training, "_measure", measure)
+    plan = gemma4_compat.plan_training("E2B", vram, max_length=16_384, chunked_loss=True)
+    assert (plan.chunked_mlp, plan.sliding_windows) == (pieces, by_windows)
+    option = "--no-sliding-windows" if by_windows else "--sliding-windows"
+    assert plan.changes[option] == int((taken[pieces, not by_windows] - taken[pieces, by_windows]) * (1 << 30))
+    text = " ".join(training_text.training_text(plan, width=90).split())
+    assert ("sliding layers by windows" in text) is by_windows
+    assert f"sliding windows: {'on: otherwise' if by_windows else 'off: it would save'}" in text
+    line = f'os.environ["GEMMA4_COMPAT_ENABLE"] = "{windows.ID}"\n'
+    assert (line in plan.code.partition("import gemma4_compat")[0]) is by_windows
+    asked = gemma4_compat.plan_training("E2B", vram, max_length=16_384, sliding_windows=True)
+    assert asked.sliding_windows
+    assert "sliding_windows" not in asked.reasons
+
+
 @pytest.mark.full
 def test_the_parts_add_up_to_the_peak(workspace: Any) -> None:
     plan = planned(str(workspace.checkpoint))
@@ -344,25 +456,50 @@ def test_what_cannot_be_is_one_error(workspace: Any, options: dict[str, Any], me
         gemma4_compat.plan_training(str(workspace.checkpoint), **options)
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_the_code_trains(workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunked: bool) -> None:
+@pytest.mark.parametrize("switched", [False, True])
+def test_the_code_trains(workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switched: bool) -> None:
     """On a host without a GPU, whose main device is the CPU: one step, and an adapter is saved."""
     import torch
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", "")
     plan = gemma4_compat.plan_training(
-        str(workspace.checkpoint), {"cpu": 1 << 40}, max_length=8, r=2, chunked_loss=chunked
+        str(workspace.checkpoint),
+        {"cpu": 1 << 40},
+        max_length=8,
+        r=2,
+        chunked_loss=switched,
+        sliding_windows=switched,
     )
-    assert ("gemma4_compat.chunked_loss(model)" in plan.code) is chunked
+    assert ("gemma4_compat.chunked_loss(model)" in plan.code) is switched
     rows = [
         {"input_ids": torch.arange(8), "labels": torch.arange(8), "attention_mask": torch.ones(8, dtype=torch.long)}
     ]
     code = plan.code.replace('"adapter",\n', '"adapter",\n    max_steps=1, report_to=[], use_cpu=True,\n', 1)
     assert code != plan.code
     exec(compile(code, "plan", "exec"), {"DATASET": rows})
+    assert os.environ["GEMMA4_COMPAT_ENABLE"] == (windows.ID if switched else "")
     saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert saved["r"] == 2
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_can_be_planned_by_windows(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its sliding layers, in the forward pass and where checkpointing computes it again."""
+    monkeypatch.setattr(windows, "LEAST_ON_GPU", 4096)
+    seen: list[Any] = []
+    by_windows = windows._by_windows
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args[1])
+        return by_windows(*args, **kwargs)
+
+    monkeypatch.setattr(windows, "_by_windows", spied)
+    training._measure(variant, "4bit", Step(max_length=4096, padding=False, chunked_loss=True, sliding_windows=True))
+    kinds = build.on_meta(variant)[0].config.get_text_config().layer_types
+    assert len(seen) == 2 * kinds.count("sliding_attention")
 
 
 @pytest.mark.full
@@ -390,7 +527,7 @@ def test_the_command_prints_the_report(workspace: Any) -> None:
         "Expected peak: ",
         "--no-gradient-checkpointing",
         "gradient checkpointing: on: keeps one hidden state per layer",
-        "sliding windows: not used on a GPU below 16,384 tokens",
+        "sliding windows: off: not used on a GPU below 16,384 tokens",
         "DATASET",
     ):
         assert part in " ".join(text.split())
