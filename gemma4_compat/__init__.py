@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from gemma4_compat._diagnostics.findings import Finding as Finding
     from gemma4_compat._export.job import export_adapter as export_adapter
     from gemma4_compat._export.result import ExportReport as ExportReport
+    from gemma4_compat._fast_training.fast import train_fast as train_fast
+    from gemma4_compat._fast_training.fast import training_statistics as training_statistics
+    from gemma4_compat._fast_training.layers import TrainingStatistics as TrainingStatistics
     from gemma4_compat._merge.check import Parity as Parity
     from gemma4_compat._merge.job import merge_adapter as merge_adapter
     from gemma4_compat._merge.result import MergeParityError as MergeParityError
@@ -105,6 +108,7 @@ __all__ = [
     "SkipModule",
     "Statuses",
     "TrainingPlan",
+    "TrainingStatistics",
     "Verdict",
     "__version__",
     "attached",
@@ -131,6 +135,8 @@ __all__ = [
     "revert",
     "scan_adapter",
     "status",
+    "train_fast",
+    "training_statistics",
 ]
 
 #: Names that are imported on first use, and where they are.
@@ -155,6 +161,7 @@ _LAZY = {
     "Scan": "gemma4_compat._scan.result",
     "SkipModule": "gemma4_compat._quantization.skip_modules",
     "TrainingPlan": "gemma4_compat._planner.result",
+    "TrainingStatistics": "gemma4_compat._fast_training.layers",
     "attached": "gemma4_compat._accelerate.listing",
     "chunked_loss": "gemma4_compat._training.loss",
     "chunked_mlp": "gemma4_compat._training.mlp",
@@ -171,6 +178,8 @@ _LAZY = {
     "quantization_skip_modules": "gemma4_compat._quantization.skip_modules",
     "repair_checkpoint": "gemma4_compat._repair.repair",
     "reuse_prefix": "gemma4_compat._turns.reuse",
+    "train_fast": "gemma4_compat._fast_training.fast",
+    "training_statistics": "gemma4_compat._fast_training.fast",
 }
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every name, misspelt ones too

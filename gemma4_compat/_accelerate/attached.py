@@ -255,6 +255,14 @@ CHUNKED_LOSS_TOLD = _mark(
     *("chunked_loss_told", "transformers-chunked-loss", "a model"),
     "Why its loss was not computed in chunks, as already warned about.",
 )
+TRAINING = _mark(
+    *("training", "", "a decoder layer after train_fast"),
+    "The graphs of its training steps, and when they serve.",
+)
+_method(
+    *("forward", "", "_fast_training.fast", "a decoder layer after train_fast"),
+    "In training, it is replayed.",
+)
 CHUNKED_MLP = _mark(
     *("chunked_mlp", "transformers-chunked-mlp", "an MLP"),
     "How many tokens it computes at once in training.",

@@ -27,7 +27,7 @@ class Attachment:
         kind: ``"mark"`` (an attribute), ``"hooks"`` (torch's, of a module) or ``"method"`` (of the object, in place of
             that of its class).
         name: of the attribute or method; of hooks, what they are called.
-        patch: id of the patch that it belongs to; ``""`` for what is there only while a call runs.
+        patch: id of the patch that it belongs to; ``""`` for what no patch has put there.
         purpose: what it is for, in one sentence.
         paths: where it is, from the model down, ``""`` for the model itself:
             ``"model.language_model.layers.0.mlp.up_proj.weight.quant_state"``.

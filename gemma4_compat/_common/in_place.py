@@ -170,10 +170,10 @@ def replacements(value: Any) -> list[Callable[..., Any]]:
     return [layer.function for layer in value.layers] if isinstance(value, _Method) else []
 
 
-def has_its_own(owner: Any, name: str) -> bool:
-    """Whether the object itself has an attribute of that name, without what replaces it."""
+def own(owner: Any, name: str) -> Any:
+    """The object's own attribute of that name, without what replaces it; :data:`ABSENT` if it has none."""
     method = _method(owner, name)
-    return (vars(owner).get(name, ABSENT) if method is None else method.own) is not ABSENT
+    return vars(owner).get(name, ABSENT) if method is None else method.own
 
 
 class _Attribute:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._common import in_place
 from gemma4_compat._decoding import dependencies
 from gemma4_compat._models import checkpointing
 from gemma4_compat._offload import host_memory, row_lookup, streaming
@@ -42,16 +43,22 @@ def find(model: Any, modules: list[Any]) -> str | None:
     return next(itertools.chain(*found), None)
 
 
-def of_training(model: Any, modules: list[Any]) -> Iterator[str]:
-    """What modules in training mode would compute otherwise: rollouts of a trainer usually have nothing of it."""
+def of_training(model: Any, modules: list[Any], *, decodes: bool = True) -> Iterator[str]:
+    """What modules in training mode would compute otherwise: rollouts of a trainer usually have nothing of it.
+
+    Args:
+        model: which names the modules.
+        modules: to look at.
+        decodes: with a cache, which checkpointing drops before transformers 5.24.
+    """
     for module in modules:
         if module.training:
-            found = _only_in_training(module)
+            found = _only_in_training(module, decodes=decodes)
             if found:
                 yield f"{_name(model, module)} is in training mode (model.eval() ends it), {found}"
 
 
-def _only_in_training(module: Any) -> str:
+def _only_in_training(module: Any, *, decodes: bool) -> str:
     """What a module does in training mode only; empty if nothing."""
     import torch
 
@@ -64,7 +71,7 @@ def _only_in_training(module: Any) -> str:
     if isinstance(module, (torch.nn.modules.batchnorm._BatchNorm, torch.nn.RReLU)):
         return f"where {kind.__qualname__} computes otherwise"
     for name, value in vars(module).items():
-        if name == checkpointing.FLAG and value and checkpointing.drops_cache(module):
+        if decodes and name == checkpointing.FLAG and value and checkpointing.drops_cache(module):
             return "with gradient checkpointing, which drops the cache before transformers 5.24"
         if _draws(name, value) or (name == "p" and isinstance(module, torch.nn.modules.dropout._DropoutNd) and value):
             return f"and {name} is {value}: tokens are drawn with dropout"
@@ -180,13 +187,18 @@ def _hooks(module: Any) -> Iterator[Callable[..., Any]]:
 
 def has_own_forward(module: Any) -> bool:
     """Whether a module of a model has a ``forward`` of its own that is not a library's: a spy, a replacement."""
-    forward = vars(module).get("forward")
+    own = in_place.own(module, "forward")
+    found = [*in_place.replacements(vars(module).get("forward")), *([] if own is in_place.ABSENT else [own])]
+    return not all(map(_is_of_a_library, found))
+
+
+def _is_of_a_library(forward: Any) -> bool:
     function = getattr(forward, "func", forward)  # of a functools.partial
     function = getattr(function, "__func__", function)
     origin = getattr(function, "__globals__", {}).get(
         "__name__", type(function).__module__
     )  # ``wraps`` copies __module__
-    return forward is not None and str(origin).partition(".")[0] not in _LIBRARIES
+    return str(origin).partition(".")[0] in _LIBRARIES
 
 
 def _is_known(function: Any) -> bool:

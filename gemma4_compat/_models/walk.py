@@ -46,7 +46,7 @@ def quick(*roots: Any) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for root in roots:
-            own = in_place.has_its_own(root, "named_modules")
+            own = in_place.own(root, "named_modules") is not in_place.ABSENT
             if not own and type(root).named_modules is torch.nn.Module.named_modules:
                 stack.enter_context(in_place.replaced(root, "named_modules", functools.partial(_quick, root)))
         yield

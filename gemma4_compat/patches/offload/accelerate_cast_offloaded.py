@@ -52,7 +52,7 @@ def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwarg
     for module in found:
         # Partials, not closures, so that a deep copy gets its own.
         in_place.replace(module, "_apply", functools.partial(_apply, module))
-    if offloaded and in_place.has_its_own(model, "to"):  # accelerate's guard
+    if offloaded and in_place.own(model, "to") is not in_place.ABSENT:  # accelerate's guard
         in_place.replace(model, "to", functools.partial(_to, model))
     return model
 

@@ -203,10 +203,10 @@ def test_an_object_that_had_replacements_goes_with_its_last_reference() -> None:
 def test_whose_an_attribute_is() -> None:
     layer = Layer()
     with in_place.replaced(layer, "merge", named("a")):
-        assert not in_place.has_its_own(layer, "merge")
+        assert in_place.own(layer, "merge") is in_place.ABSENT
     vars(layer)["merge"] = named("own")
     with in_place.replaced(layer, "merge", named("a")):
-        assert in_place.has_its_own(layer, "merge")
+        assert in_place.own(layer, "merge") is not in_place.ABSENT
 
 
 # --------------------------------------------------------------------------------------------------------- attributes

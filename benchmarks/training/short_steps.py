@@ -1,0 +1,185 @@
+"""How fast is a training step of a short sequence, eagerly and with `gemma4_compat.train_fast`, and are its bits equal?
+
+python benchmarks/training/short_steps.py --shape E4B --sequences 256,512,1024,2048 --json FILE.json
+    [--where gpu] [--bits 512] [--steps 8] [--seconds 150]
+
+QLoRA of rank 16 on every linear layer of the decoder, random weights in the real shape, 4-bit with double
+quantization, bf16 autocast, a loss in chunks, AdamW, one process, one sequence a step. Ways, in turns:
+
+plain       checkpointing without reentry
+fast        the same with `train_fast`
+unchecked   no checkpointing, no `train_fast`
+
+Each runs twice. For each sequence and way: seconds of steps after the first six, in which `train_fast` captures;
+tokens a second; PyTorch's peaks; what the GPU has taken beside PyTorch's memory; the losses.
+
+`--bits N`: one step of N tokens from the same weights, as deterministic as PyTorch has it (attention of wide heads is
+not): is the loss of "fast" that of "plain", how many of the gradients are, and how far are the others, of the norm of
+them all? "again" repeats "plain".
+
+What is not started within `--seconds` is left out; the file is written after every measurement. Exit code 1: something
+raised, a loss is not finite, the first loss of "fast" is not that of "plain", or nothing was replayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for --bits; read when CUDA starts
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import gemma4_compat
+from benchmarks import common
+from benchmarks.common import Data
+from benchmarks.decoding import models
+from benchmarks.small_card import device
+from benchmarks.training import long_steps
+from gemma4_compat._decoding import recording
+from gemma4_compat._stand_ins.tape import standing_in
+
+WAYS = ("plain", "fast", "unchecked")
+TURNS = 2
+#: Steps that are not timed: the graphs are captured in the fourth.
+SETTLED = 6
+
+
+@contextlib.contextmanager
+def switched(steps: long_steps.Steps, way: str) -> Iterator[None]:
+    """Inside, steps run this way, from the adapter of the beginning."""
+    with steps.switched(long_steps.WAYS["chunked"]):
+        if way == "unchecked":
+            steps.model.gradient_checkpointing_disable()
+        if way == "fast":
+            gemma4_compat.train_fast(steps.model)
+        try:
+            yield
+        finally:
+            gemma4_compat.train_fast(steps.model, enabled=False)
+
+
+def measured(steps: long_steps.Steps, way: str, sequence: int, timed: int) -> Data:
+    """Times, peaks and losses of one turn."""
+    import torch
+
+    with switched(steps, way):
+        optimizer = torch.optim.AdamW(list(steps.trained.values()), lr=1e-4)
+        device.forget_peak()
+        before = beside()
+        seconds, losses = [], []
+        for _ in range(SETTLED + timed):
+            device.synchronize()
+            started = time.perf_counter()
+            loss = steps.loss(sequence)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(f"{loss.item():.9g}")
+            seconds.append(time.perf_counter() - started)
+        counted = gemma4_compat.training_statistics(steps.model)
+        found: Data = {"seconds": seconds[SETTLED:], "losses": losses, "memory": device.memory()}
+        found["beside_gib"] = None if before is None else (beside() or 0.0) - before
+        if way == "fast":
+            found |= {"replayed": counted.replayed, "captured": counted.captured, "reasons": counted.reasons}
+            found["capture_s"] = counted.capture_seconds
+        return found
+
+
+def beside() -> float | None:
+    """GiB of the GPU that PyTorch's allocator does not hold; None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return float((total - free - torch.cuda.memory_reserved()) / long_steps.GIB)
+
+
+def bits(steps: long_steps.Steps, sequence: int) -> Data:
+    """How a step with each way compares with a plain one."""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    found = {}
+    for way in ("plain", "again", "fast"):
+        with switched(steps, way):
+            for _ in range(5 if way == "fast" else 1):
+                for weight in steps.trained.values():
+                    weight.grad = None
+                loss = steps.loss(sequence)
+            found[way] = loss.cpu(), {name: weight.grad.cpu() for name, weight in steps.sorted()}
+    torch.use_deterministic_algorithms(False)
+    return {way: long_steps.against(found["plain"], found[way]) for way in ("again", "fast")}
+
+
+def all_turns(run: long_steps.Run, steps: long_steps.Steps, sequence: int, timed: int) -> None:
+    """Measure one length in every way, in turns, and keep what was found."""
+    for turn in range(TURNS):
+        for way in run.arguments.ways:
+            title = f"{sequence} {way} {turn + 1}"
+            found = run.attempt(title, 0, lambda way=way: measured(steps, way, sequence, timed))
+            if found is None:
+                run.keep(f"{title}: {run.result['out'].get(title, 'not measured')}")
+                continue
+            median = statistics.median(found["seconds"])
+            run.result["cells"][title] = found | {"sequence": sequence, "way": way, "turn": turn + 1}
+            peak = found["memory"]["peak_gib"]
+            more = f", captured in {found['capture_s']:.1f} s" if way == "fast" else ""
+            run.keep(f"{title}: {sequence / median:.0f} tokens a second, {median * 1e3:.0f} ms, {peak} GiB{more}")
+
+
+def problems(cells: Data) -> Iterator[str]:
+    """What must not be."""
+    first: dict[int, str] = {}
+    for title, cell in cells.items():
+        if not all(math.isfinite(float(loss)) for loss in cell["losses"]):
+            yield f"{title}: a loss is not finite"
+        if cell["way"] == "plain":
+            first.setdefault(cell["sequence"], cell["losses"][0])
+        if cell["way"] == "fast" and not cell["replayed"]:
+            yield f"{title}: nothing was replayed"
+        if cell["way"] == "fast" and cell["losses"][0] != first.get(cell["sequence"], cell["losses"][0]):
+            yield f"{title}: another loss"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", required=True, choices=sorted(models.SHAPES))
+    parser.add_argument("--where", default="gpu", help=f"of {', '.join(models.WHERE)}")
+    parser.add_argument("--sequences", default="256,512,1024,2048", help="tokens of a sequence")
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--bits", type=int, help="compare loss and gradients of steps of so many tokens")
+    parser.add_argument("--steps", type=int, default=8, help="that are timed in a turn (8)")
+    parser.add_argument("--rank", type=int, default=long_steps.RANK)
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--json", type=Path, dest="out", help="write the result here")
+    arguments = parser.parse_args(argv)
+    common.chosen(parser, arguments, "ways", WAYS)
+    run = long_steps.Run(arguments)
+    run.result |= common.header(Path(__file__), sys.modules[__name__], arguments.shape, common.shown(arguments))
+    work = models.work_folder(arguments.shape)
+    with common.temporary("short-steps-", work) as folder:
+        base, loaded = long_steps.load(arguments.shape, arguments.where, folder)
+        run.result |= loaded
+        steps = long_steps.Steps(base, rank=arguments.rank, tokens=None)
+        run.keep(f"loaded in {loaded['load_s']:.0f} s")
+        with standing_in(recording.RECORDERS):  # without a GPU
+            if arguments.bits:
+                run.result["bits"] = run.attempt("bits", 0, lambda: bits(steps, arguments.bits)) or {}
+                run.keep(f"bits of {arguments.bits} tokens: {run.result['bits']}")
+            for sequence in [int(number) for number in arguments.sequences.split(",") if number]:
+                all_turns(run, steps, sequence, arguments.steps)
+    run.result["problems"] += problems(run.result["cells"])
+    run.keep("done")
+    return common.ended(run.result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""One call of a decoder layer: its tensors apart from everything else, and the same call with other tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from gemma4_compat._common import in_place
+from gemma4_compat._models import checkpointing
+
+#: The argument in which layers hand keys and values to later layers.
+SHARED = "shared_kv_states"
+#: Arguments of the loss that reach the layers, which do not read them. Their values differ from step to step.
+_OF_THE_LOSS = ("num_items_in_batch",)
+_PLAIN = (bool, int, float, str)
+
+
+class UnknownArgumentError(Exception):
+    """An argument that is neither a tensor nor a plain value."""
+
+
+class _Place:
+    """Where a tensor is, in what has none."""
+
+
+_PLACE = _Place()
+
+
+class Call:
+    """A call of a decoder layer.
+
+    Args:
+        layer: the decoder layer.
+        given: positional arguments.
+        named: the others.
+
+    Attributes:
+        tensors: all tensors among the arguments, and the keys and values of earlier layers if this one reads them.
+        shared: where layers hand on keys and values; None where none do.
+        form: the call without its tensors.
+        kind: hashable: calls of one kind run the same kernels on tensors of the same shapes.
+
+    Raises:
+        UnknownArgumentError: an argument can be neither compared nor copied.
+    """
+
+    def __init__(self, layer: Any, given: Sequence[Any], named: dict[str, Any]) -> None:
+        self.shared: Any = named.get(SHARED)
+        reads = getattr(layer.self_attn, "is_kv_shared_layer", False)
+        others = {name: value for name, value in named.items() if name not in (SHARED, *_OF_THE_LOSS)}
+        arguments = (tuple(given), others, dict(self.shared) if self.shared is not None and reads else {})
+        self.tensors = list(tensors_in(arguments))
+        self.form = Form(None if self.shared is None else type(self.shared), without_tensors(arguments))
+        self.kind = (repr(self.form.arguments), self.form.shared, tuple(map(_layout, self.tensors)), *_settings())
+
+
+class Form:
+    """A call without its tensors.
+
+    Args:
+        shared: the type of what layers hand on; None where they hand on nothing.
+        arguments: positional ones, the others by name, and what earlier layers have handed on.
+    """
+
+    def __init__(self, shared: type | None, arguments: Any) -> None:
+        self.shared, self.arguments = shared, arguments
+
+    def call(self, layer: Any, below: Callable[..., Any], tensors: Sequence[Any]) -> tuple[Any, dict[Any, Any]]:
+        """Call the layer without checkpointing.
+
+        Args:
+            layer: the decoder layer.
+            below: its forward.
+            tensors: in the places of the call's.
+
+        Returns:
+            what the layer returns, and what it adds for later layers.
+        """
+        given, named, read = with_tensors(self.arguments, iter(tensors))
+        shared = None
+        if self.shared is not None:
+            named[SHARED] = shared = self.shared()
+            shared.update(read)
+        with in_place.assigned(layer, checkpointing.FLAG, False):
+            found = below(*given, **named)
+        added = {} if shared is None else dict(shared)
+        return found, {name: value for name, value in added.items() if value is not read.get(name)}
+
+
+def tensors_in(value: Any) -> Iterator[Any]:
+    """The tensors in tuples, lists and the values of dictionaries, in order."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part)
+
+
+def without_tensors(value: Any) -> Any:
+    """The same with a mark in the place of each tensor.
+
+    Raises:
+        UnknownArgumentError: it contains something else than these, plain values and None.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return _PLACE
+    if value is None or isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, dict):
+        return {name: without_tensors(part) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return tuple([without_tensors(part) for part in value])
+    raise UnknownArgumentError(f"decoder layers get a {type(value).__name__}")
+
+
+def with_tensors(value: Any, tensors: Iterator[Any]) -> Any:
+    """The same with the next tensor in the place of each mark."""
+    if value is _PLACE:
+        return next(tensors)
+    if isinstance(value, dict):
+        return {name: with_tensors(part, tensors) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple([with_tensors(part, tensors) for part in value])
+    return value
+
+
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _settings() -> tuple[Any, ...]:
+    """Of torch, on which the kernels of a call depend."""
+    import torch
+
+    matmul, cuda = torch.backends.cuda.matmul, torch.backends.cuda
+    return (
+        *[torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")],
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        matmul.allow_tf32,
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )

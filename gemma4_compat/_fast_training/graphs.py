@@ -1,0 +1,260 @@
+"""Both graphs of a decoder layer for calls of one kind, and the autograd function that replays them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from gemma4_compat._decoding.recording import RECORDERS, capturing
+from gemma4_compat._fast_training import calls
+
+#: Held while a graph's inputs are filled, it is launched, and its results are copied: layers share this memory.
+_launching = threading.Lock()
+
+
+class Buffer:
+    """Memory that graphs of several layers read or write."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self._source: Callable[[], Any] = _nothing
+        self._version = -1
+
+    def fill(self, source: Any) -> None:
+        """Copy a tensor, unless it is the one that was copied last, and unchanged: masks and positions."""
+        if self._source() is not source or self._version != source._version:
+            self.tensor.copy_(source.detach())
+            self._source, self._version = weakref.ref(source), source._version
+
+
+def _nothing() -> None:
+    return None
+
+
+class Memory:
+    """What the graphs of a model share: a pool, and buffers by their role and layout.
+
+    Args:
+        device: of the layers.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self.device, self.recorder = device, RECORDERS[device.type]
+        self.pool = self.recorder.new_pool()
+        self._buffers: dict[Any, Buffer] = {}
+
+    def like(self, role: Any, tensor: Any) -> Buffer:
+        """The buffer for tensors of this layout in this role."""
+        import torch
+
+        strides = tensor.contiguous().stride() if 0 in tensor.stride() else tensor.stride()
+        key = role, tensor.shape, strides, tensor.dtype
+        if key not in self._buffers:
+            with torch.inference_mode(False):
+                made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+            self._buffers[key] = Buffer(made)
+        return self._buffers[key]
+
+
+#: Calls a layer with tensors in the places of the call's: what it returns, and what it hands on to later layers.
+Run = Callable[[Sequence[Any]], Any]
+
+
+class Step(NamedTuple):
+    """A layer's forward with its autograd graph.
+
+    Attributes:
+        inputs: the call's tensors, as leaves of the graph.
+        outputs: the tensors that the layer returns, and hands on to later layers.
+        form: what the layer returns and hands on, without tensors.
+    """
+
+    inputs: list[Any]
+    outputs: list[Any]
+    form: Any
+
+    @classmethod
+    def of(cls, call: Run, tensors: Sequence[Any], asked: Sequence[bool], autocast: Any) -> Step:
+        """Run a layer.
+
+        Args:
+            call: calls it.
+            tensors: of the call.
+            asked: which of them require gradients.
+            autocast: the ``torch.dtype`` of autocast; None without.
+        """
+        inputs = [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(tensors, asked)]
+        with _as_in_a_step(inputs[0].device.type, autocast):
+            found = call(inputs)
+        return cls(inputs, list(calls.tensors_in(found)), calls.without_tensors(found))
+
+    def gradients(self, incoming: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+        """Those of inputs and weights, in this order, for these gradients of the outputs; None where there is none."""
+        import torch
+
+        leaves = [*self.inputs, *weights]
+        given = [pair for pair in zip(self.outputs, incoming) if pair[0].requires_grad and pair[1] is not None]
+        outputs, gradients = [one for one, _ in given], [gradient for _, gradient in given]
+        with torch.autocast(leaves[0].device.type, enabled=False):
+            asked = [one for one in leaves if one.requires_grad]
+            found = iter(torch.autograd.grad(outputs, asked, gradients, allow_unused=True))
+        return [next(found) if one.requires_grad else None for one in leaves]
+
+
+class Graph:
+    """Captures a layer's forward, and its backward pass after the same forward.
+
+    Args:
+        run: calls the layer.
+        tensors: of a call of this kind.
+        weights: those of the layer that are trained.
+        memory: of all layers.
+        role: of the inputs. Layers of one role have the same masks and positions.
+
+    Attributes:
+        form: what the layer returns and hands on, without tensors.
+        differentiable: which of the tensors in it require gradients.
+
+    Raises:
+        Exception: something cannot be recorded, or memory is short. Nothing has changed.
+    """
+
+    def __init__(self, run: Run, tensors: Sequence[Any], weights: Sequence[Any], memory: Memory, role: Any) -> None:
+        import torch
+
+        kind = memory.device.type
+        self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._asked = [tensor.requires_grad for tensor in tensors]
+        tried = self._step(run, tensors)
+        self.form, self.differentiable = tried.form, [one.requires_grad for one in tried.outputs]
+        found = tried.gradients([one.detach() for one in tried.outputs], weights)
+        self._inputs = [memory.like((role, index), one) for index, one in enumerate(tensors)]
+        self._outputs = [memory.like(("output", index), one) for index, one in enumerate(tried.outputs)]
+        self._incoming = [memory.like(("incoming", index), one) for index, one in enumerate(tried.outputs)]
+        self._gradients = [
+            None if one is None else memory.like(("gradient", index), one) for index, one in enumerate(found)
+        ]
+        del tried, found
+        self._forward, self._backward = (memory.recorder(memory.device, memory.pool) for _ in range(2))
+        with capturing:
+            self._forward.capture(functools.partial(self._run_forward, run))
+            self._backward.capture(functools.partial(self._run_backward, run, weights))
+
+    def _step(self, run: Run, tensors: Sequence[Any]) -> Step:
+        return Step.of(run, tensors, self._asked, self._autocast)
+
+    def _run_forward(self, run: Run) -> None:
+        step = self._step(run, [buffer.tensor for buffer in self._inputs])
+        for buffer, one in zip(self._outputs, step.outputs):
+            buffer.tensor.copy_(one.detach())
+
+    def _run_backward(self, run: Run, weights: Sequence[Any]) -> None:
+        step = self._step(run, [buffer.tensor for buffer in self._inputs])
+        found = step.gradients([buffer.tensor for buffer in self._incoming], weights)
+        for buffer, one in zip(self._gradients, found):
+            if buffer is not None:
+                buffer.tensor.copy_(one)
+
+    def outputs(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """Those of the layer, for these tensors of a call."""
+        with _launching:
+            self._fill(tensors)
+            self._forward.replay()
+            return tuple([buffer.tensor.clone() for buffer in self._outputs])
+
+    def gradients(self, tensors: Sequence[Any], incoming: Sequence[Any]) -> list[Any]:
+        """Those of the tensors of a call and of the weights, for these gradients of the outputs."""
+        with _launching:
+            self._fill(tensors)
+            for buffer, gradient in zip(self._incoming, incoming):
+                if gradient is not None:
+                    buffer.tensor.copy_(gradient)
+            self._backward.replay()
+            return [None if buffer is None else buffer.tensor.clone() for buffer in self._gradients]
+
+    def gradients_without(
+        self, run: Run, tensors: Sequence[Any], incoming: Sequence[Any], weights: Sequence[Any]
+    ) -> list[Any]:
+        """The same without a graph, also where an output has no gradient."""
+        return self._step(run, tensors).gradients(incoming, weights)
+
+    def _fill(self, tensors: Sequence[Any]) -> None:
+        for buffer, tensor in zip(self._inputs, tensors):
+            buffer.fill(tensor)
+
+
+@dataclass
+class Replay:
+    """One call of a layer that is replayed.
+
+    Attributes:
+        graph: of calls of this kind.
+        run: calls the layer.
+        tensors: of the call.
+        weights: those that ``graph`` was made with.
+        may_replay: asked in the backward pass: whether the layer is as it was.
+    """
+
+    graph: Graph
+    run: Run
+    tensors: Sequence[Any]
+    weights: Sequence[Any]
+    may_replay: Callable[[], bool]
+
+    def outputs(self) -> Any:
+        """Those of the layer. Their backward pass is replayed, too."""
+        given, self.tensors = self.tensors, ()  # autograd keeps them, as it is told to
+        return _replayed().apply(self, len(given), *given, *self.weights)
+
+    def gradients(self, tensors: Sequence[Any], incoming: Sequence[Any]) -> list[Any]:
+        """Those of the tensors and weights, for these gradients of the outputs."""
+        if [gradient is not None for gradient in incoming] == self.graph.differentiable and self.may_replay():
+            return self.graph.gradients(tensors, incoming)
+        return self.graph.gradients_without(self.run, tensors, incoming, self.weights)
+
+
+@functools.cache
+def _replayed() -> Any:
+    import torch
+
+    class Replayed(torch.autograd.Function):  # type: ignore[misc]
+        """(a replay, how many tensors, the tensors of the call, trained weights) -> the layer's outputs."""
+
+        @staticmethod
+        def forward(ctx: Any, replay: Replay, tensors: int, *given: Any) -> Any:
+            ctx.replay = replay
+            ctx.save_for_backward(*given[:tensors])
+            found = replay.graph.outputs(given[:tensors])
+            differentiable = replay.graph.differentiable
+            ctx.mark_non_differentiable(*[one for one, wanted in zip(found, differentiable) if not wanted])
+            ctx.set_materialize_grads(False)
+            return found
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+        def backward(ctx: Any, *incoming: Any) -> Any:
+            return None, None, *ctx.replay.gradients(ctx.saved_tensors, incoming)
+
+    return Replayed
+
+
+@contextlib.contextmanager
+def _as_in_a_step(kind: str, autocast: Any) -> Iterator[None]:
+    """Gradients are recorded, saved tensors stay where they are, and autocast casts each weight again."""
+    import torch
+
+    with (
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(_kept, _kept),
+        torch.autocast(kind, dtype=autocast, enabled=autocast is not None, cache_enabled=False),
+    ):
+        yield
+
+
+def _kept(tensor: Any) -> Any:
+    return tensor.detach()  # one with its graph would keep itself

@@ -1,0 +1,276 @@
+"""The forward of a decoder layer: replayed, captured, or left to the layer."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._decoding import obstacles
+from gemma4_compat._decoding.dependencies import Dependencies
+from gemma4_compat._decoding.recording import RECORDERS
+from gemma4_compat._fast_training import calls, graphs
+from gemma4_compat._models import checkpointing
+from gemma4_compat._training import whole
+
+#: Tokens of a call, over all rows of a batch: more keep the GPU busy for longer than Python takes.
+MAX_TOKENS = 2048
+#: The call of a kind that is captured. Kinds that come once or twice, as in a dataset of texts of any length, are not.
+CAPTURED_AT = 4
+#: Kinds that are captured for one layer. No other one is captured then.
+MAX_KINDS = 4
+#: How often everything is captured again because the model changed, without a replay between.
+_MAX_IN_VAIN = 3
+_NAMES = ("Gemma4TextDecoderLayer", "Gemma4UnifiedTextDecoderLayer")
+_CAPTURING = "transformers.utils.output_capturing"
+_log = logging.getLogger("gemma4_compat")
+
+
+@dataclass
+class Known:
+    """What is known of a layer."""
+
+    seen: dict[Any, int] = field(default_factory=dict)  # calls of each kind, until it is captured
+    graphs: dict[Any, graphs.Graph] = field(default_factory=dict)
+    weights: list[Any] = field(default_factory=list)
+    obstacle: str | None = None
+
+
+@dataclass
+class TrainingStatistics:
+    """How the decoder layers of a model ran in training steps, after ``train_fast``.
+
+    Attributes:
+        replayed: forwards of layers that were replayed.
+        captured: layers that were captured, once for each kind of call.
+        eager: forwards that ran without a graph.
+        capture_seconds: time that captures took.
+        reasons: why layers ran without a graph, other than before their kind of call was captured.
+    """
+
+    replayed: int = 0
+    captured: int = 0
+    eager: int = 0
+    capture_seconds: float = 0.0
+    reasons: tuple[str, ...] = ()
+
+
+class Training:
+    """The decoder layers of one model. A copy of the model has none, and trains without replays.
+
+    Args:
+        layers: all of them, in order.
+    """
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.statistics = TrainingStatistics()
+        self._layers = [weakref.ref(layer) for layer in layers]
+        self._places = {id(layer): index for index, layer in enumerate(layers)}
+        self._known: list[Known] = [Known() for _ in layers]
+        self._memory: dict[Any, graphs.Memory] = {}
+        self._dependencies: Dependencies | None = None
+        self._last, self._holds, self._in_vain = len(layers), False, 0
+        self._mutex = threading.RLock()
+
+    def __deepcopy__(self, _memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(None), ())
+
+    def forward(self, layer: Any, below: Callable[..., Any], given: Any, named: dict[str, Any]) -> Any:
+        """Run a layer."""
+        call = self._call(layer, given, named)
+        if call is None:
+            return below(*given, **named)
+        run = functools.partial(call.form.call, layer, below)
+        with self._mutex:
+            place = self._places[id(layer)]
+            graph = self._graph(place, layer, call, run)
+            known = self._known[place]
+            weights, dependencies = known.weights, self._dependencies
+        if graph is None or dependencies is None:
+            self.statistics.eager += 1
+            return below(*given, **named)
+        self.statistics.replayed += 1
+        self._in_vain = 0
+        outputs = graphs.Replay(graph, run, call.tensors, weights, dependencies.weights_hold).outputs()
+        found, handed_on = calls.with_tensors(graph.form, iter(outputs))
+        if call.shared is not None:
+            call.shared.update(handed_on)
+        return found
+
+    def _call(self, layer: Any, given: Any, named: dict[str, Any]) -> calls.Call | None:
+        """A call that may be replayed; None if it is no training step, too long, or something is in the way of it."""
+        import torch
+
+        if not (layer.training and torch.is_grad_enabled()) or torch.compiler.is_compiling() or whole.is_traced():
+            return None
+        try:
+            call = calls.Call(layer, given, named)
+        except calls.UnknownArgumentError as error:
+            self.reason(str(error))
+            return None
+        if not call.tensors or call.tensors[0].shape[:-1].numel() > MAX_TOKENS:
+            return None
+        if not any(one.requires_grad for one in (*call.tensors, *layer.parameters())):
+            return None
+        for reason in _of_a_call(layer, call, named):
+            self.reason(reason)
+            return None
+        return call
+
+    def _graph(self, place: int, layer: Any, call: calls.Call, run: graphs.Run) -> graphs.Graph | None:
+        """The graph for a call; None if there is none yet, or it cannot be captured."""
+        import torch
+
+        in_backward = torch._C._current_graph_task_id() != -1  # older releases compute a layer again by its forward
+        if place <= self._last and not in_backward:
+            self._begin()
+        self._last = place
+        known = self._known[place]
+        if not self._holds or known.obstacle is not None:
+            return None
+        kind = call.kind, _stream(call.tensors[0].device)
+        found = known.graphs.get(kind)
+        if found is not None or in_backward:
+            return found
+        known.seen[kind] = known.seen.get(kind, 0) + 1
+        if known.seen[kind] < CAPTURED_AT:
+            return None
+        if len(known.graphs) >= MAX_KINDS:
+            self.reason(f"{MAX_KINDS} shapes of batches are captured; pad to a few lengths (pad_to_multiple_of)")
+            return None
+        return self._captured(known, kind, layer, call, run)
+
+    def _captured(
+        self, known: Known, kind: tuple[Any, Any], layer: Any, call: calls.Call, run: graphs.Run
+    ) -> graphs.Graph | None:
+        began = time.perf_counter()
+        if kind[1] not in self._memory:
+            self._memory[kind[1]] = graphs.Memory(call.tensors[0].device)
+        memory = self._memory[kind[1]]
+        role = getattr(layer.self_attn, "is_sliding", None)
+        try:
+            made = known.graphs[kind] = graphs.Graph(run, call.tensors, known.weights, memory, role)
+        except Exception as error:  # noqa: BLE001  (whatever is in the way: the layer runs as it did before)
+            known.obstacle = f"a layer cannot be captured: {type(error).__name__}: {str(error).splitlines()[0]}"
+            self.reason(known.obstacle)
+            return None
+        del known.seen[kind]
+        self.statistics.captured += 1
+        self.statistics.capture_seconds += time.perf_counter() - began
+        return made
+
+    def _begin(self) -> None:
+        """A step begins: look whether the layers are what they were."""
+        held = self._dependencies is not None and self._dependencies.hold() and self._dependencies.hold_in_full()
+        if not held:
+            self._renew()
+        self._holds = self._dependencies is not None
+
+    def _renew(self) -> None:
+        """Release every graph, and look at the layers as they are now."""
+        self._in_vain += any(known.graphs for known in self._known)
+        self._known, self._memory, self._dependencies = [Known() for _ in self._layers], {}, None
+        if self._in_vain >= _MAX_IN_VAIN:
+            self.reason("the model changes with every step, so that no graph is replayed")
+            return
+        layers = [layer for layer in (reference() for reference in self._layers) if layer is not None]
+        parts = [list(layer.modules()) for layer in layers]
+        for layer, modules, known in zip(layers, parts, self._known):
+            known.weights = [weight for weight in layer.parameters() if weight.requires_grad]
+            known.obstacle = next(_of_a_layer(layer, modules), None)
+            if known.obstacle is not None:
+                self.reason(known.obstacle)
+        modules = list(dict.fromkeys(module for part in parts for module in part))
+        configs = {id(config): vars(config) for config in (getattr(one, "config", None) for one in modules) if config}
+        self._dependencies = Dependencies(modules, configs.values(), [], self._forget)
+
+    def _forget(self, dependencies: Dependencies, _name: str) -> None:
+        """A layer is gone."""
+        if dependencies is self._dependencies:
+            self._known, self._memory, self._dependencies = [Known() for _ in self._layers], {}, None
+
+    def clear(self) -> None:
+        """Release every graph, and their memory."""
+        with self._mutex:
+            self._known, self._memory, self._dependencies = [Known() for _ in self._layers], {}, None
+            self._last, self._in_vain = len(self._layers), 0
+
+    def reason(self, text: str) -> None:
+        """Keep why layers run without a graph, and log it once."""
+        if text not in self.statistics.reasons:
+            self.statistics.reasons += (text,)
+            _log.warning("train_fast: decoder layers run without a graph: %s.", text)
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """Those of a Gemma 4 text model, in order."""
+    modules = getattr(model, "modules", tuple)
+    return [module for module in modules() if type(module).__name__ in _NAMES]
+
+
+def _of_a_layer(layer: Any, modules: list[Any]) -> Iterator[str]:
+    """Why a layer cannot be replayed: its Python has to run in each step."""
+    sharded = whole.obstacle(layer)
+    if sharded:
+        yield sharded
+    for module in modules:
+        hook = module_hooks.offload_hook(module)
+        if hook is not None and any(weight is not None for weight in module._parameters.values()):
+            yield "their weights are offloaded"
+    yield from obstacles.of_training(layer, modules, decodes=False)
+    yield from obstacles.of_hooks(layer, modules)
+    for module in modules:
+        if module is not layer and obstacles.has_own_forward(module):
+            yield f"{type(module).__name__} has a forward of its own"
+        if module is not layer and (module._backward_hooks or module._backward_pre_hooks):
+            yield f"a backward hook on {type(module).__name__} has to run in every step"
+
+
+def _of_a_call(layer: Any, call: calls.Call, named: dict[str, Any]) -> Iterator[str]:
+    """Why this call of a layer cannot be replayed."""
+    import torch
+
+    device = call.tensors[0].device
+    if device.type not in RECORDERS:
+        yield f"they compute on {device}, and graphs need CUDA"
+    if any(one.device != device for one in call.tensors):
+        yield "their inputs are on several devices"
+    if torch.is_anomaly_enabled():
+        yield "torch.autograd.detect_anomaly is on"
+    if named.get("output_attentions") or _collects():
+        yield "attention weights or router logits are asked for"
+    if getattr(layer, checkpointing.FLAG, False) and not _checkpoints_plainly(layer):
+        yield "what checkpointing keeps is offloaded, or chosen by a function"
+
+
+def _collects() -> bool:
+    """Whether transformers collects what parts of a layer return."""
+    collector = getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
+    found = None if collector is None else collector.get()
+    return any(name != "hidden_states" and not name.startswith("_") for name in found or ())
+
+
+def _checkpoints_plainly(layer: Any) -> bool:
+    """Whether checkpointing keeps the layer's inputs where they are, and nothing else."""
+    import torch.utils.checkpoint
+
+    function = getattr(layer, "_gradient_checkpointing_func", None)
+    options = getattr(function, "keywords", {})
+    plain = getattr(function, "func", function) is torch.utils.checkpoint.checkpoint
+    return plain and "context_fn" not in options
+
+
+def _stream(device: Any) -> Any:
+    import torch
+
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -1,0 +1,367 @@
+"""train_fast: replayed layers have the bits of layers without a graph, in every step, and notice what changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gemma4_compat
+from gemma4_compat import Gemma4CompatError
+from gemma4_compat._accelerate import attached
+from gemma4_compat._decoding import recording
+from gemma4_compat._fast_training import calls, graphs, layers
+from gemma4_compat._planner.training_step import TARGETS
+from gemma4_compat._stand_ins.tape import standing_in
+from tests.patches.training.test_transformers_chunked_loss import CLASSES, batch, built
+
+#: Steps until every layer is captured, and one more.
+SETTLED = layers.CAPTURED_AT + 1
+
+
+@pytest.fixture(autouse=True)
+def tapes() -> Iterator[None]:
+    with standing_in(recording.RECORDERS):
+        yield
+
+
+def adapted(model: Any, *, checkpointing: bool = True, **options: Any) -> Any:
+    """With LoRA on the decoder, in training mode."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(**({"r": 4, "target_modules": TARGETS, "init_lora_weights": False} | options))
+    found = get_peft_model(model.requires_grad_(False), config)
+    if checkpointing:
+        found.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        found.enable_input_require_grads()
+    return found.train()
+
+
+def step(model: Any, given: dict[str, Any], scale: float = 1.0) -> list[Any]:
+    """The loss, and each gradient."""
+    import torch
+
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(**given, use_cache=False).loss
+    (loss * scale).backward()
+    return [loss.detach(), *gradients(model)]
+
+
+def gradients(model: Any) -> list[Any]:
+    found = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    assert found
+    return [gradient.clone() for gradient in found]
+
+
+def same(right: list[Any], found: list[Any]) -> bool:
+    return len(right) == len(found) and all(one.equal(other) for one, other in zip(right, found))
+
+
+def settled(model: Any, given: dict[str, Any]) -> Any:
+    """With ``train_fast``, after steps in which everything was captured."""
+    assert gemma4_compat.train_fast(model) is model
+    for _ in range(SETTLED):
+        step(model, given)
+    return model
+
+
+def replayed(model: Any, run: Callable[[], Any]) -> int:
+    """How many layers ``run`` replays."""
+    before = gemma4_compat.training_statistics(model).replayed
+    run()
+    return gemma4_compat.training_statistics(model).replayed - before
+
+
+@pytest.fixture
+def model(workspace: Any) -> Any:
+    return adapted(workspace.load())
+
+
+@pytest.fixture
+def given(workspace: Any) -> dict[str, Any]:
+    return batch(workspace, text_only=True)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_class(workspace: Any, tmp_path: Path, name: str | None, checkpointing: bool) -> None:
+    base, text_only, variant = built(workspace, name, tmp_path)
+    model, given = adapted(base, checkpointing=checkpointing), batch(workspace, text_only=text_only, variant=variant)
+    right = step(model, given)
+    gemma4_compat.train_fast(model)
+    assert all(same(right, step(model, given)) for _ in range(SETTLED + 1))
+    counted = gemma4_compat.training_statistics(model)
+    number = len(layers.decoder_layers(model))
+    assert counted.reasons == ()
+    assert (counted.captured, counted.replayed) == (number, (SETTLED + 2 - layers.CAPTURED_AT) * number)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_whole_models_that_are_trained(workspace: Any, given: dict[str, Any], dtype: str) -> None:
+    import torch
+
+    model = workspace.load().to(getattr(torch, dtype)).train()
+    right = step(model, given)
+    assert same(right, step(settled(model, given), given))
+
+
+def test_weights_change_in_place(model: Any, given: dict[str, Any]) -> None:
+    """Adapters after eight steps of an optimizer, with accumulation of gradients and a scaled loss."""
+    import torch
+
+    def trained(model: Any) -> list[Any]:
+        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.1)
+        for number in range(8):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(**given, use_cache=False).loss
+            (loss / (1 + number % 2)).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [one.detach().clone() for one in model.parameters() if one.requires_grad]
+
+    other = gemma4_compat.train_fast(copy.deepcopy(model))
+    right, found = trained(model), trained(other)
+    assert gemma4_compat.training_statistics(other).replayed
+    assert same(right, found)
+
+
+def test_two_forwards_before_their_backward_passes(workspace: Any, model: Any, given: dict[str, Any]) -> None:
+    """Inputs in shared memory are those of the right call, and masks are copied again."""
+    import torch
+
+    other = {**given, "input_ids": given["input_ids"].flip(1), "attention_mask": given["attention_mask"].clone()}
+    other["attention_mask"][:, :3] = 0
+
+    def both() -> list[Any]:
+        model.zero_grad()
+        losses = [model(**one, use_cache=False).loss for one in (given, other)]
+        for loss in losses:
+            loss.backward()
+        return [*torch.stack(losses).detach(), *gradients(model)]
+
+    right = both()
+    gemma4_compat.train_fast(model)
+    for _ in range(SETTLED):
+        both()
+    assert replayed(model, lambda: None) == 0
+    assert same(right, both())
+    assert gemma4_compat.training_statistics(model).replayed > 0
+
+
+def test_4_bit_layers(workspace: Any, given: dict[str, Any]) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = adapted(workspace.load("4bit"))
+    right = step(model, given)
+    assert same(right, step(settled(model, given), given))
+
+
+@pytest.mark.parametrize("other", [gemma4_compat.chunked_loss, gemma4_compat.chunked_mlp])
+def test_beside_other_switches(model: Any, given: dict[str, Any], other: Callable[..., Any]) -> None:
+    other(model, **({"tokens": 7} if other is gemma4_compat.chunked_mlp else {}))
+    right = step(model, given)
+    assert same(right, step(settled(model, given), given))
+    assert gemma4_compat.training_statistics(model).replayed
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "another adapter": lambda model: (
+        model.add_adapter("second", model.peft_config["default"]) or model.set_adapter("second")
+    ),
+    "a weight is replaced": lambda model: _replace_weight(model),
+    "a hook changes a layer's inside": lambda model: layers.decoder_layers(model)[1].mlp.register_forward_hook(
+        lambda _module, _inputs, output: output * 2
+    ),
+    "a scalar of PEFT": lambda model: _scale(model),
+}
+
+
+def _replace_weight(model: Any) -> None:
+    import torch
+
+    down = layers.decoder_layers(model)[1].mlp.down_proj.base_layer
+    down.weight = torch.nn.Parameter(down.weight.detach() * 2, requires_grad=False)
+
+
+def _scale(model: Any) -> None:
+    for layer in layers.decoder_layers(model):
+        layer.mlp.down_proj.scaling["default"] *= 3.0
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_noticed(model: Any, given: dict[str, Any], change: str) -> None:
+    other = copy.deepcopy(model)
+    settled(model, given)
+    for one in (model, other):
+        import torch
+
+        torch.manual_seed(0)
+        CHANGES[change](one)
+        one.requires_grad_(False)
+        for name, weight in one.named_parameters():
+            weight.requires_grad_("lora" in name)
+    right = step(other, given)
+    assert all(same(right, step(model, given)) for _ in range(SETTLED))
+
+
+def test_a_weight_that_moves_between_forward_and_backward(model: Any, given: dict[str, Any]) -> None:
+    """Checkpointing computes the layer again with the weight that is there then, and so does this."""
+
+    def interrupted(model: Any) -> list[Any]:
+        model.zero_grad()
+        loss = model(**given, use_cache=False).loss
+        _replace_weight(model)
+        loss.backward()
+        return [loss.detach(), *gradients(model)]
+
+    other = copy.deepcopy(model)
+    settled(model, given)
+    for _ in range(SETTLED):
+        model(**given, use_cache=False)
+    assert same(interrupted(other), interrupted(model))
+
+
+def _hooked(model: Any) -> Any:
+    for layer in layers.decoder_layers(model):
+        layer.mlp.register_forward_hook(lambda _module, _inputs, output: output * 1)
+    return model
+
+
+def _seen(model: Any) -> Any:
+    for layer in layers.decoder_layers(model):
+        layer.mlp.register_full_backward_hook(lambda _module, _inputs, _outputs: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (lambda workspace: adapted(workspace.load(), lora_dropout=0.5), "is in training mode .* dropout"),
+        (lambda workspace: adapted(workspace.split()), "their weights are offloaded"),
+        (lambda workspace: _hooked(adapted(workspace.load())), "a hook on mlp"),
+        (lambda workspace: _seen(adapted(workspace.load())), "a backward hook on Gemma4TextMLP"),
+    ],
+    ids=["dropout", "offloaded layers", "a hook inside", "a backward hook inside"],
+)
+def test_layers_that_run_as_before(
+    workspace: Any, given: dict[str, Any], made: Callable[[Any], Any], reason: str
+) -> None:
+    import torch
+
+    model = made(workspace)
+    torch.manual_seed(0)
+    right = step(model, given)
+    gemma4_compat.train_fast(model)
+    for _ in range(SETTLED):
+        torch.manual_seed(0)
+        assert same(right, step(model, given))
+    counted = gemma4_compat.training_statistics(model)
+    assert re.search(reason, " ".join(counted.reasons))
+    assert counted.replayed < counted.eager
+
+
+def test_lengths_that_do_not_come_back(workspace: Any, model: Any, given: dict[str, Any]) -> None:
+    """Only the first kinds that come often are captured; the log says what to do."""
+    gemma4_compat.train_fast(model)
+    number = len(layers.decoder_layers(model))
+    for length in range(9, 9 + layers.MAX_KINDS + 1):
+        cut = {name: value[:, -length:] for name, value in given.items()}
+        for _ in range(SETTLED):
+            step(model, cut)
+    counted = gemma4_compat.training_statistics(model)
+    assert counted.captured == layers.MAX_KINDS * number
+    assert "pad to a few lengths" in " ".join(counted.reasons)
+
+
+def test_long_calls_and_calls_without_gradients_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, model: Any, given: dict[str, Any]
+) -> None:
+    import torch
+
+    settled(model, given)
+    with torch.no_grad():
+        assert replayed(model, lambda: model(**given, use_cache=False)) == 0
+    model.eval()
+    assert replayed(model, lambda: model(**given, use_cache=False).loss.backward()) == 0
+    model.train()
+    monkeypatch.setattr(layers, "MAX_TOKENS", given["input_ids"].numel() - 1)
+    assert replayed(model, lambda: step(model, given)) == 0
+    assert gemma4_compat.training_statistics(model).reasons == ()
+
+
+def test_a_layer_that_cannot_be_captured_runs_as_before(
+    monkeypatch: pytest.MonkeyPatch, model: Any, given: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    right = step(model, given)
+
+    def short(*_: Any) -> Any:
+        raise RuntimeError("no memory\nfor this")
+
+    monkeypatch.setattr(graphs, "Graph", short)
+    gemma4_compat.train_fast(model)
+    assert all(same(right, step(model, given)) for _ in range(SETTLED))
+    (reason,) = gemma4_compat.training_statistics(model).reasons
+    assert reason == "a layer cannot be captured: RuntimeError: no memory"
+    assert caplog.text.count(reason) == 1
+
+
+def test_copies_and_pickles_train_without_replays(model: Any, given: dict[str, Any]) -> None:
+    right = step(model, given)
+    settled(model, given)
+    other, layer = copy.deepcopy(model), layers.decoder_layers(model)[0]
+    assert gemma4_compat.training_statistics(other) == layers.TrainingStatistics()
+    assert same(right, step(other, given))
+    assert vars(pickle.loads(pickle.dumps(layer)))[attached.TRAINING] is None
+    assert replayed(model, lambda: step(model, given))
+
+
+def test_undoing_it_releases_everything(model: Any, given: dict[str, Any]) -> None:
+    import torch
+
+    def living() -> int:
+        gc.collect()
+        return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
+
+    for _ in range(2):
+        step(model, given)
+    model.zero_grad()
+    before = living()
+    settled(model, given)
+    model.zero_grad()
+    assert living() > before
+    training = weakref.ref(vars(layers.decoder_layers(model)[0])[attached.TRAINING])
+    gemma4_compat.train_fast(model, enabled=False)
+    assert living() == before
+    assert training() is None
+    assert all("forward" not in vars(layer) for layer in layers.decoder_layers(model))
+    assert gemma4_compat.training_statistics(model) == layers.TrainingStatistics()
+
+
+def test_a_model_that_is_deleted_is_released(workspace: Any, given: dict[str, Any]) -> None:
+    model = settled(adapted(workspace.load()), given)
+    layer = weakref.ref(layers.decoder_layers(model)[0])
+    training = weakref.ref(vars(layer())[attached.TRAINING])
+    del model
+    gc.collect()
+    assert layer() is None
+    assert training() is None
+
+
+def test_other_models_are_refused() -> None:
+    import torch
+
+    with pytest.raises(Gemma4CompatError, match="Linear"):
+        gemma4_compat.train_fast(torch.nn.Linear(2, 2))
+
+
+def test_arguments_that_nobody_can_compare() -> None:
+    with pytest.raises(calls.UnknownArgumentError, match="object"):
+        calls.without_tensors({"x": (1, object())})
