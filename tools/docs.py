@@ -100,6 +100,7 @@ def main() -> int:
     training = (ROOT / "docs" / "TRAINING.md").read_text(encoding="utf-8")
     training = filled(training, "mlp pieces", measurements.mlp_pieces_section())
     training = filled(training, "long steps", measurements.long_steps_section())
+    training = filled(training, "short steps", measurements.short_steps_section())
     training = filled(training, "grpo steps", measurements.grpo_steps_section())
     wanted[ROOT / "docs" / "TRAINING.md"] = filled(training, "chunked loss", measurements.chunked_loss_section())
     halves = float16.PAGE.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How fast is a training step of a short sequence, eagerly and with `gemma4_compat.train_fast`, and are its bits equal?
+"""How fast is a training step of a short sequence, with and without `gemma4_compat.train_fast`, and is it the same?
 
 python benchmarks/training/short_steps.py --shape E4B --sequences 256,512,1024,2048 --json FILE.json
     [--where gpu] [--bits 512] [--steps 8] [--seconds 150]

@@ -116,16 +116,21 @@ class Training:
         try:
             call = calls.Call(layer, given, named)
         except calls.UnknownArgumentError as error:
-            self.reason(str(error))
+            self._left(str(error))
             return None
         if not call.tensors or call.tensors[0].shape[:-1].numel() > MAX_TOKENS:
             return None
         if not any(one.requires_grad for one in (*call.tensors, *layer.parameters())):
             return None
         for reason in _of_a_call(layer, call, named):
-            self.reason(reason)
+            self._left(reason)
             return None
         return call
+
+    def _left(self, reason: str) -> None:
+        """A layer runs without a graph for this reason."""
+        self.statistics.eager += 1
+        self.reason(reason)
 
     def _graph(self, place: int, layer: Any, call: calls.Call, run: graphs.Run) -> graphs.Graph | None:
         """The graph for a call; None if there is none yet, or it cannot be captured."""
@@ -249,8 +254,11 @@ def _of_a_call(layer: Any, call: calls.Call, named: dict[str, Any]) -> Iterator[
         yield "torch.autograd.detect_anomaly is on"
     if named.get("output_attentions") or _collects():
         yield "attention weights or router logits are asked for"
-    if getattr(layer, checkpointing.FLAG, False) and not _checkpoints_plainly(layer):
-        yield "what checkpointing keeps is offloaded, or chosen by a function"
+    if getattr(layer, checkpointing.FLAG, False):
+        if not checkpointing.is_in_forward():
+            yield "checkpointing is on, and needs transformers 5.24; a replay takes as little memory without it"
+        if not _checkpoints_plainly(layer):
+            yield "what checkpointing keeps is offloaded, or chosen by a function"
 
 
 def _collects() -> bool:

@@ -30,6 +30,11 @@ def asks_for_gradients() -> bool:
     return _asks_for_gradients(sys.modules[_LAYERS].GradientCheckpointingLayer)
 
 
+def is_in_forward() -> bool:
+    """Whether this release checkpoints a layer inside its ``forward``. Needs the loaded transformers."""
+    return "__call__" not in vars(sys.modules[_LAYERS].GradientCheckpointingLayer)
+
+
 @functools.cache
 def _asks_for_gradients(layer: type) -> bool:
     functions = [inspect.unwrap(getattr(value, "__func__", value)) for value in vars(layer).values()]

@@ -64,7 +64,11 @@ def chunked_mlp(workspace: Any, model: Any) -> None:
     train(workspace, gemma4_compat.chunked_mlp(model, tokens=7))
 
 
-USES: list[Callable[[Any, Any], None]] = [generate, train, decode_fast, chunked_loss, chunked_mlp]
+def train_fast(workspace: Any, model: Any) -> None:
+    train(workspace, gemma4_compat.train_fast(model))
+
+
+USES: list[Callable[[Any, Any], None]] = [generate, train, decode_fast, chunked_loss, chunked_mlp, train_fast]
 
 
 @pytest.mark.parametrize("adapter", [None, "language", "all"])
@@ -81,7 +85,7 @@ def test_loading_generating_and_training(
     from peft import PeftModel
 
     for use in USES:
-        if adapter is None and use in (train, chunked_loss, chunked_mlp) and (split or quantization):
+        if adapter is None and use in (train, chunked_loss, chunked_mlp, train_fast) and (split or quantization):
             continue  # these weights are not trained
         with heard(caplog, capfd) as lines:
             model = tiny.load(workspace.checkpoint, quantization, device=workspace.main)

@@ -223,6 +223,50 @@ def long_steps_section() -> str:
     return "\n".join([*rows, "", f"Raw: {sources}."])
 
 
+def short_steps_section() -> str:
+    """What `train_fast` gives for short sequences: the newest run of each shape."""
+    files = {file.stem: file for file in sorted((ROOT / "benchmarks" / "results").glob("*/short_steps-*.json"))}
+    runs = [(file, json.loads(file.read_text(encoding="utf-8"))) for file in files.values()]
+    if not runs:
+        return "No GPU has run `python benchmarks/training/short_steps.py` yet."
+    rows = [
+        "| model | tokens | tokens a second | without checkpointing | `train_fast` | times as fast | peak, GiB "
+        "| with `train_fast` |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    said = []
+    for _, run in runs:
+        for sequence in sorted({cell["sequence"] for cell in run["cells"].values()}):
+            ways: dict[str, list[Any]] = {"plain": [], "unchecked": [], "fast": []}
+            for cell in run["cells"].values():
+                if cell["sequence"] == sequence:
+                    ways[cell["way"]].append(cell)
+            if not (ways["plain"] and ways["fast"]):
+                continue
+            speeds = {way: [_speed(cell) for cell in cells] for way, cells in ways.items()}
+            times = sorted(fast / plain for fast, plain in zip(speeds["fast"], speeds["plain"]))
+            shown = ["/".join(f"{speed:,.0f}" for speed in speeds[way]) or "-" for way in ways]
+            peaks = [f"{max(cell['memory']['peak_gib'] for cell in ways[way]):.2f}" for way in ("plain", "fast")]
+            faster = " to ".join(dict.fromkeys(f"{time:.1f}" for time in (times[0], times[-1])))
+            rows.append(f"| {run['shape']} | {sequence:,} | {' | '.join(shown)} | {faster} | {' | '.join(peaks)} |")
+        if run["bits"]:
+            again, fast = run["bits"]["again"], run["bits"]["fast"]
+            said.append(
+                f"{run['shape']}: the first loss has the same bits; gradients of two runs of the same step differ by "
+                f"{again['apart']:.2g} of their norm, and those of `train_fast` by {fast['apart']:.2g}, for PyTorch's "
+                "attention adds gradients up in another order each time."
+            )
+    sources = "; ".join(
+        f"[{run['shape']}](../{file.relative_to(ROOT).as_posix()}), {run['machine']['device']}" for file, run in runs
+    )
+    return "\n".join([*rows, "", " ".join([*said, f"Two turns of each way. Raw: {sources}."])])
+
+
+def _speed(cell: dict[str, Any]) -> float:
+    """Tokens a second of a turn."""
+    return float(cell["sequence"] / statistics.median(cell["seconds"]))
+
+
 def grpo_steps_section() -> str:
     """What a whole step of GRPO takes, upstream and replayed: the newest run of each name."""
     files = {file.stem: file for file in sorted((ROOT / "benchmarks" / "results").glob("*/grpo_steps-*.json"))}
@@ -241,7 +285,8 @@ def grpo_steps_section() -> str:
         name = f"{run['shape']}, {run['adapter']}"
         for way, one in run["summary"]["ways"].items():
             low, high = fast["quartiles"]
-            times = f"**{fast['median']:.1f}** ({low:.1f} to {high:.1f})" if way == "replayed" else "1"
+            spread = f" ({low:.1f} to {high:.1f})" if fast["of"] > 1 else ""
+            times = f"**{fast['median']:.1f}**{spread}" if way == "replayed" else "1"
             peaks = [one[key] for key in ("rollout_peak_gib", "training_peak_gib", "peak_reserved_gib")]
             fits = [f"{budget} GiB" for budget, found in run["fits"].get(way, {}).items() if found["fits"]]
             cells = [f"{one['rollout_s']:.2f}", f"{one['training_s']:.2f}", f"{one['rollout_share']:.0%}"]
@@ -255,7 +300,7 @@ def grpo_steps_section() -> str:
             )
     sources = "; ".join(
         f"[{run['shape']}](../{file.relative_to(ROOT).as_posix()}), {run['machine']['device']}, "
-        f"{WHERE[run['where']]}, {run['rows']} completions of {run['tokens']} tokens, {len(run['rounds'])} rounds"
+        f"{WHERE[run['where']]}, {run['rows']} completions of {run['tokens']} tokens, rounds: {len(run['rounds'])}"
         for file, run in runs
     )
     return "\n".join([*rows, "", *said, "", f"Raw: {sources}."])

@@ -248,3 +248,6 @@ def training(model: Any) -> None:
     assert_type(gemma4_compat.chunked_mlp(Path("any")), Path)
     gemma4_compat.chunked_mlp(model, tokens=4096)
     gemma4_compat.chunked_mlp(model, tokens="4096")  # type: ignore[arg-type]
+    assert_type(gemma4_compat.train_fast(Path("any")), Path)
+    gemma4_compat.train_fast(model, enabled=False)
+    assert_type(gemma4_compat.training_statistics(model).replayed, int)

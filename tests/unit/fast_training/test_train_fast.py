@@ -18,6 +18,7 @@ from gemma4_compat import Gemma4CompatError
 from gemma4_compat._accelerate import attached
 from gemma4_compat._decoding import recording
 from gemma4_compat._fast_training import calls, graphs, layers
+from gemma4_compat._models import checkpointing
 from gemma4_compat._planner.training_step import TARGETS
 from gemma4_compat._stand_ins.tape import standing_in
 from tests.patches.training.test_transformers_chunked_loss import CLASSES, batch, built
@@ -32,13 +33,13 @@ def tapes() -> Iterator[None]:
         yield
 
 
-def adapted(model: Any, *, checkpointing: bool = True, **options: Any) -> Any:
-    """With LoRA on the decoder, in training mode."""
+def adapted(model: Any, *, checkpointed: bool | None = None, **options: Any) -> Any:
+    """With LoRA on the decoder, in training mode, and checkpointing where it may be on."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(**({"r": 4, "target_modules": TARGETS, "init_lora_weights": False} | options))
     found = get_peft_model(model.requires_grad_(False), config)
-    if checkpointing:
+    if checkpointing.is_in_forward() if checkpointed is None else checkpointed:
         found.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         found.enable_input_require_grads()
     return found.train()
@@ -90,11 +91,11 @@ def given(workspace: Any) -> dict[str, Any]:
     return batch(workspace, text_only=True)
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("checkpointed", [None, False])
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_class(workspace: Any, tmp_path: Path, name: str | None, checkpointing: bool) -> None:
+def test_every_class(workspace: Any, tmp_path: Path, name: str | None, checkpointed: bool | None) -> None:
     base, text_only, variant = built(workspace, name, tmp_path)
-    model, given = adapted(base, checkpointing=checkpointing), batch(workspace, text_only=text_only, variant=variant)
+    model, given = adapted(base, checkpointed=checkpointed), batch(workspace, text_only=text_only, variant=variant)
     right = step(model, given)
     gemma4_compat.train_fast(model)
     assert all(same(right, step(model, given)) for _ in range(SETTLED + 1))
@@ -164,6 +165,40 @@ def test_4_bit_layers(workspace: Any, given: dict[str, Any]) -> None:
     assert same(right, step(settled(model, given), given))
 
 
+def test_trainer(workspace: Any, model: Any, given: dict[str, Any], tmp_path: Path) -> None:
+    """Losses, and the adapter after eight steps with accumulation, clipping and a schedule."""
+    from transformers import Trainer, TrainingArguments
+
+    data = [{name: value[0] for name, value in given.items()}] * 16
+
+    def trained(model: Any) -> tuple[list[Any], list[Any]]:
+        arguments = TrainingArguments(
+            str(tmp_path / "trainer"),
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+            gradient_checkpointing=checkpointing.is_in_forward(),
+            learning_rate=0.01,
+            max_steps=8,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=True,
+        )
+        trainer = Trainer(model, arguments, train_dataset=data)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return losses, [one.detach() for one in model.parameters() if one.requires_grad]
+
+    other = gemma4_compat.train_fast(copy.deepcopy(model))
+    (right, weights), (found, other_weights) = trained(model), trained(other)
+    counted = gemma4_compat.training_statistics(other)
+    assert counted.reasons == ()
+    assert counted.replayed > counted.eager > 0
+    assert found == right
+    assert same(weights, other_weights)
+
+
 @pytest.mark.parametrize("other", [gemma4_compat.chunked_loss, gemma4_compat.chunked_mlp])
 def test_beside_other_switches(model: Any, given: dict[str, Any], other: Callable[..., Any]) -> None:
     other(model, **({"tokens": 7} if other is gemma4_compat.chunked_mlp else {}))
@@ -212,6 +247,7 @@ def test_changes_are_noticed(model: Any, given: dict[str, Any], change: str) -> 
     assert all(same(right, step(model, given)) for _ in range(SETTLED))
 
 
+@pytest.mark.skipif("not checkpointing.is_in_forward()", reason="without checkpointing, autograd keeps the old weight")
 def test_a_weight_that_moves_between_forward_and_backward(model: Any, given: dict[str, Any]) -> None:
     """Checkpointing computes the layer again with the weight that is there then, and so does this."""
 
@@ -246,10 +282,15 @@ def _seen(model: Any) -> Any:
     [
         (lambda workspace: adapted(workspace.load(), lora_dropout=0.5), "is in training mode .* dropout"),
         (lambda workspace: adapted(workspace.split()), "their weights are offloaded"),
+        pytest.param(
+            lambda workspace: adapted(workspace.load(), checkpointed=True),
+            "checkpointing is on, and needs transformers 5.24",
+            marks=pytest.mark.skipif("checkpointing.is_in_forward()", reason="of older releases"),
+        ),
         (lambda workspace: _hooked(adapted(workspace.load())), "a hook on mlp"),
         (lambda workspace: _seen(adapted(workspace.load())), "a backward hook on Gemma4TextMLP"),
     ],
-    ids=["dropout", "offloaded layers", "a hook inside", "a backward hook inside"],
+    ids=["dropout", "offloaded layers", "checkpointing", "a hook inside", "a backward hook inside"],
 )
 def test_layers_that_run_as_before(
     workspace: Any, given: dict[str, Any], made: Callable[[Any], Any], reason: str
