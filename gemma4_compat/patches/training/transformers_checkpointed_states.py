@@ -20,6 +20,7 @@ Remove when: a checkpoint of transformers no longer keeps a container that its l
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
 _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 _UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
+
+
+def decoder_layer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    return shared_kv.checkpointed_layer(original, self, *args, **kwargs)
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -67,13 +72,13 @@ PATCH = Patch(
         Target(
             module=_GEMMA4,
             name="Gemma4TextDecoderLayer.__call__",
-            replacement=shared_kv.checkpointed_layer,
+            replacement=decoder_layer,
             group="gemma4",
         ),
         Target(
             module=_UNIFIED,
             name="Gemma4UnifiedTextDecoderLayer.__call__",
-            replacement=shared_kv.checkpointed_layer,
+            replacement=decoder_layer,
             group="gemma4_unified",
         ),
     ),

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models.shared_kv import SharedStates, checkpointed_layer
+from gemma4_compat._models import shared_kv
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -41,7 +41,7 @@ class _NoCache:
 
 def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if self.config.num_kv_shared_layers:
-        kwargs[_NAME] = SharedStates({})  # passed on to every layer with the remaining arguments
+        kwargs[_NAME] = shared_kv.SharedStates({})  # passed on to every layer with the remaining arguments
     return original(self, *args, **kwargs)
 
 
@@ -83,7 +83,7 @@ PATCH = Patch(
     applied_upstream="https://github.com/huggingface/transformers/pull/45312",
     targets=(
         Target(module=_GEMMA4, name="Gemma4TextModel.forward", replacement=text_model),
-        Target(module=_GEMMA4, name="Gemma4TextDecoderLayer.__call__", replacement=checkpointed_layer),
+        Target(module=_GEMMA4, name="Gemma4TextDecoderLayer.__call__", replacement=shared_kv.checkpointed_layer),
         Target(module=_GEMMA4, name="Gemma4TextAttention.forward", replacement=attention),
     ),
     reproduce=reproduce,
