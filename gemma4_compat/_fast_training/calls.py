@@ -36,7 +36,7 @@ class Call:
 
     Attributes:
         tensors: all tensors among the arguments, and the keys and values of earlier layers if this one reads them.
-        shared: where layers hand on keys and values; None where none do.
+        shared: where layers hand on keys and values; None if none do.
         form: the call without its tensors.
         kind: hashable: calls of one kind run the same kernels on tensors of the same shapes.
 
@@ -58,7 +58,7 @@ class Form:
     """A call without its tensors.
 
     Args:
-        shared: the type of what layers hand on; None where they hand on nothing.
+        shared: the type of what layers hand on; None if they hand on nothing.
         arguments: positional ones, the others by name, and what earlier layers have handed on.
     """
 
@@ -133,7 +133,7 @@ def _layout(tensor: Any) -> tuple[Any, ...]:
 
 
 def _settings() -> tuple[Any, ...]:
-    """Of torch, on which the kernels of a call depend."""
+    """What the kernels of a call depend on in torch."""
     import torch
 
     matmul, cuda = torch.backends.cuda.matmul, torch.backends.cuda

@@ -94,7 +94,7 @@ class Step(NamedTuple):
         return cls(inputs, list(calls.tensors_in(found)), calls.without_tensors(found))
 
     def gradients(self, incoming: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
-        """Those of inputs and weights, in this order, for these gradients of the outputs; None where there is none."""
+        """Those of inputs and weights, in this order, for these gradients of the outputs; None if there is none."""
         import torch
 
         leaves = [*self.inputs, *weights]
@@ -207,7 +207,7 @@ class Replay:
     may_replay: Callable[[], bool]
 
     def outputs(self) -> Any:
-        """Those of the layer. Their backward pass is replayed, too."""
+        """Those of the layer. Their backward pass is replayed as well."""
         given, self.tensors = self.tensors, ()  # autograd keeps them, as it is told to
         return _replayed().apply(self, len(given), *given, *self.weights)
 

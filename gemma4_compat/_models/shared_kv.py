@@ -2,6 +2,9 @@
 
 Code between the text model and a layer may rebuild the arguments: accelerate's hooks rebuild every mapping that no
 skip key names, FSDP and FSDP2 every plain dict. A layer then writes into a copy that nothing reads.
+
+A checkpoint keeps the arguments of its layer. If one of them leads to what the layer computes, neither is released:
+see :func:`checkpointed_layer`.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable, MutableMapping
 from typing import Any
+
+from gemma4_compat._models import checkpointing
 
 _NAME = "shared_kv_states"
 
@@ -32,6 +37,36 @@ def decoder_layer(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     if _may_rebuild(self):
         args, kwargs = _protected(self, args, kwargs)
     return original(self, *args, **kwargs)
+
+
+def checkpointed_layer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A layer's ``__call__``: if it is checkpointed, it gets a container of its own, of the same type.
+
+    A layer that reads keys and values finds them there, when it is computed again as well. What another layer stores
+    is handed on to the caller's container, and leaves its own: the checkpoint does not keep what its layer computed.
+    """
+    if not (self.training and getattr(self, checkpointing.FLAG, False)):
+        return original(self, *args, **kwargs)
+    given = [value for value in (*args, kwargs.get(_NAME)) if isinstance(value, MutableMapping)]
+    if len(given) != 1 or not _records_gradients():
+        return original(self, *args, **kwargs)
+    (states,) = given
+    reads = self.self_attn.is_kv_shared_layer
+    own: Any = type(states)(dict(states) if reads else {})  # type: ignore[call-arg]
+    args = tuple(own if value is states else value for value in args)
+    kwargs = {name: own if value is states else value for name, value in kwargs.items()}
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        states.update(own)  # also what a hook moved to the device of the layer
+        if not reads:
+            own.clear()
+
+
+def _records_gradients() -> bool:
+    import torch
+
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -45,6 +45,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_reentrant_checkpointing",
         "transformers_generate_checkpointing",
         "transformers_checkpointing_options",
+        "transformers_checkpointed_states",
         "transformers_wide_heads",
         "transformers_zero3_buffers",
         "transformers_chunked_loss",

@@ -8,7 +8,8 @@ layer from the cache. Without a cache (checkpointing removes it), each of these 
 that were never trained.
 
 Fix: ``Gemma4TextModel.forward`` creates a container for the shared keys and values, as upstream does from 5.5.2 on,
-and a layer that gets no cache shares through it. Logits without a cache equal those with a cache bit for bit.
+and a layer that gets no cache shares through it. A checkpoint keeps only a copy, which its layer does not write to.
+Logits without a cache equal those with a cache bit for bit.
 
 Remove when: transformers below 5.5.2 is no longer supported.
 """
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models.shared_kv import SharedStates
+from gemma4_compat._models import shared_kv
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -40,7 +41,7 @@ class _NoCache:
 
 def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if self.config.num_kv_shared_layers:
-        kwargs[_NAME] = SharedStates({})  # passed on to every layer with the remaining arguments
+        kwargs[_NAME] = shared_kv.SharedStates({})  # passed on to every layer with the remaining arguments
     return original(self, *args, **kwargs)
 
 
@@ -82,6 +83,7 @@ PATCH = Patch(
     applied_upstream="https://github.com/huggingface/transformers/pull/45312",
     targets=(
         Target(module=_GEMMA4, name="Gemma4TextModel.forward", replacement=text_model),
+        Target(module=_GEMMA4, name="Gemma4TextDecoderLayer.__call__", replacement=shared_kv.checkpointed_layer),
         Target(module=_GEMMA4, name="Gemma4TextAttention.forward", replacement=attention),
     ),
     reproduce=reproduce,

@@ -1,0 +1,86 @@
+"""Gradient checkpointing releases a step whose backward pass did not run, or failed.
+
+Symptom: silent: after a forward in training mode with ``gradient_checkpointing_enable()`` whose backward pass never
+ran, or raised ``torch.OutOfMemoryError``, memory stays allocated until the process ends; ``gc.collect()`` and
+``torch.cuda.empty_cache()`` do not help. A training that skips losses of NaN loses some in each skipped step.
+``auto_find_batch_size`` and accelerate's ``find_executable_batch_size`` try again with less than the card has.
+
+Cause: ``Gemma4TextModel.forward`` creates one container, ``shared_kv_states``, and passes it to each layer. The last
+layer of each type stores its keys and values there, whether others share them or not, and with them their graph. A
+checkpoint keeps the arguments of its layer until the layer's backward pass, so it keeps the container, and the
+container keeps a graph that leads back to the checkpoint. Python's garbage collector does not see into a graph.
+
+Fix: A layer that is checkpointed gets a container of its own: with the keys and values that are there if it reads
+them, else empty. What it stores goes to the container of the model, and leaves its own. Loss and gradients have the
+same bits.
+
+Remove when: a checkpoint of transformers no longer keeps a container that its layer writes to.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._models import shared_kv
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
+_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
+
+
+def decoder_layer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    return shared_kv.checkpointed_layer(original, self, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction import scenarios
+
+    return scenarios.of_both_classes(workspace, gemma4=_living, unified=_living)
+
+
+def _living(workspace: Workspace) -> Outcome:
+    """How many tensors more there are after forwards without a backward pass."""
+    model = workspace.load().train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    batch = workspace.inputs(text_only=True)
+    first, second = (_after_a_forward(model, batch) for _ in range(2))
+    return Outcome(second > first, f"a forward without a backward pass leaves {second - first} tensors", 0.0)
+
+
+def _after_a_forward(model: Any, batch: dict[str, Any]) -> int:
+    import torch
+
+    model(**batch, labels=batch["input_ids"], use_cache=False)
+    gc.collect()
+    return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+
+
+PATCH = Patch(
+    id="transformers-checkpointed-states",
+    kind=Kind.REPAIR,
+    severity=Severity.MEMORY,
+    failure_points=("F114",),
+    distribution="transformers",
+    affected=">=5.5.2",
+    acts_on=ActsOn.GEMMA4,
+    targets=(
+        Target(
+            module=_GEMMA4,
+            name="Gemma4TextDecoderLayer.__call__",
+            replacement=decoder_layer,
+            group="gemma4",
+        ),
+        Target(
+            module=_UNIFIED,
+            name="Gemma4UnifiedTextDecoderLayer.__call__",
+            replacement=decoder_layer,
+            group="gemma4_unified",
+        ),
+    ),
+    reproduce=reproduce,
+)
