@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("transformers.modeling_layers")
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._accelerate import attached
