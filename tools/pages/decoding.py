@@ -8,6 +8,8 @@ from typing import Any
 from tools.pages.markers import ROOT
 
 _RAW = "benchmarks/results/2026-11-27-h100"
+#: Of sampled texts and streamed layers.
+_ROUNDS = "benchmarks/results/2026-11-28-h200"
 _ON_CPU = "benchmarks/results/2026-11-27-cpu"
 #: Of cases of benchmarks/decoding/rounds_trained.py.
 _PLACED = {
@@ -121,15 +123,15 @@ def turns() -> str:
 def rounds() -> str:
     """How many times as fast the second text with drafts is, by the share of drafts that are right.
 
+    Without a second text, the one with four drafts in each round stands for it.
+
     The text without an assistant was timed once, and host load slows it down: the faster of it and of rounds without
     drafts counts as 1.
     """
     shapes = ("E2B", "E4B", "12B", "31B")
-    files = sorted(
-        (ROOT / _RAW).glob("rounds-*.json"), key=lambda file: (shapes.index(file.stem.split("-")[1]), file.stem)
-    )
+    found_in = [file for folder in (_RAW, _ROUNDS) for file in (ROOT / folder).glob("rounds-*.json")]
     lines = []
-    for file in files:
+    for file in sorted(found_in, key=lambda file: (shapes.index(file.stem.split("-")[1]), file.stem)):
         measured = json.loads(file.read_text(encoding="utf-8"))
         tokens, sampled = measured["options"]["tokens"], measured["options"]["sampled"]
         for case, found in measured["cases"].items():
@@ -139,7 +141,7 @@ def rounds() -> str:
             plain = max(found["plain_tokens_s"][str(tokens)], speeds[0, 0.0])
             more = {"LoRA": adapter == "lora", "sampled": sampled, f"{tokens} tokens": tokens != _TOKENS}
             what = ", ".join((shape, _WHERE[where], *(name for name, holds in more.items() if holds)))
-            second = (speeds.get((f"then {tokens}", share)) for share in _SHARES)
+            second = (speeds.get((f"then {tokens}", share), speeds.get((4, share))) for share in _SHARES)
             cells = ("-" if speed is None else f"{speed / plain:.2f}" for speed in second)
             lines.append(f"| {what} | {plain:.0f} | " + " | ".join(cells) + " |")
     heads = "| model | tokens a second without | " + " | ".join(f"{share:.0%} right" for share in _SHARES) + " |"
