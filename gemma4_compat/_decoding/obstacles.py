@@ -43,23 +43,22 @@ def find(model: Any, modules: list[Any]) -> str | None:
     return next(itertools.chain(*found), None)
 
 
-def of_training(model: Any, modules: list[Any], *, decodes: bool = True) -> Iterator[str]:
-    """What modules in training mode would compute otherwise: rollouts of a trainer usually have nothing of it.
-
-    Args:
-        model: which names the modules.
-        modules: to look at.
-        decodes: with a cache, which checkpointing drops before transformers 5.24.
-    """
+def of_training(model: Any, modules: list[Any]) -> Iterator[str]:
+    """What modules in training mode would compute otherwise: rollouts of a trainer usually have nothing of it."""
     for module in modules:
         if module.training:
-            found = _only_in_training(module, decodes=decodes)
+            found = only_in_training(module)
             if found:
                 yield f"{_name(model, module)} is in training mode (model.eval() ends it), {found}"
 
 
-def _only_in_training(module: Any, *, decodes: bool) -> str:
-    """What a module does in training mode only; empty if nothing."""
+def only_in_training(module: Any, *, decodes: bool = True) -> str:
+    """What a module does in training mode only; empty if nothing.
+
+    Args:
+        module: to look at.
+        decodes: with a cache, which checkpointing drops before transformers 5.24.
+    """
     import torch
 
     kind = type(module)

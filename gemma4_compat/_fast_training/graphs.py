@@ -70,12 +70,14 @@ class Step(NamedTuple):
 
     Attributes:
         inputs: the call's tensors, as leaves of the graph.
-        outputs: the tensors that the layer returns, and hands on to later layers.
-        form: what the layer returns and hands on, without tensors.
+        outputs: the tensors that the layer returns, and then those that it hands on to later layers.
+        returned: how many it returns.
+        form: what it returns and hands on, without tensors.
     """
 
     inputs: list[Any]
     outputs: list[Any]
+    returned: int
     form: Any
 
     @classmethod
@@ -91,7 +93,8 @@ class Step(NamedTuple):
         inputs = [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(tensors, asked)]
         with _as_in_a_step(inputs[0].device.type, autocast):
             found = call(inputs)
-        return cls(inputs, list(calls.tensors_in(found)), calls.without_tensors(found))
+        returned = len(list(calls.tensors_in(found[0])))
+        return cls(inputs, list(calls.tensors_in(found)), returned, calls.without_tensors(found))
 
     def gradients(self, incoming: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
         """Those of inputs and weights, in this order, for these gradients of the outputs; None if there is none."""
@@ -115,16 +118,27 @@ class Graph:
         weights: those of the layer that are trained.
         memory: of all layers.
         role: of the inputs. Layers of one role have the same masks and positions.
+        is_read: whether a later layer reads what this one hands on.
 
     Attributes:
         form: what the layer returns and hands on, without tensors.
         differentiable: which of the tensors in it require gradients.
+        expected: which of them get one where the backward pass is replayed.
 
     Raises:
         Exception: something cannot be recorded, or memory is short. Nothing has changed.
     """
 
-    def __init__(self, run: Run, tensors: Sequence[Any], weights: Sequence[Any], memory: Memory, role: Any) -> None:
+    def __init__(
+        self,
+        run: Run,
+        tensors: Sequence[Any],
+        weights: Sequence[Any],
+        memory: Memory,
+        role: Any,
+        *,
+        is_read: bool,
+    ) -> None:
         import torch
 
         kind = memory.device.type
@@ -132,7 +146,11 @@ class Graph:
         self._asked = [tensor.requires_grad for tensor in tensors]
         tried = self._step(run, tensors)
         self.form, self.differentiable = tried.form, [one.requires_grad for one in tried.outputs]
-        found = tried.gradients([one.detach() for one in tried.outputs], weights)
+        self.expected = [
+            wanted and (is_read or index < tried.returned) for index, wanted in enumerate(self.differentiable)
+        ]
+        incoming = [one.detach() if wanted else None for one, wanted in zip(tried.outputs, self.expected)]
+        found = tried.gradients(incoming, weights)
         self._inputs = [memory.like((role, index), one) for index, one in enumerate(tensors)]
         self._outputs = [memory.like(("output", index), one) for index, one in enumerate(tried.outputs)]
         self._incoming = [memory.like(("incoming", index), one) for index, one in enumerate(tried.outputs)]
@@ -155,7 +173,8 @@ class Graph:
 
     def _run_backward(self, run: Run, weights: Sequence[Any]) -> None:
         step = self._step(run, [buffer.tensor for buffer in self._inputs])
-        found = step.gradients([buffer.tensor for buffer in self._incoming], weights)
+        incoming = [buffer.tensor if wanted else None for buffer, wanted in zip(self._incoming, self.expected)]
+        found = step.gradients(incoming, weights)
         for buffer, one in zip(self._gradients, found):
             if buffer is not None:
                 buffer.tensor.copy_(one)
@@ -213,7 +232,7 @@ class Replay:
 
     def gradients(self, tensors: Sequence[Any], incoming: Sequence[Any]) -> list[Any]:
         """Those of the tensors and weights, for these gradients of the outputs."""
-        if [gradient is not None for gradient in incoming] == self.graph.differentiable and self.may_replay():
+        if [gradient is not None for gradient in incoming] == self.graph.expected and self.may_replay():
             return self.graph.gradients(tensors, incoming)
         return self.graph.gradients_without(self.run, tensors, incoming, self.weights)
 
@@ -245,16 +264,11 @@ def _replayed() -> Any:
 
 @contextlib.contextmanager
 def _as_in_a_step(kind: str, autocast: Any) -> Iterator[None]:
-    """Gradients are recorded, saved tensors stay where they are, and autocast casts each weight again."""
+    """Gradients are recorded, and autocast casts each weight again."""
     import torch
 
     with (
         torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(_kept, _kept),
         torch.autocast(kind, dtype=autocast, enabled=autocast is not None, cache_enabled=False),
     ):
         yield
-
-
-def _kept(tensor: Any) -> Any:
-    return tensor.detach()  # one with its graph would keep itself

@@ -26,8 +26,8 @@ MAX_TOKENS = 2048
 CAPTURED_AT = 4
 #: Kinds that are captured for one layer. No other one is captured then.
 MAX_KINDS = 4
-#: How often everything is captured again because the model changed, without a replay between.
-_MAX_IN_VAIN = 3
+#: How often in turn a model may change before its graphs have served as many steps.
+_MAX_IN_VAIN, _WORTH = 3, 10
 _NAMES = ("Gemma4TextDecoderLayer", "Gemma4UnifiedTextDecoderLayer")
 _CAPTURING = "transformers.utils.output_capturing"
 _log = logging.getLogger("gemma4_compat")
@@ -74,9 +74,11 @@ class Training:
         self._layers = [weakref.ref(layer) for layer in layers]
         self._places = {id(layer): index for index, layer in enumerate(layers)}
         self._known: list[Known] = [Known() for _ in layers]
+        self._is_read = any(getattr(layer.self_attn, "is_kv_shared_layer", False) for layer in layers)
         self._memory: dict[Any, graphs.Memory] = {}
         self._dependencies: Dependencies | None = None
-        self._last, self._holds, self._in_vain = len(layers), False, 0
+        self._last, self._holds = len(layers), False
+        self._served = self._in_vain = 0
         self._mutex = threading.RLock()
 
     def __deepcopy__(self, _memo: Any) -> None:
@@ -100,7 +102,7 @@ class Training:
             self.statistics.eager += 1
             return below(*given, **named)
         self.statistics.replayed += 1
-        self._in_vain = 0
+        self._served += 1
         outputs = graphs.Replay(graph, run, call.tensors, weights, dependencies.weights_hold).outputs()
         found, handed_on = calls.with_tensors(graph.form, iter(outputs))
         if call.shared is not None:
@@ -134,10 +136,7 @@ class Training:
 
     def _graph(self, place: int, layer: Any, call: calls.Call, run: graphs.Run) -> graphs.Graph | None:
         """The graph for a call; None if there is none yet, or it cannot be captured."""
-        import torch
-
-        in_backward = torch._C._current_graph_task_id() != -1  # older releases compute a layer again by its forward
-        if place <= self._last and not in_backward:
+        if place <= self._last:
             self._begin()
         self._last = place
         known = self._known[place]
@@ -145,7 +144,7 @@ class Training:
             return None
         kind = call.kind, _stream(call.tensors[0].device)
         found = known.graphs.get(kind)
-        if found is not None or in_backward:
+        if found is not None:
             return found
         known.seen[kind] = known.seen.get(kind, 0) + 1
         if known.seen[kind] < CAPTURED_AT:
@@ -164,11 +163,13 @@ class Training:
         memory = self._memory[kind[1]]
         role = getattr(layer.self_attn, "is_sliding", None)
         try:
-            made = known.graphs[kind] = graphs.Graph(run, call.tensors, known.weights, memory, role)
+            made = graphs.Graph(run, call.tensors, known.weights, memory, role, is_read=self._is_read)
         except Exception as error:  # noqa: BLE001  (whatever is in the way: the layer runs as it did before)
-            known.obstacle = f"a layer cannot be captured: {type(error).__name__}: {str(error).splitlines()[0]}"
+            first, *_ = str(error).split("\n")
+            known.obstacle = f"a layer cannot be captured: {type(error).__name__}: {first}"
             self.reason(known.obstacle)
             return None
+        known.graphs[kind] = made
         del known.seen[kind]
         self.statistics.captured += 1
         self.statistics.capture_seconds += time.perf_counter() - began
@@ -183,10 +184,12 @@ class Training:
 
     def _renew(self) -> None:
         """Release every graph, and look at the layers as they are now."""
-        self._in_vain += any(known.graphs for known in self._known)
+        if any(known.graphs for known in self._known):
+            self._in_vain = 0 if self._served >= _WORTH * len(self._layers) else self._in_vain + 1
+        self._served = 0
         self._known, self._memory, self._dependencies = [Known() for _ in self._layers], {}, None
         if self._in_vain >= _MAX_IN_VAIN:
-            self.reason("the model changes with every step, so that no graph is replayed")
+            self.reason(f"the model changes every few steps, {_MAX_IN_VAIN} times in turn")
             return
         layers = [layer for layer in (reference() for reference in self._layers) if layer is not None]
         parts = [list(layer.modules()) for layer in layers]
@@ -208,7 +211,7 @@ class Training:
         """Release every graph, and their memory."""
         with self._mutex:
             self._known, self._memory, self._dependencies = [Known() for _ in self._layers], {}, None
-            self._last, self._in_vain = len(self._layers), 0
+            self._last, self._served, self._in_vain = len(self._layers), 0, 0
 
     def reason(self, text: str) -> None:
         """Keep why layers run without a graph, and log it once."""
@@ -232,13 +235,17 @@ def _of_a_layer(layer: Any, modules: list[Any]) -> Iterator[str]:
         hook = module_hooks.offload_hook(module)
         if hook is not None and any(weight is not None for weight in module._parameters.values()):
             yield "their weights are offloaded"
-    yield from obstacles.of_training(layer, modules, decodes=False)
-    yield from obstacles.of_hooks(layer, modules)
+    yield from obstacles.of_hooks(layer, [])  # those on every module
     for module in modules:
-        if module is not layer and obstacles.has_own_forward(module):
-            yield f"{type(module).__name__} has a forward of its own"
-        if module is not layer and (module._backward_hooks or module._backward_pre_hooks):
-            yield f"a backward hook on {type(module).__name__} has to run in every step"
+        name = type(module).__name__
+        if obstacles.only_in_training(module, decodes=False):
+            yield f"{name} draws random numbers, as for dropout, or may do something else in training mode only"
+        if module is layer:
+            continue  # its own hooks run around a replay
+        if any(obstacles.users_hooks(module)) or module._backward_hooks or module._backward_pre_hooks:
+            yield f"a hook on {name} has to run in every step"
+        if obstacles.has_own_forward(module):
+            yield f"{name} has a forward of its own"
 
 
 def _of_a_call(layer: Any, call: calls.Call, named: dict[str, Any]) -> Iterator[str]:
@@ -259,6 +266,8 @@ def _of_a_call(layer: Any, call: calls.Call, named: dict[str, Any]) -> Iterator[
             yield "checkpointing is on, and needs transformers 5.24; a replay takes as little memory without it"
         if not _checkpoints_plainly(layer):
             yield "what checkpointing keeps is offloaded, or chosen by a function"
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        yield "something around them keeps activations elsewhere, or computes them again"
 
 
 def _collects() -> bool:

@@ -1,0 +1,47 @@
+"""train_fast on a GPU: replayed layers have the bits of layers without a graph, and the memory comes back."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import gemma4_compat
+from gemma4_compat._fast_training import layers
+from tests.world.gpu.test_chunked_mlp import DEVICE, adapted, deterministic
+
+__all__ = ["deterministic"]
+pytestmark = pytest.mark.skipif("not checkpointing.is_in_forward()", reason="train_fast beside checkpointing: 5.24")
+
+
+def step(model: Any, given: dict[str, Any]) -> list[Any]:
+    model.zero_grad()
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        loss = model(**given, use_cache=False).loss
+    loss.backward()
+    return [loss.detach(), *(weight.grad.clone() for weight in model.parameters() if weight.grad is not None)]
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bits(dtype: Any) -> None:
+    model = adapted(dtype).train()
+    ids = torch.randint(3, 1024, (2, 256), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    given = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    right = step(model, given)
+    assert all(one.equal(other) for one, other in zip(right, step(model, given), strict=True))
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    gemma4_compat.train_fast(model)
+    for _ in range(layers.CAPTURED_AT + 2):
+        found = step(model, given)
+        assert all(one.equal(other) for one, other in zip(right, found, strict=True))
+    counted = gemma4_compat.training_statistics(model)
+    assert counted.captured == len(layers.decoder_layers(model))
+    assert counted.reasons == ()
+    gemma4_compat.train_fast(model, enabled=False)
+    del found
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before
