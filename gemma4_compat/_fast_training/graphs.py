@@ -102,6 +102,8 @@ class Step(NamedTuple):
 
         leaves = [*self.inputs, *weights]
         given = [pair for pair in zip(self.outputs, incoming) if pair[0].requires_grad and pair[1] is not None]
+        if not given:
+            return [None] * len(leaves)
         outputs, gradients = [one for one, _ in given], [gradient for _, gradient in given]
         with torch.autocast(leaves[0].device.type, enabled=False):
             asked = [one for one in leaves if one.requires_grad]

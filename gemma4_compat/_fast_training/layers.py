@@ -198,7 +198,10 @@ class Training:
             known.obstacle = next(_of_a_layer(layer, modules), None)
             if known.obstacle is not None:
                 self.reason(known.obstacle)
-        modules = list(dict.fromkeys(module for part in parts for module in part))
+        replayable = [part for part, known in zip(parts, self._known) if known.obstacle is None]
+        modules = list(dict.fromkeys(module for part in replayable for module in part))
+        if not modules:
+            return
         configs = {id(config): vars(config) for config in (getattr(one, "config", None) for one in modules) if config}
         self._dependencies = Dependencies(modules, configs.values(), [], self._forget)
 
