@@ -29,8 +29,11 @@ def awaken(patch_id: str) -> None:
 
 
 def is_installed(patch_id: str) -> bool:
-    """Whether a patch has installed anything, asleep or not."""
-    return any(vars(function)[changes._OURS] == patch_id for function in list(changes._installed))
+    """Whether a patch has installed anything that it has not taken back, asleep or not."""
+    return any(
+        vars(function)[changes._OURS] == patch_id and switch.changes.active
+        for function, switch in list(changes._installed.items())
+    )
 
 
 def show() -> None:

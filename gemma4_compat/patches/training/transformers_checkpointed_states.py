@@ -12,7 +12,7 @@ container keeps a graph that leads back to the checkpoint. Python's garbage coll
 
 Fix: A layer that is checkpointed gets a container of its own: with the keys and values that are there if it reads
 them, else empty. What it stores goes to the container of the model, and leaves its own. Loss and gradients have the
-same bits.
+same bits. Layers cost nothing more until checkpointing is first turned on for a Gemma 4 model.
 
 Remove when: a checkpoint of transformers no longer keeps a container that its layer writes to.
 """
@@ -23,18 +23,31 @@ import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._engine import sleep
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import shared_kv
+from gemma4_compat._models import family, shared_kv
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
+ID = "transformers-checkpointed-states"
 _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 _UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 
 def decoder_layer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     return shared_kv.checkpointed_layer(original, self, *args, **kwargs)
+
+
+def set_gradient_checkpointing(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if family.is_gemma4(self):
+        sleep.awaken(ID)
+    return original(self, *args, **kwargs)
+
+
+def _may_sleep(late: bool) -> bool:
+    """Checkpointing may be on already in models from before."""
+    return not late
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -61,7 +74,7 @@ def _after_a_forward(model: Any, batch: dict[str, Any]) -> int:
 
 
 PATCH = Patch(
-    id="transformers-checkpointed-states",
+    id=ID,
     kind=Kind.REPAIR,
     severity=Severity.MEMORY,
     failure_points=("F114",),
@@ -73,13 +86,20 @@ PATCH = Patch(
             module=_GEMMA4,
             name="Gemma4TextDecoderLayer.__call__",
             replacement=decoder_layer,
+            asleep=_may_sleep,
             group="gemma4",
         ),
         Target(
             module=_UNIFIED,
             name="Gemma4UnifiedTextDecoderLayer.__call__",
             replacement=decoder_layer,
+            asleep=_may_sleep,
             group="gemma4_unified",
+        ),
+        Target(
+            module="transformers.modeling_utils",
+            name="PreTrainedModel._set_gradient_checkpointing",
+            replacement=set_gradient_checkpointing,
         ),
     ),
     reproduce=reproduce,

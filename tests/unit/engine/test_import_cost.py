@@ -88,6 +88,7 @@ def test_the_public_names_are_those_that_are_documented() -> None:
         "SkipModule",
         "Statuses",
         "TrainingPlan",
+        "TrainingStatistics",
         "Verdict",
         "__version__",
         "attached",
@@ -114,5 +115,7 @@ def test_the_public_names_are_those_that_are_documented() -> None:
         "revert",
         "scan_adapter",
         "status",
+        "train_fast",
+        "training_statistics",
     ]
     assert all(hasattr(gemma4_compat, name) for name in gemma4_compat.__all__)
