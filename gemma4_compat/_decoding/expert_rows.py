@@ -172,7 +172,8 @@ def code_of(quant_type: str, device: Any) -> Any:
             quant_type=quant_type,
             dtype=torch.float32,
         )
-        _codes[quant_type, device] = dequantize_4bit(packed, state).reshape(-1)[:16].clone()
+        # With an option it is bitsandbytes that dequantizes: a kernel of ours would read this code.
+        _codes[quant_type, device] = dequantize_4bit(packed, state, blocksize=64).reshape(-1)[:16].clone()
     return _codes[quant_type, device]
 
 
