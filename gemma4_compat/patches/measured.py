@@ -90,7 +90,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers-audio-dtype": ("transformers.models.gemma4.modeling_gemma4",),
     "transformers-audio-mask": ("transformers.models.gemma4.modeling_gemma4",),
     "transformers-auto-map": ("transformers.integrations.accelerate",),
-    "transformers-checkpointed-states": ("transformers.models.gemma4.modeling_gemma4", "transformers.models.gemma4_unified.modeling_gemma4_unified"),
+    "transformers-checkpointed-states": ("transformers.models.gemma4.modeling_gemma4", "transformers.models.gemma4_unified.modeling_gemma4_unified", "transformers.modeling_utils"),
     "transformers-checkpointing-options": ("transformers.modeling_utils",),
     "transformers-chunked-images": ("transformers.generation.utils",),
     "transformers-chunked-loss": ("transformers.models.gemma4.modeling_gemma4", "transformers.models.gemma4_unified.modeling_gemma4_unified"),
