@@ -12,7 +12,7 @@ mlp         MLPs in pieces
 pieces      norms in pieces too, and no graph that nobody reads: all of `chunked_mlp`
 offload     what checkpointing keeps is in host memory
 windows     GEMMA4_COMPAT_ENABLE=transformers-sliding-windows
-all         what checkpointing keeps is in host memory, too
+all         both: windows, and what checkpointing keeps in host memory
 
 For each sequence and way: seconds of a step after the first one, tokens a second, PyTorch's peaks, the loss of each
 step. A budget fits where the peak of reserved memory does, and does not where that of tensors does not. Between the
@@ -170,18 +170,23 @@ class Steps:
         with self.switched(way):
             optimizer = torch.optim.AdamW(list(self.trained.values()), lr=1e-4)
             device.forget_peak()
-            seconds, losses = [], []
-            for _ in range(1 + steps):
-                device.synchronize()
-                started = time.perf_counter()
-                loss = self.loss(sequence)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                losses.append(f"{loss.item():.9g}")
-                seconds.append(time.perf_counter() - started)
+            seconds, losses = self.timed(optimizer, sequence, 1 + steps)
             median = statistics.median(seconds[1:])
             found = {"first_s": seconds[0], "seconds": seconds[1:], "tokens_per_second": sequence / median}
             return found | {"memory": device.memory(), "losses": losses}
+
+    def timed(self, optimizer: Any, sequence: int, steps: int) -> tuple[list[float], list[str]]:
+        """Seconds and loss of each step."""
+        seconds, losses = [], []
+        for _ in range(steps):
+            device.synchronize()
+            started = time.perf_counter()
+            loss = self.loss(sequence)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(f"{loss.item():.9g}")
+            seconds.append(time.perf_counter() - started)
+        return seconds, losses
 
     def fits(self, way: Way, sequence: int, budget: float) -> bool:
         """Whether a step, of an optimizer with states, runs beside a ballast tensor."""

@@ -29,7 +29,6 @@ import math
 import os
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,15 +72,7 @@ def measured(steps: long_steps.Steps, way: str, sequence: int, timed: int) -> Da
         optimizer = torch.optim.AdamW(list(steps.trained.values()), lr=1e-4)
         device.forget_peak()
         before = beside()
-        seconds, losses = [], []
-        for _ in range(SETTLED + timed):
-            device.synchronize()
-            started = time.perf_counter()
-            loss = steps.loss(sequence)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            losses.append(f"{loss.item():.9g}")
-            seconds.append(time.perf_counter() - started)
+        seconds, losses = steps.timed(optimizer, sequence, SETTLED + timed)
         counted = gemma4_compat.training_statistics(steps.model)
         found: Data = {"seconds": seconds[SETTLED:], "losses": losses, "memory": device.memory()}
         found["beside_gib"] = None if before is None else (beside() or 0.0) - before

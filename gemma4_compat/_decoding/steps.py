@@ -87,7 +87,7 @@ class Step:
             self._ways(),
             tuple([(tensor.shape, tensor.dtype, tensor.stride()) for tensor in self.tensors]),
             tuple(_names(self.inputs)),
-            *_settings(),
+            *settings(),
         )
 
     def forward(self, model: Any, inputs: dict[str, Any]) -> Any:
@@ -104,7 +104,7 @@ class Step:
 
     def has_settings(self) -> bool:
         """Whether the settings of torch are still those of its kind."""
-        return bool(self.kind[-len(_SETTINGS) :] == _settings())
+        return bool(self.kind[-len(_SETTINGS) :] == settings())
 
     def differences(self, kind: tuple[Any, ...], length: int) -> Iterator[tuple[Cause, str]]:
         """Why a graph does not serve this step: cause and detail.
@@ -154,8 +154,8 @@ def without_token_types(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: None if name in _OF_THE_PROMPT else value for name, value in inputs.items()}
 
 
-def _settings() -> tuple[Any, ...]:
-    """The values of :data:`_SETTINGS`."""
+def settings() -> tuple[Any, ...]:
+    """What kernels depend on in torch: the values of :data:`_SETTINGS`."""
     import torch
 
     return (

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gemma4_compat._common import in_place
-from gemma4_compat._models import checkpointing
+from gemma4_compat._decoding import steps
+from gemma4_compat._models import checkpointing, shared_kv
 
-#: The argument in which layers hand keys and values to later layers.
-SHARED = "shared_kv_states"
 #: Arguments of the loss that reach the layers, which do not read them. Their values differ from step to step.
 _OF_THE_LOSS = ("num_items_in_batch",)
 _PLAIN = (bool, int, float, str)
@@ -45,13 +44,19 @@ class Call:
     """
 
     def __init__(self, layer: Any, given: Sequence[Any], named: dict[str, Any]) -> None:
-        self.shared: Any = named.get(SHARED)
+        self.shared: Any = named.get(shared_kv.NAME)
         reads = getattr(layer.self_attn, "is_kv_shared_layer", False)
-        others = {name: value for name, value in named.items() if name not in (SHARED, *_OF_THE_LOSS)}
+        others = {name: value for name, value in named.items() if name not in (shared_kv.NAME, *_OF_THE_LOSS)}
         arguments = (tuple(given), others, dict(self.shared) if self.shared is not None and reads else {})
         self.tensors = list(tensors_in(arguments))
         self.form = Form(None if self.shared is None else type(self.shared), without_tensors(arguments))
-        self.kind = (repr(self.form.arguments), self.form.shared, tuple(map(_layout, self.tensors)), *_settings())
+        self.kind = (
+            repr(self.form.arguments),
+            self.form.shared,
+            tuple(map(_layout, self.tensors)),
+            *_autocast(),
+            *steps.settings(),
+        )
 
 
 class Form:
@@ -62,7 +67,7 @@ class Form:
         arguments: positional ones, the others by name, and what earlier layers have handed on.
     """
 
-    def __init__(self, shared: type | None, arguments: Any) -> None:
+    def __init__(self, shared: Any, arguments: Any) -> None:
         self.shared, self.arguments = shared, arguments
 
     def call(self, layer: Any, below: Callable[..., Any], tensors: Sequence[Any]) -> tuple[Any, dict[Any, Any]]:
@@ -79,8 +84,7 @@ class Form:
         given, named, read = with_tensors(self.arguments, iter(tensors))
         shared = None
         if self.shared is not None:
-            named[SHARED] = shared = self.shared()
-            shared.update(read)
+            named[shared_kv.NAME] = shared = self.shared(dict(read))
         with in_place.assigned(layer, checkpointing.FLAG, False):
             found = below(*given, **named)
         added = {} if shared is None else dict(shared)
@@ -132,20 +136,8 @@ def _layout(tensor: Any) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _settings() -> tuple[Any, ...]:
-    """What the kernels of a call depend on in torch."""
+def _autocast() -> list[Any]:
+    """Its dtype on the host and on a GPU; None without."""
     import torch
 
-    matmul, cuda = torch.backends.cuda.matmul, torch.backends.cuda
-    return (
-        *[torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")],
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_default_dtype(),
-        matmul.allow_tf32,
-        matmul.allow_bf16_reduced_precision_reduction,
-        matmul.allow_fp16_reduced_precision_reduction,
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-    )
+    return [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")]

@@ -97,7 +97,7 @@ class Step(NamedTuple):
         return cls(inputs, list(calls.tensors_in(found)), returned, calls.without_tensors(found))
 
     def gradients(self, incoming: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
-        """Those of inputs and weights, in this order, for these gradients of the outputs; None if there is none."""
+        """Backpropagate these gradients of the outputs: gradients of the inputs, then of the weights, or None."""
         import torch
 
         leaves = [*self.inputs, *weights]
@@ -229,7 +229,7 @@ class Replay:
 
     def outputs(self) -> Any:
         """Those of the layer. Their backward pass is replayed as well."""
-        given, self.tensors = self.tensors, ()  # autograd keeps them, as it is told to
+        given, self.tensors = self.tensors, ()  # autograd saves them, through any hooks on saved tensors
         return _replayed().apply(self, len(given), *given, *self.weights)
 
     def gradients(self, tensors: Sequence[Any], incoming: Sequence[Any]) -> list[Any]:

@@ -135,7 +135,7 @@ class Training:
         self.reason(reason)
 
     def _graph(self, place: int, layer: Any, call: calls.Call, run: graphs.Run) -> graphs.Graph | None:
-        """The graph for a call; None if there is none yet, or it cannot be captured."""
+        """The graph that serves a call, captured if it is time for that; otherwise None."""
         if place <= self._last:
             self._begin()
         self._last = place
@@ -270,7 +270,7 @@ def _of_a_call(layer: Any, call: calls.Call, named: dict[str, Any]) -> Iterator[
         if not _checkpoints_plainly(layer):
             yield "what checkpointing keeps is offloaded, or chosen by a function"
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-        yield "something around them keeps activations elsewhere, or computes them again"
+        yield "hooks on saved tensors are active: something offloads activations, or checkpoints more than a layer"
 
 
 def _collects() -> bool:

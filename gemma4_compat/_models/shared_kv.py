@@ -15,7 +15,8 @@ from typing import Any
 
 from gemma4_compat._models import checkpointing
 
-_NAME = "shared_kv_states"
+#: The argument in which layers hand keys and values to later layers.
+NAME = "shared_kv_states"
 
 
 class SharedStates(UserDict[Any, Any]):
@@ -47,7 +48,7 @@ def checkpointed_layer(original: Callable[..., Any], self: Any, *args: Any, **kw
     """
     if not (self.training and getattr(self, checkpointing.FLAG, False)):
         return original(self, *args, **kwargs)
-    given = [value for value in (*args, kwargs.get(_NAME)) if isinstance(value, MutableMapping)]
+    given = [value for value in (*args, kwargs.get(NAME)) if isinstance(value, MutableMapping)]
     if len(given) != 1 or not _records_gradients():
         return original(self, *args, **kwargs)
     (states,) = given
@@ -106,7 +107,7 @@ def _wrappers(layers: Any) -> list[Any]:
 def _protected(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with the container in its safe type. 5.5.2 passes it by position, as the only mapping."""
     args = tuple(_safe(value) for value in args)
-    return args, {name: _safe(value) if name == _NAME else value for name, value in kwargs.items()}
+    return args, {name: _safe(value) if name == NAME else value for name, value in kwargs.items()}
 
 
 def _safe(value: Any) -> Any:

@@ -40,7 +40,7 @@ def decoder_layer(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
 
 
 def set_gradient_checkpointing(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if family.is_gemma4(self):
+    if any(map(family.is_gemma4_module, self.modules())):  # it may be inside another model
         sleep.awaken(ID)
     return original(self, *args, **kwargs)
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("transformers.modeling_layers")
+
 import gemma4_compat
 from gemma4_compat._fast_training import layers
 from tests.world.gpu.test_chunked_mlp import DEVICE, adapted, deterministic
