@@ -266,7 +266,7 @@ def _of_a_call(layer: Any, call: calls.Call, named: dict[str, Any]) -> Iterator[
         yield "attention weights or router logits are asked for"
     if getattr(layer, checkpointing.FLAG, False):
         if not checkpointing.is_in_forward():
-            yield "checkpointing is on, and needs transformers 5.24; a replay takes as little memory without it"
+            yield "checkpointing is on, and needs transformers 5.23; a replay takes as little memory without it"
         if not _checkpoints_plainly(layer):
             yield "what checkpointing keeps is offloaded, or chosen by a function"
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:

@@ -288,7 +288,7 @@ def _seen(model: Any) -> Any:
         (lambda workspace: adapted(workspace.split()), "their weights are offloaded"),
         pytest.param(
             lambda workspace: adapted(workspace.load(), checkpointed=True),
-            "checkpointing is on, and needs transformers 5.24",
+            "checkpointing is on, and needs transformers 5.23",
             marks=pytest.mark.skipif("checkpointing.is_in_forward()", reason="of older releases"),
         ),
         (lambda workspace: _hooked(adapted(workspace.load())), "a hook on Gemma4TextMLP has to run"),
