@@ -110,7 +110,7 @@ def of_virtual_tokens(model: Any) -> str | None:
 
 
 def _lasting(modules: list[Any]) -> Iterator[str]:
-    if any(type(module).__name__ == "Linear8bitLt" or _has_int8(module) for module in modules):
+    if any(map(is_8_bit, modules)):
         yield "8-bit layers of bitsandbytes synchronize with the host for every token"
     devices = _devices(modules)
     if len(devices) > 1:
@@ -132,7 +132,10 @@ def users_hooks(module: Any) -> Iterator[Callable[..., Any]]:
     return itertools.filterfalse(_is_known, _hooks(module))
 
 
-def _has_int8(module: Any) -> bool:
+def is_8_bit(module: Any) -> bool:
+    """Whether bitsandbytes computes a module in 8 bits, for which it waits for the device."""
+    if type(module).__name__ == "Linear8bitLt":
+        return True
     return any(type(parameter).__name__ == "Int8Params" for parameter in module._parameters.values())
 
 

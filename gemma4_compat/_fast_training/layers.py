@@ -238,6 +238,8 @@ def _of_a_layer(layer: Any, modules: list[Any]) -> Iterator[str]:
         hook = module_hooks.offload_hook(module)
         if hook is not None and any(weight is not None for weight in module._parameters.values()):
             yield "their weights are offloaded"
+    if any(map(obstacles.is_8_bit, modules)):
+        yield "8-bit layers of bitsandbytes synchronize with the host"
     yield from obstacles.of_hooks(layer, [])  # those on every module
     for module in modules:
         name = type(module).__name__

@@ -286,6 +286,7 @@ def _seen(model: Any) -> Any:
     [
         (lambda workspace: adapted(workspace.load(), lora_dropout=0.5), "Dropout draws random numbers"),
         (lambda workspace: adapted(workspace.split()), "their weights are offloaded"),
+        (lambda workspace: adapted(workspace.load("8bit")), "8-bit layers of bitsandbytes synchronize"),
         pytest.param(
             lambda workspace: adapted(workspace.load(), checkpointed=True),
             "checkpointing is on, and needs transformers 5.23",
@@ -294,7 +295,7 @@ def _seen(model: Any) -> Any:
         (lambda workspace: _hooked(adapted(workspace.load())), "a hook on Gemma4TextMLP has to run"),
         (lambda workspace: _seen(adapted(workspace.load())), "a hook on Gemma4TextMLP has to run"),
     ],
-    ids=["dropout", "offloaded layers", "checkpointing", "a hook inside", "a backward hook inside"],
+    ids=["dropout", "offloaded layers", "8 bits", "checkpointing", "a hook inside", "a backward hook inside"],
 )
 def test_layers_that_run_as_before(
     workspace: Any, given: dict[str, Any], made: Callable[[Any], Any], reason: str
