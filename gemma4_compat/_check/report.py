@@ -186,7 +186,8 @@ def _problems(report: dict[str, Any]) -> Iterator[str]:
         yield "the adapter changes no answer"
     answers = [answer for item in report["placements"] for answer in item["answers"]]
     if all(answer["equal"] is None for answer in answers if answer["way"] != "fast against eager"):
-        yield "no two placements could be compared"
+        late = " in the time there was (--minutes)" if any(_is_late(item) for item in report["placements"]) else ""
+        yield f"no two placements could be compared{late}"
     for item in report["placements"]:
         peaks = [peak for peak in (item["loading_peak"], item["running_peak"]) if peak]
         fits = report["budget"] and item["planned"] and max(item["planned"].values()) <= report["budget"]

@@ -169,7 +169,10 @@ def test_nothing_to_compare_with() -> None:
     late = Outcome(
         PLACE, {"away": samples.AWAY, "planned": None, "expects_replay": True}, failed={"load": error("Timeout", "")}
     )
-    assert verdict(found(outcome(), late))["problems"] == ["no two placements could be compared"]
+    said = "no two placements could be compared"
+    assert verdict(found(outcome(), late))["problems"] == [f"{said} in the time there was (--minutes)"]
+    late.failed["load"] = error("OutOfMemoryError", "")
+    assert verdict(found(outcome(), late))["problems"][-1] == said
 
 
 def test_everything_on_the_card_may_take_more_than_the_budget_of_a_plan() -> None:
