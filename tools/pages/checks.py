@@ -19,9 +19,19 @@ _FAULTS = {
 
 
 def section() -> str:
-    """The newest run of each shape; nothing without one."""
-    newest = {file.stem: file for file in sorted(_RESULTS.glob("*/checks-*.json"))}
-    return of({str(file.relative_to(ROOT)): json.loads(file.read_text(encoding="utf-8")) for file in newest.values()})
+    """The newest run of each check of each shape; nothing without one."""
+    files = sorted(_RESULTS.glob("*/checks-*.json"))
+    results = {str(file.relative_to(ROOT)): json.loads(file.read_text(encoding="utf-8")) for file in files}
+    newest = {
+        (found["shape"], name): path
+        for path, found in results.items()
+        for name, run in found["runs"].items()
+        if "left_out" not in run
+    }
+    for path, found in results.items():
+        shape, runs = found["shape"], found["runs"]
+        found["runs"] = {name: run for name, run in runs.items() if newest.get((shape, name)) == path}
+    return of({path: found for path, found in results.items() if found["runs"]})
 
 
 def of(results: Mapping[str, Any]) -> str:
@@ -33,12 +43,12 @@ def of(results: Mapping[str, Any]) -> str:
     if not any(found["runs"] for found in ran.values()):
         return ""
     sizes, faults = [], []
-    for found in ran.values():
-        for name, run in found["runs"].items():
-            if name in _FAULTS:
-                faults.append(f"| {found['shape']} | {_FAULTS[name]} | {_ended(run)} | {run['seconds']:.0f} s |")
-            else:
-                sizes += _size(found["shape"], name, run)
+    runs = [(found["shape"], name, run) for found in ran.values() for name, run in found["runs"].items()]
+    for shape, name, run in sorted(runs, key=_place):
+        if name in _FAULTS:
+            faults.append(f"| {shape} | {_FAULTS[name]} | {_ended(run)} | {run['seconds']:.0f} s |")
+        else:
+            sizes += _size(shape, name, run)
     lines = ["## A filled card, and planted faults", "", _said(ran), ""]
     if sizes:
         lines.append(
@@ -50,10 +60,19 @@ def of(results: Mapping[str, Any]) -> str:
     return "\n".join(lines).rstrip()
 
 
+def _place(entry: tuple[str, str, Any]) -> tuple[str, int, str]:
+    """Its place on the page: by shape; the largest card first; faults as in :data:`_FAULTS`."""
+    shape, name, _ = entry
+    if name in _FAULTS:
+        return shape, list(_FAULTS).index(name), name
+    return shape, -int(name.partition("GiB")[0]), name
+
+
 def _said(results: Mapping[str, Any]) -> str:
     runs = [run for found in results.values() for run in found["runs"].values()]
     wrong = sum(not run["good"] for run in runs)
-    judged = "each ended as it should" if not wrong else f"**{wrong} did not end as they should**"
+    who = "it" if wrong == 1 else "they"
+    judged = f"**{wrong} did not end as {who} should**" if wrong else "each ended as it should"
     gpus = {gpu["name"] for run in runs if run["report"] and (gpu := run["report"]["machine"]["gpu"])}
     dates = sorted({run["report"]["date"] for run in runs if run["report"]})
     where = f"{', '.join(sorted(gpus)) or 'no GPU'}, {', '.join(dates)}"
@@ -76,7 +95,8 @@ def _size(shape: str, name: str, run: Mapping[str, Any]) -> Iterator[str]:
         planned = place["planned"]
         steps = None if planned is None else max(planned["prefill"], planned["decode"])
         sizes = (place["loading_peak"], planned and planned["loading"], place["running_peak"], steps)
-        cells = [head, place["title"], *(size_text(size) if size else "" for size in sizes), end]
+        failed = "".join(f"; {failure['step']}: {failure['type']}" for failure in place["failures"])
+        cells = [head, f"{place['title']}{failed}", *(size_text(size) if size else "" for size in sizes), end]
         yield f"| {' | '.join(cells)} |"
         head, end = " | ", ""
 

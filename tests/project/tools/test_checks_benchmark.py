@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ FAULT = checks.Run("disk", ["/a/checkpoint", "--quick"], 1, ["No space left on d
 
 
 def report(text: str) -> dict[str, Any]:
-    place = {"title": "everything on the card", "loading_peak": 3 * GIB, "running_peak": 2 * GIB}
+    place = {"title": "everything on the card", "loading_peak": 3 * GIB, "running_peak": 2 * GIB, "failures": []}
     planned = {"loading": 4 * GIB, "prefill": GIB, "decode": 5 * GIB}
+    late = {"failures": [{"step": "load", "type": "Timeout"}]}
     return {
         "verdict": {"text": text},
         "machine": {"gpu": {"name": "NVIDIA T4"}},
         "date": "2026-11-28",
-        "placements": [place | {"planned": planned}, place | {"title": "on the | host", "planned": None}],
+        "placements": [place | {"planned": planned}, place | {"title": "on the host", "planned": None} | late],
     }
 
 
@@ -88,8 +90,33 @@ def test_the_page_has_peaks_beside_the_plan_and_what_each_fault_ends_with() -> N
     assert "each ended as it should (NVIDIA T4, 2026-11-28" in text
     row = "| E2B | 12 GiB | everything on the card | 3 GiB | 4 GiB | 2 GiB | 5 GiB | The same bits. (61 s) |"
     assert row.replace(" ", "") in text.replace(".00", "").replace(" ", "")
+    assert "| on the host; load: Timeout |" in text
     assert "| E2B | a full disk | NOT as it should be: a \\| b. | 61 s |" in text
     assert "a patch is off" not in text
     runs["12GiB"] = entry(size, 1, "", "NOT")
-    assert "**1 did not end as they should**" in page.of({"x": {"shape": "E2B", "runs": runs}})
+    assert "**1 did not end as it should**" in page.of({"x": {"shape": "E2B", "runs": runs}})
     assert page.of({}) == ""
+
+
+def test_the_page_has_the_newest_result_of_each_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = checks.Run("6GiB", ["/a/checkpoint", "--quick"], 0, [])
+    large = checks.Run("12GiB", ["/a/checkpoint", "--quick"], 0, [])
+    files = {
+        "2026-11-27-h100/checks-E2B-6GiB.json": {"6GiB": entry(small, 0, "", "It timed out.")},
+        "2026-11-27-h100/checks-E2B.json": {"12GiB": entry(large, 0, "", "Still the newest.")},
+        "2026-11-28-h200/checks-E2B.json": {
+            "6GiB": entry(small, 0, "", "Measured again."),
+            "12GiB": {"left_out": "3 s were left"},
+        },
+    }
+    for name, runs in files.items():
+        file = tmp_path / "benchmarks" / "results" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"shape": "E2B", "runs": runs}))
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    monkeypatch.setattr(page, "_RESULTS", tmp_path / "benchmarks" / "results")
+    text = page.section()
+    assert "2 checks" in text
+    assert "It timed out." not in text
+    assert text.index("Still the newest.") < text.index("Measured again."), "the larger size is first"
+    assert "checks-E2B-6GiB.json" not in text
