@@ -7,7 +7,7 @@ make tensors for what the host knows, such as whether the text has reached its l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from gemma4_compat._decoding import deferral
@@ -39,6 +39,71 @@ def is_class(one: Any, name: str) -> bool:
     )
 
 
+def paired(processors: Iterable[Any]) -> list[Any]:
+    """These processors, with a :class:`TopTokens` in place of each top-k or top-p, and of top-p after top-k."""
+    found: list[Any] = []
+    for one in processors:
+        if is_class(one, "TopKLogitsWarper"):
+            found.append(TopTokens(one, None))
+        elif is_class(one, "TopPLogitsWarper"):
+            follows = found and isinstance(found[-1], TopTokens) and found[-1].top_p is None
+            found.append(TopTokens(found.pop().top_k if follows else None, one))
+        else:
+            found.append(one)
+    return found
+
+
+class TopTokens:
+    """Top-k, top-p, or one after the other, by :mod:`top_tokens` where that serves.
+
+    Args:
+        top_k: a ``TopKLogitsWarper`` or None.
+        top_p: a ``TopPLogitsWarper`` or None.
+    """
+
+    def __init__(self, top_k: Any, top_p: Any) -> None:
+        from gemma4_compat._decoding import top_tokens
+
+        self.top_k, self.top_p = top_k, top_p
+        self._limits = None if top_k is None else top_tokens.limits(top_k, top_p)
+        self._serves = top_tokens.serves
+
+    def __call__(self, _ids: Any, scores: Any) -> Any:
+        return self._filtered(scores, alone=False)
+
+    def rows(self, scores: Any) -> Any:
+        """Of each row, (rows, vocabulary), the bits that it has in a call of its own."""
+        return self._filtered(scores, alone=True)
+
+    def drawn(self, scores: Any, noise: Any) -> Any:
+        """The tokens of these rows, (rows,), each as in a call of its own.
+
+        Args:
+            scores: (rows, vocabulary), float32.
+            noise: exponentially distributed, as ``scores``.
+        """
+        if self._limits is not None and self._serves(scores):
+            return _operator("drawn")(scores, noise, *self._limits)
+        return (self.rows(scores).softmax(dim=-1) / noise).argmax(dim=-1)
+
+    def _filtered(self, scores: Any, *, alone: bool) -> Any:
+        import torch
+
+        if self._limits is not None and self._serves(scores):
+            return _operator("filtered")(scores, *self._limits, alone)
+        if self.top_k is not None:
+            scores = self.top_k(None, scores)
+        if self.top_p is None:
+            return scores
+        return torch.cat([self.top_p(None, part) for part in scores.split(1 if alone else len(scores))])
+
+
+def _operator(name: str) -> Any:
+    from gemma4_compat._decoding import own
+
+    return own.operator(name)
+
+
 def _takes_two(processor: Any) -> bool:
     import inspect
 
@@ -50,7 +115,7 @@ class _Processors(list[Any]):
 
     def __init__(self, processors: list[Any]) -> None:
         super().__init__(processors)
-        self._functions = [_NoEnd(one) if _NoEnd.serves(one) else one for one in processors]
+        self._functions = [_NoEnd(one) if _NoEnd.serves(one) else one for one in paired(processors)]
 
     def __call__(self, ids: Any, scores: Any) -> Any:
         for function in self._functions:

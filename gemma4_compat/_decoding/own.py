@@ -28,6 +28,7 @@ from gemma4_compat._decoding import (
     reductions,
     row_source,
     shifting,
+    top_tokens,
 )
 from gemma4_compat._decoding.pointwise import DOT, Load, Value
 
@@ -46,6 +47,8 @@ _SCHEMAS = {
     "flash_bounds": "(Tensor mask) -> Tensor",
     "flash": "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bounds, float scale) -> Tensor",
     "shift": "(Tensor(a!) keys, Tensor(b!) values, Tensor new_keys, Tensor new_values, bool by_kernel) -> ()",
+    "filtered": "(Tensor scores, int k, float p, int least, bool alone) -> Tensor",
+    "drawn": "(Tensor scores, Tensor noise, int k, float p, int least) -> Tensor",
 }
 _defining = threading.Lock()
 _broken: dict[Any, str] = {}  # by device: why these kernels do not run there; decoder.py says it
@@ -344,6 +347,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "flash_bounds": _flash_bounds,
     "flash": _flash,
     "shift": _shift,
+    "filtered": top_tokens.filtered,
+    "drawn": top_tokens.drawn,
 }
 
 

@@ -22,6 +22,7 @@ from gemma4_compat._decoding import (
     reductions,
     row_source,
     shifting,
+    top_tokens,
 )
 from gemma4_compat._decoding.kernel_source import Kernel
 from gemma4_compat._decoding.pointwise import Load, Number, Part, Value
@@ -197,6 +198,12 @@ def _flash() -> Iterator[Kernel]:
             yield from flash.kernels(call, layout=flash.layout_of(call, how))[0]
 
 
+def _top_tokens() -> Iterator[Kernel]:
+    scores = torch.zeros(2, 8192)
+    work = top_tokens.Work(scores, top_tokens.Limits(64, 0.95, 1))
+    yield from (*work.before, work.after, work.drawing(scores)[0])
+
+
 #: By the name of the module in ``gemma4_compat/_decoding``. Of a kernel the text and the threads of a block count.
 EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "kernel_source": _pointwise,
@@ -210,6 +217,7 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "expert_rows": _expert_rows,
     "shifting": _shifting,
     "dequantizing_source": _dequantizing,
+    "top_tokens": _top_tokens,
 }
 #: The first compute capability of modules whose kernels older GPUs do not get.
 FROM = {"flash_source": (8, 0)}
