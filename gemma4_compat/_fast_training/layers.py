@@ -271,7 +271,7 @@ def _of_a_call(layer: Any, call: calls.Call, named: dict[str, Any]) -> Iterator[
             yield "checkpointing is on, and needs transformers 5.23; a replay takes as little memory without it"
         if not _checkpoints_plainly(layer):
             yield "what checkpointing keeps is offloaded, or chosen by a function"
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if checkpointing.saved_tensors_hooks() is not None:
         yield "hooks on saved tensors are active: something offloads activations, or checkpoints more than a layer"
 
 

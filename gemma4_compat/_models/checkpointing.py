@@ -1,11 +1,11 @@
-"""Gradient checkpointing where no gradients are recorded: whether transformers still drops the cache there."""
+"""What checkpointing is in this release: where it drops the cache, and which hooks say what it keeps."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -47,3 +47,16 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def saved_tensors_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """The innermost of the hooks that ``torch.autograd.graph.saved_tensors_hooks`` has set in this thread.
+
+    Returns:
+        None if there are none, or if this torch cannot say.
+    """
+    import torch
+
+    ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    found: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None if ask is None else ask(False)
+    return found

@@ -10,6 +10,7 @@ from typing import Any
 
 from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import checkpointing
 from gemma4_compat._quantization import expert_storage
 from gemma4_compat._quantization.expert_storage import dequantized
 from gemma4_compat._quantization.experts import NAMES, quantized_parameter
@@ -198,25 +199,33 @@ def logical(module: Any, name: str) -> Any:
 @contextlib.contextmanager
 def _kept_packed(weights: Mapping[str, Any], make: Mapping[str, Callable[[], Any]]) -> Iterator[None]:
     """Inside, autograd saves how to ``make`` these ``weights`` again instead of saving them: in bf16, all experts
-    together would be as large as the unquantized model.
+    together would be as large as the unquantized model. Other tensors go to the hooks around: PyTorch asks only the
+    innermost, and a checkpoint would keep what these return.
     """
     import torch
 
     known = {weights[name].untyped_storage().data_ptr(): again for name, again in make.items()}
+    keep, bring = checkpointing.saved_tensors_hooks() or (_as_it_is, _as_it_is)
 
     def pack(tensor: Any) -> Any:
         again = known.get(tensor.untyped_storage().data_ptr())
-        return tensor if again is None else (again, tensor.size(), tensor.stride(), tensor.storage_offset())
+        if again is None:
+            return None, keep(tensor)
+        return again, (tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def unpack(kept: Any) -> Any:
-        if isinstance(kept, torch.Tensor):
-            return kept
-        again, size, stride, offset = kept
+        again, rest = kept
+        if again is None:
+            return bring(rest)
         with torch.no_grad():
-            return again().as_strided(size, stride, offset)
+            return again().as_strided(*rest)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+
+
+def _as_it_is(kept: Any) -> Any:
+    return kept
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
 from collections.abc import Callable
@@ -334,6 +335,54 @@ def test_training_keeps_the_packed_weights_for_the_backward_pass(workspace: Any,
     assert torch.equal(*gradients)
     assert gradients[0].abs().max() > 0
     assert kept[1] == []
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_checkpoint_keeps_nothing_of_their_forward(
+    workspace: Any, load: Callable[..., Any], implementation: str
+) -> None:
+    """Between the two passes there are as many tensors of its size as with experts in bf16."""
+    import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from torch.utils.checkpoint import checkpoint
+
+    class Made(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.storages: list[Any] = []
+
+        def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = op(*args, **(kwargs or {}))
+            given = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)}
+            if (
+                torch.is_tensor(found)
+                and found.untyped_storage()._cdata not in given
+                and found.numel() >= states.numel()
+            ):
+                self.storages.append(StorageWeakRef(found.untyped_storage()))
+            return found
+
+        def live(self) -> int:
+            gc.collect()
+            return len({one.cdata for one in self.storages if not one.expired()})
+
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn((24, 64), generator=generator).to(workspace.main, torch.bfloat16)
+    weights, chosen = torch.rand((24, 32), generator=generator).to(workspace.main).topk(2)
+    kept, gradients = [], []
+    for experts in (False, True):
+        model = load(experts=experts, experts_implementation=implementation)
+        model = model if experts else by_hand(model, "4bit")
+        module = model.requires_grad_(False).get_submodule(f"{LAYERS}.1.experts")
+        given, made = states.clone().requires_grad_(), Made()
+        with made:
+            found = checkpoint(module, given, chosen, weights, use_reentrant=False)
+        kept.append(made.live())
+        gradients.append(torch.autograd.grad(found.float().square().sum(), given)[0])
+    assert torch.equal(*gradients)
+    assert kept[1] == kept[0]
 
 
 def test_prepared_for_training_they_stay_as_they_are(workspace: Any, load: Callable[..., Any]) -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("transformers.modeling_layers")
 
 import gemma4_compat
 from gemma4_compat._fast_training import layers
+from gemma4_compat._models import checkpointing
 from tests.world.gpu.test_chunked_mlp import DEVICE, adapted, deterministic
 
 __all__ = ["deterministic"]
