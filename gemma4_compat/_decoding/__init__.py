@@ -32,7 +32,7 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
 * :mod:`static_caches`: the tensors of a static cache, whose addresses graphs hold. :mod:`new_caches` makes one and
   :mod:`initializing` fills it without upstream's Python. :mod:`shifting` moves the rows of a full one.
 * :mod:`deferral`: when the host waits for a token. :mod:`advancing`: the inputs of a step, made from the last one's.
-  :mod:`choosing`: transformers' processors and criteria, called faster.
+  :mod:`choosing`: transformers' processors and criteria, called faster. :mod:`top_tokens`: top-k and top-p.
 * :mod:`assisted`: texts with an assistant model or prompt lookup. :mod:`drafted_calls`: which of them. :mod:`rounds`:
   drafts, and the forward that reads them. :mod:`draft_windows`: where its sliding layers keep their rows. :mod:`pace`:
   how many drafts. :mod:`lookup`: drafts from the text itself. :mod:`noise`: what tokens are drawn with. :mod:`ends`:
