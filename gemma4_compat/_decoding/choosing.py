@@ -69,11 +69,11 @@ class TopTokens:
         self._serves = top_tokens.serves
 
     def __call__(self, _ids: Any, scores: Any) -> Any:
-        return self._filtered(scores, alone=False)
+        return self._filtered(scores, single=False)
 
     def rows(self, scores: Any) -> Any:
-        """Of each row, (rows, vocabulary), the bits that it has in a call of its own."""
-        return self._filtered(scores, alone=True)
+        """What each row, (rows, vocabulary), gets in a call of its own."""
+        return self._filtered(scores, single=True)
 
     def drawn(self, scores: Any, noise: Any) -> Any:
         """The tokens of these rows, (rows,), each as in a call of its own.
@@ -86,16 +86,16 @@ class TopTokens:
             return _operator("drawn")(scores, noise, *self._limits)
         return (self.rows(scores).softmax(dim=-1) / noise).argmax(dim=-1)
 
-    def _filtered(self, scores: Any, *, alone: bool) -> Any:
+    def _filtered(self, scores: Any, *, single: bool) -> Any:
         import torch
 
         if self._limits is not None and self._serves(scores):
-            return _operator("filtered")(scores, *self._limits, alone)
+            return _operator("filtered")(scores, *self._limits, single)
         if self.top_k is not None:
             scores = self.top_k(None, scores)
         if self.top_p is None:
             return scores
-        return torch.cat([self.top_p(None, part) for part in scores.split(1 if alone else len(scores))])
+        return torch.cat([self.top_p(None, part) for part in scores.split(1 if single else len(scores))])
 
 
 def _operator(name: str) -> Any:

@@ -47,7 +47,7 @@ _SCHEMAS = {
     "flash_bounds": "(Tensor mask) -> Tensor",
     "flash": "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bounds, float scale) -> Tensor",
     "shift": "(Tensor(a!) keys, Tensor(b!) values, Tensor new_keys, Tensor new_values, bool by_kernel) -> ()",
-    "filtered": "(Tensor scores, int k, float p, int least, bool alone) -> Tensor",
+    "filtered": "(Tensor scores, int k, float p, int least, bool single) -> Tensor",
     "drawn": "(Tensor scores, Tensor noise, int k, float p, int least) -> Tensor",
 }
 _defining = threading.Lock()

@@ -80,7 +80,7 @@ class Choice:
         return torch.stack(found, dim=1)
 
     def _of_rows(self, ids: Any, scores: Any, noise: Any) -> Any:
-        """Of each row, (rows, vocabulary), the token as in a call of its own. With several rows, nothing reads ids."""
+        """The token of each row, (rows, vocabulary), as in a call of its own. With several rows, nothing reads ids."""
         *called, last = choosing.paired(self.processors) or [None]
         for processor in called:
             scores = _of_each(processor, ids, scores)

@@ -44,7 +44,7 @@ _KEY = """  auto key_of = [](float x) -> unsigned int {
   };
 """
 
-#: Of a block, in the order of cuda_utils::BlockReduce; only the first thread has it.
+#: The sum of a block, in the order of cuda_utils::BlockReduce; only the first thread has it.
 _SUM = """  auto summed = [&](float x) -> float {
     for (unsigned int by = 16u; by; by >>= 1) x = __fadd_rn(x, __shfl_down_sync(~0u, x, by));
     if (lane == 0u) of_warps[warp] = x;
@@ -287,7 +287,7 @@ def serves(scores: Any) -> bool:
     )
 
 
-def filtered(scores: Any, k: int, p: float, least: int, alone: bool) -> Any:
+def filtered(scores: Any, k: int, p: float, least: int, single: bool) -> Any:
     """The scores, with -inf for tokens that are not left.
 
     Args:
@@ -295,11 +295,11 @@ def filtered(scores: Any, k: int, p: float, least: int, alone: bool) -> Any:
         k: as in :class:`Limits`.
         p: the same.
         least: the same.
-        alone: whether rows have the bits that each has in a call of its own: PyTorch's order of additions depends on
+        single: whether rows have the bits that each has in a call of its own: PyTorch's order of additions depends on
             how many rows there are.
     """
     work = Work(scores, Limits(k, p, least))
-    work.run(alone=alone)
+    work.run(single=single)
     return work.result
 
 
@@ -314,7 +314,7 @@ def drawn(scores: Any, noise: Any, k: int, p: float, least: int) -> Any:
         least: the same.
     """
     work = Work(scores, Limits(k, p, least))
-    work.run(alone=True)
+    work.run(single=True)
     return work.drawn(noise)
 
 
@@ -350,7 +350,7 @@ class Work:
         numbers = vocabulary, given.least, 1 - given.p
         self.after = Kernel(_KEPT, (scores, self.sums, *self._left, self.result), 1, numbers, MOST, self._rows)
 
-    def run(self, *, alone: bool) -> None:
+    def run(self, *, single: bool) -> None:
         """Write ``result``."""
         import torch
 
@@ -358,7 +358,7 @@ class Work:
         for kernel in self.before:
             own.launch(kernel)
         if self.sums is not self.probabilities:
-            for given, sums in zip(*(one.split(1 if alone else len(one)) for one in (self.probabilities, self.sums))):
+            for given, sums in zip(*(one.split(1 if single else len(one)) for one in (self.probabilities, self.sums))):
                 torch.cumsum(given, dim=-1, out=sums)
         own.launch(self.after)
 

@@ -254,3 +254,30 @@ def test_a_model_that_is_worse_is_named() -> None:
     said = measure.missed(found)
     assert len(said) == 2
     assert said[0].startswith("sound: 50% right")
+
+
+@pytest.mark.parametrize(("dtype", "mean", "largest"), [("float32", 1e-5, 1e-4), ("bfloat16", 0.05, 1.0)])
+def test_log_probabilities_of_a_rollout_are_those_of_training(
+    trained: Trained, dtype: str, mean: float, largest: float
+) -> None:
+    """As GRPO compares them: of tokens that are drawn one by one in training mode, and of a training forward."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    model = trained.load().to(getattr(torch, dtype))
+    targets = r"(?!.*tower).*\.(q_proj|v_proj|up_proj)"
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).train()
+    torch.manual_seed(0)
+    ids = torch.randint(3, 200, (4, 20))
+    given = {"attention_mask": torch.ones_like(ids), "min_new_tokens": 64, "max_new_tokens": 64, "eos_token_id": None}
+    given |= {"do_sample": True, "top_k": 0, "top_p": 1.0, "output_scores": True, "return_dict_in_generate": True}
+    drawn = model.generate(input_ids=ids, **given)
+    scores, whole = torch.stack(drawn.scores, dim=1), torch.ones_like(drawn.sequences)
+    batch = {"input_ids": drawn.sequences, "attention_mask": whole, "mm_token_type_ids": torch.zeros_like(whole)}
+    logits = model(**batch, use_cache=False).logits[:, ids.shape[1] - 1 : -1]
+    found, expected = (
+        one.float().log_softmax(-1).gather(-1, drawn.sequences[:, ids.shape[1] :, None]) for one in (scores, logits)
+    )
+    difference = (found - expected).detach().abs()
+    assert float(difference.mean()) < mean
+    assert float(difference.max()) < largest

@@ -16,7 +16,7 @@ from gemma4_compat._models import checkpointing
 from tests.world.gpu.test_chunked_mlp import DEVICE, adapted, deterministic
 
 __all__ = ["deterministic"]
-pytestmark = pytest.mark.skipif("not checkpointing.is_in_forward()", reason="train_fast beside checkpointing: 5.23")
+pytestmark = pytest.mark.skipif(not checkpointing.is_in_forward(), reason="train_fast beside checkpointing: 5.23")
 
 
 def step(model: Any, given: dict[str, Any]) -> list[Any]:
