@@ -6,6 +6,7 @@ layer's forward, and its backward pass, which computes the layer again first, as
 * :mod:`fast`: :func:`gemma4_compat.train_fast` and :func:`gemma4_compat.training_statistics`.
 * :mod:`layers`: the forward on a layer: whether this call is replayed, captured or left to the layer.
 * :mod:`calls`: one call of a layer: its tensors apart from everything else, and the same call with other tensors.
+* :mod:`counting`: what the graphs of a model keep, for plans.
 * :mod:`graphs`: both graphs of a layer, and the autograd function that replays them.
 """
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gemma4_compat._decoding.recording import RECORDERS, capturing
+from gemma4_compat._decoding.recording import Recording, capturing
 from gemma4_compat._fast_training import calls
 
 #: Held while a graph's inputs are filled, it is launched, and its results are copied: layers share this memory.
@@ -41,10 +41,11 @@ class Memory:
 
     Args:
         device: of the layers.
+        recorder: records graphs there.
     """
 
-    def __init__(self, device: Any) -> None:
-        self.device, self.recorder = device, RECORDERS[device.type]
+    def __init__(self, device: Any, recorder: type[Recording]) -> None:
+        self.device, self.recorder = device, recorder
         self.pool = self.recorder.new_pool()
         self._buffers: dict[Any, Buffer] = {}
 
@@ -59,6 +60,11 @@ class Memory:
                 made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
             self._buffers[key] = Buffer(made)
         return self._buffers[key]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all buffers."""
+        return sum(buffer.tensor.nbytes for buffer in self._buffers.values())
 
 
 #: Calls a layer with tensors in the places of the call's: what it returns, and what it hands on to later layers.

@@ -8,14 +8,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._decoding import obstacles
 from gemma4_compat._decoding.dependencies import Dependencies
-from gemma4_compat._decoding.recording import RECORDERS
+from gemma4_compat._decoding.recording import RECORDERS, Recording
 from gemma4_compat._fast_training import calls, graphs
 from gemma4_compat._models import checkpointing
 from gemma4_compat._training import whole
@@ -67,10 +67,12 @@ class Training:
 
     Args:
         layers: all of them, in order.
+        recorders: by device type.
     """
 
-    def __init__(self, layers: list[Any]) -> None:
+    def __init__(self, layers: list[Any], recorders: Mapping[str, type[Recording]] = RECORDERS) -> None:
         self.statistics = TrainingStatistics()
+        self._recorders = recorders
         self._layers = [weakref.ref(layer) for layer in layers]
         self._places = {id(layer): index for index, layer in enumerate(layers)}
         self._known: list[Known] = [Known() for _ in layers]
@@ -124,7 +126,7 @@ class Training:
             return None
         if not any(one.requires_grad for one in (*call.tensors, *layer.parameters())):
             return None
-        for reason in _of_a_call(layer, call, named):
+        for reason in _of_a_call(layer, call, named, self._recorders):
             self._left(reason)
             return None
         return call
@@ -159,7 +161,8 @@ class Training:
     ) -> graphs.Graph | None:
         began = time.perf_counter()
         if kind[1] not in self._memory:
-            self._memory[kind[1]] = graphs.Memory(call.tensors[0].device)
+            device = call.tensors[0].device
+            self._memory[kind[1]] = graphs.Memory(device, self._recorders[device.type])
         memory = self._memory[kind[1]]
         role = getattr(layer.self_attn, "is_sliding", None)
         try:
@@ -191,6 +194,14 @@ class Training:
         if self._in_vain >= _MAX_IN_VAIN:
             self.reason(f"the model changes every few steps, {_MAX_IN_VAIN} times in turn")
             return
+        modules = self._look()
+        if not modules:
+            return
+        configs = {id(config): vars(config) for config in (getattr(one, "config", None) for one in modules) if config}
+        self._dependencies = Dependencies(modules, configs.values(), [], self._forget)
+
+    def _look(self) -> list[Any]:
+        """Look at the layers: their trained weights, and obstacles. Returns the modules of those without one."""
         layers = [layer for layer in (reference() for reference in self._layers) if layer is not None]
         parts = [list(layer.modules()) for layer in layers]
         for layer, modules, known in zip(layers, parts, self._known):
@@ -199,11 +210,7 @@ class Training:
             if known.obstacle is not None:
                 self.reason(known.obstacle)
         replayable = [part for part, known in zip(parts, self._known) if known.obstacle is None]
-        modules = list(dict.fromkeys(module for part in replayable for module in part))
-        if not modules:
-            return
-        configs = {id(config): vars(config) for config in (getattr(one, "config", None) for one in modules) if config}
-        self._dependencies = Dependencies(modules, configs.values(), [], self._forget)
+        return list(dict.fromkeys(module for part in replayable for module in part))
 
     def _forget(self, dependencies: Dependencies, _name: str) -> None:
         """A layer is gone."""
@@ -253,12 +260,14 @@ def _of_a_layer(layer: Any, modules: list[Any]) -> Iterator[str]:
             yield f"{name} has a forward of its own"
 
 
-def _of_a_call(layer: Any, call: calls.Call, named: dict[str, Any]) -> Iterator[str]:
+def _of_a_call(
+    layer: Any, call: calls.Call, named: dict[str, Any], recorders: Mapping[str, type[Recording]]
+) -> Iterator[str]:
     """Why this call of a layer cannot be replayed."""
     import torch
 
     device = call.tensors[0].device
-    if device.type not in RECORDERS:
+    if device.type not in recorders:
         yield f"they compute on {device}, and graphs need CUDA"
     if any(one.device != device for one in call.tensors):
         yield "their inputs are on several devices"

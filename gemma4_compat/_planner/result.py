@@ -264,6 +264,7 @@ class TrainingPlan:
         chunked_loss: whether the loss is that of ``gemma4_compat.chunked_loss``.
         chunked_mlp: whether MLPs are those of ``gemma4_compat.chunked_mlp``.
         sliding_windows: whether sliding layers are computed by windows.
+        train_fast: whether decoder layers are replayed, as with ``gemma4_compat.train_fast``.
         activation_offloading: whether what checkpointing keeps is in host memory.
         trained: number of the adapter's weights.
         weights: the part of the base that stays on the accelerator.
@@ -271,13 +272,14 @@ class TrainingPlan:
         adapter: LoRA's weights, in float32.
         optimizer_states: the optimizer's states that stay on the accelerator.
         activations: what the step uses at its peak in addition to these, including gradients.
+        graphs: what those of ``train_fast`` keep.
         peak: expected in a step.
         loading: expected while loading.
         budget: what it may use.
         cpu: bytes in host memory.
         streamed: names of the streamed decoder layers.
         changes: by option of the command line, what it would add to the step; negative if it saves memory.
-        reasons: by switch for long sequences ("chunked_loss", "chunked_mlp" and "sliding_windows" if the plan chose
+        reasons: by switch ("chunked_loss", "chunked_mlp", "sliding_windows" and "train_fast" if the plan chose
             them, "gradient_checkpointing", "activation_offloading", "padding"), why it is on or off.
         warning: that less than 0.5 GiB is left; empty otherwise.
         assumed: what the plan assumes about the model; empty for a checkpoint.
@@ -297,6 +299,7 @@ class TrainingPlan:
     chunked_loss: bool
     chunked_mlp: bool
     sliding_windows: bool
+    train_fast: bool
     activation_offloading: bool
     trained: int
     weights: int
@@ -304,6 +307,7 @@ class TrainingPlan:
     adapter: int
     optimizer_states: int
     activations: int
+    graphs: int
     peak: int
     loading: int
     budget: int

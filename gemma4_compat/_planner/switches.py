@@ -9,6 +9,7 @@ from typing import Any
 from gemma4_compat._attention import windows
 from gemma4_compat._common.text import size_text
 from gemma4_compat._engine import sleep
+from gemma4_compat._fast_training import layers
 from gemma4_compat._planner import layout
 from gemma4_compat._planner.blueprint import Blueprint
 from gemma4_compat._planner.memory import TrainingLoad
@@ -40,7 +41,8 @@ def chosen(
     """
     place, reasons = (cut, device, budget), dict[str, str]()
     # Windows save time, so they come before pieces, and once more after them: a step may need both.
-    for switch in ("chunked_loss", "sliding_windows", "chunked_mlp", "sliding_windows"):
+    # Graphs take memory, so they come last.
+    for switch in ("chunked_loss", "sliding_windows", "chunked_mlp", "sliding_windows", "train_fast"):
         if switch not in free or getattr(step, switch):
             continue
         memories = {False: measured(step), True: measured(turned(step, switch))}
@@ -48,10 +50,14 @@ def chosen(
             on, reasons[switch] = loss(*place, memories)
         elif switch == "chunked_mlp":
             on, reasons[switch] = mlp(*place, step, memories)
+        elif switch == "train_fast":
+            on, reasons[switch] = replays(*place, step, memories)
         else:
             last = "chunked_mlp" not in free or "chunked_mlp" in reasons
             on, reasons[switch] = by_windows(*place, step, memories, last=last)
         step = turned(step, switch) if on else step
+    if step.train_fast and (never := no_replays(step) or not_captured(measured(step))):
+        step, reasons["train_fast"] = replace(step, train_fast=False), never
     return step, reasons
 
 
@@ -60,6 +66,8 @@ def turned(step: Step, switch: str) -> Step:
     if switch == "chunked_mlp" and step.max_length * step.batch <= pieces_of.TOKENS:
         return step
     if switch == "sliding_windows" and no_windows(step):
+        return step
+    if switch == "train_fast" and no_replays(step):
         return step
     changed: dict[str, Any] = {switch: not getattr(step, switch)}
     return replace(step, **changed)
@@ -70,6 +78,13 @@ def no_windows(step: Step) -> str:
     if step.max_length < windows.LEAST_ON_GPU:
         return f"not used on a GPU below {windows.LEAST_ON_GPU:,} tokens"
     return "" if sleep.is_installed(windows.ID) else f"the patch {windows.ID} is off"
+
+
+def no_replays(step: Step) -> str:
+    """Why no decoder layer of this step is replayed, as far as its length says; empty if they can be."""
+    if step.max_length * step.batch <= layers.MAX_TOKENS:
+        return ""
+    return f"above {layers.MAX_TOKENS:,} tokens a step does not wait for Python"
 
 
 def loss(cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool, StepMemory]) -> tuple[bool, str]:
@@ -154,8 +169,39 @@ def mlp(
     return True, f"otherwise the step takes {saved} more, and would not leave {size_text(MARGIN)} free"
 
 
+def replays(
+    cut: Blueprint, device: int | str, budget: int, step: Step, memories: Mapping[bool, StepMemory]
+) -> tuple[bool, str]:
+    """Whether decoder layers are replayed, and why.
+
+    Args:
+        cut: the model.
+        device: as the map has it.
+        budget: bytes that may be allocated on it.
+        step: its settings.
+        memories: of the step without replays and with them.
+    """
+    never = no_replays(step) or not_captured(memories[True])
+    if never:
+        return False, never
+    taken = f"their graphs take {size_text(memories[True].peak - memories[False].peak)}"
+    streamed = _streamed(cut, device, budget, memories)
+    if streamed.get(False):
+        return False, f"{streamed[False]} decoder layers are streamed, and cannot be replayed"
+    if True not in streamed:
+        return False, f"{taken}, and would not leave {size_text(MARGIN)} free"
+    if streamed[True]:
+        return False, f"{taken}, and {streamed[True]} decoder layers would be streamed"
+    return True, f"short steps wait for Python, and replays do not; {taken}, for sequences of one length"
+
+
+def not_captured(memory: StepMemory) -> str:
+    """Why no decoder layer could be captured; empty if one was."""
+    return "" if memory.graphs.captured else "; ".join(memory.graphs.reasons) or "no decoder layer is captured"
+
+
 def others(step: Step) -> dict[str, str]:
-    """Why the other switches for long sequences are as they are."""
+    """Why the other switches are as they are."""
     found = {
         "gradient_checkpointing": "keeps one hidden state per layer and computes the rest again"
         if step.gradient_checkpointing

@@ -37,6 +37,7 @@ def plan_training(
     chunked_loss: bool | None = None,
     chunked_mlp: bool | None = None,
     sliding_windows: bool | None = None,
+    train_fast: bool | None = None,
     activation_offloading: bool = False,
     quantize: str | None = "4bit",
     cpu: float | str | None = None,
@@ -69,6 +70,9 @@ def plan_training(
         sliding_windows: whether sliding layers are computed by windows (``transformers-sliding-windows``), which a GPU
             does from 16,384 tokens on. It takes less time, and rounds gradients otherwise. None: only if the step
             otherwise does not fit, leaves less than 0.5 GiB, or has more decoder layers streamed.
+        train_fast: whether decoder layers are replayed (:func:`gemma4_compat.train_fast`); graphs are counted for
+            sequences of one length. None: where a layer can be replayed, and the graphs fit with no decoder layer
+            streamed. A step in which no layer can be replayed goes without; ``reasons`` says why.
         activation_offloading: what checkpointing keeps is in host memory until the backward pass needs it
             (transformers' ``offload``, from 5.17 on).
         quantize: how the base is stored: "4bit", "4bit-double" or None.
@@ -94,11 +98,17 @@ def plan_training(
         chunked_loss=bool(chunked_loss),
         chunked_mlp=bool(chunked_mlp),
         sliding_windows=bool(sliding_windows),
+        train_fast=bool(train_fast),
         activation_offloading=activation_offloading,
     )
     cut, source = _described(model, quantization)
     measured = functools.cache(functools.partial(_measure, model, quantization))
-    asked = {"chunked_loss": chunked_loss, "chunked_mlp": chunked_mlp, "sliding_windows": sliding_windows}
+    asked = {
+        "chunked_loss": chunked_loss,
+        "chunked_mlp": chunked_mlp,
+        "sliding_windows": sliding_windows,
+        "train_fast": train_fast,
+    }
     free = [switch for switch, value in asked.items() if value is None]
     step, reasons = switches.chosen(cut, device, budget, step, free, measured)
     memory, changes = measured(step), _changes(step, measured)
@@ -118,6 +128,7 @@ def plan_training(
         chunked_loss=step.chunked_loss,
         chunked_mlp=step.chunked_mlp,
         sliding_windows=step.sliding_windows,
+        train_fast=step.train_fast,
         activation_offloading=activation_offloading,
         trained=sum(memory.sizes),
         weights=use.weights,
@@ -125,6 +136,7 @@ def plan_training(
         adapter=memory.adapter,
         optimizer_states=memory.optimizer,
         activations=max(memory.forward, memory.backward),
+        graphs=memory.graphs.nbytes,
         peak=use.step,
         loading=use.loading,
         budget=budget,
@@ -174,8 +186,10 @@ def _changes(step: Step, measured: Callable[[Step], StepMemory]) -> dict[str, in
     checkpointing = step.gradient_checkpointing
     turned = replace(step, gradient_checkpointing=not checkpointing, activation_offloading=False)
     found = {f"--{'no-' if checkpointing else ''}gradient-checkpointing": measured(turned).peak - memory.peak}
-    for switch in ("chunked_loss", "chunked_mlp", "sliding_windows", "activation_offloading"):
+    for switch in ("chunked_loss", "chunked_mlp", "sliding_windows", "train_fast", "activation_offloading"):
         if switch == "sliding_windows" and switches.no_windows(step):
+            continue
+        if switch == "train_fast" and _no_replays(step, measured):
             continue
         if switch == "activation_offloading" and not (checkpointing and training_step.can_offload()):
             continue
@@ -185,6 +199,11 @@ def _changes(step: Step, measured: Callable[[Step], StepMemory]) -> dict[str, in
         if optim != step.optim:
             found[f"--optim {optim}"] = memory.with_optimizer(optim).peak - memory.peak
     return found
+
+
+def _no_replays(step: Step, measured: Callable[[Step], StepMemory]) -> str:
+    """Why no decoder layer of a step is replayed; empty if one can be."""
+    return switches.no_replays(step) or switches.not_captured(measured(replace(step, train_fast=True)))
 
 
 def _placed(

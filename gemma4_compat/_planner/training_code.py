@@ -15,7 +15,7 @@ model = get_peft_model(
     model,
     LoraConfig(r={r}, lora_alpha={r}, target_modules=r"{targets}"),
 )
-{chunked}{pieces}arguments = TrainingArguments(
+{chunked}{pieces}{replays}arguments = TrainingArguments(
     "adapter",
     bf16=True,
     per_device_train_batch_size={batch},
@@ -23,12 +23,15 @@ model = get_peft_model(
     gradient_checkpointing_kwargs={{"use_reentrant": False{offload}}},
     optim="{optim}",
 )
-# DATASET yields dicts with input_ids, attention_mask and labels, of at most {max_length} tokens.
+# DATASET yields dicts with input_ids, attention_mask and labels, of at most {max_length} tokens.{lengths}
 trainer = Trainer(model, arguments, train_dataset=DATASET)
 trainer.train()
 model.save_pretrained("adapter")"""
 
 _WINDOWS = ["import os", "", f'os.environ["GEMMA4_COMPAT_ENABLE"] = "{windows.ID}"', ""]
+
+
+_LENGTHS = "\n# Only lengths that come back are replayed: pad to one or a few (pad_to_multiple_of), or pack."
 
 
 def training_code(source: Source, placed: Layout[Any], step: Step) -> str:
@@ -38,6 +41,8 @@ def training_code(source: Source, placed: Layout[Any], step: Step) -> str:
         r=step.r,
         chunked="model = gemma4_compat.chunked_loss(model)\n" if step.chunked_loss else "",
         pieces="model = gemma4_compat.chunked_mlp(model)\n" if step.chunked_mlp else "",
+        replays="model = gemma4_compat.train_fast(model)\n" if step.train_fast else "",
+        lengths=_LENGTHS if step.train_fast else "",
         targets=TARGETS,
         batch=step.batch,
         checkpointing=step.gradient_checkpointing,

@@ -18,6 +18,8 @@ from typing import Any
 from gemma4_compat._attention import windows
 from gemma4_compat._engine import sleep
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._fast_training import counting
+from gemma4_compat._fast_training.counting import Kept
 from gemma4_compat._planner.blueprint import rounded
 from gemma4_compat._training import loss, mlp
 
@@ -38,6 +40,7 @@ _WIDEST_IN_REGISTERS = 128
 #: Keys of a block of that kernel, and how many blocks of all heads it works on at once, at most.
 _KEYS = 64
 _BLOCKS = 200
+_NO_GRAPHS = Kept()
 #: What QLoRA trains: every linear layer of the decoder, and nothing in the towers.
 TARGETS = r"(?!.*tower).*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 
@@ -57,6 +60,7 @@ class Step:
         activation_offloading: what checkpointing keeps is in host memory until the backward pass needs it.
         chunked_mlp: MLPs are computed as with ``gemma4_compat.chunked_mlp``.
         sliding_windows: sliding layers are computed as with the opt-in of ``transformers-sliding-windows``, on a GPU.
+        train_fast: decoder layers are replayed as with ``gemma4_compat.train_fast``, in sequences of one length.
     """
 
     max_length: int
@@ -69,6 +73,7 @@ class Step:
     activation_offloading: bool = False
     chunked_mlp: bool = False
     sliding_windows: bool = False
+    train_fast: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +86,7 @@ class StepMemory:
         forward: the most that the forward pass and the loss use, in addition to adapter and optimizer.
         backward: the same in the backward pass, including gradients.
         sizes: number of weights in each trained tensor.
+        graphs: what those of ``train_fast`` keep.
     """
 
     adapter: int
@@ -88,11 +94,12 @@ class StepMemory:
     forward: int
     backward: int
     sizes: tuple[int, ...]
+    graphs: Kept = _NO_GRAPHS
 
     @property
     def peak(self) -> int:
         """The largest sum."""
-        return self.adapter + self.optimizer + max(self.forward, self.backward)
+        return self.adapter + self.optimizer + max(self.forward, self.backward) + self.graphs.nbytes
 
     def with_optimizer(self, optimizer: str) -> StepMemory:
         """The same step with another of the :data:`OPTIMIZERS`."""
@@ -146,12 +153,17 @@ def measure(model: Any, quantized: Collection[str], step: Step) -> StepMemory:
         forward = counted.reset_peak()
         with counted:
             found.backward()
+        backward, graphs = counted.peak, _NO_GRAPHS
+        if step.train_fast:
+            with counted, torch.autocast("cpu", dtype=torch.bfloat16):
+                graphs = counting.kept(adapted, lambda: adapted(**inputs, use_cache=False), counted)
     return StepMemory(
         adapter=sum(rounded(4 * size) for size in sizes),
         optimizer=optimizer_bytes(step.optim, sizes),
         forward=forward,
-        backward=counted.peak,
+        backward=backward,
         sizes=tuple(sizes),
+        graphs=graphs,
     )
 
 

@@ -30,7 +30,8 @@ def _report(plan: TrainingPlan, width: int, cells: str) -> Iterator[str]:
         f"{plan.batch}, LoRA of rank {plan.r} on {plan.trained:,} weights, {plan.optim}, {checkpointing} "
         f"checkpointing{', the loss in chunks' if plan.chunked_loss else ''}"
         f"{', MLPs in pieces' if plan.chunked_mlp else ''}"
-        f"{', sliding layers by windows' if plan.sliding_windows else ''}",
+        f"{', sliding layers by windows' if plan.sliding_windows else ''}"
+        f"{', decoder layers replayed' if plan.train_fast else ''}",
         width,
     )
     if plan.assumed:
@@ -53,11 +54,12 @@ def _report(plan: TrainingPlan, width: int, cells: str) -> Iterator[str]:
         ("adapter", plan.adapter),
         (f"states of {plan.optim}", plan.optimizer_states),
         ("activations, loss and gradients", plan.activations),
+        *([("graphs of train_fast", plan.graphs)] if plan.train_fast else []),
     ):
         yield f"  {name:<33}{size_text(nbytes):>11}"
     if plan.warning:
         yield from textwrap.wrap(f"Warning: {plan.warning}.", width)
-    yield "Switches for long sequences:"
+    yield "Switches:"
     for name, reason in plan.reasons.items():
         on = getattr(plan, name, None)
         state = "" if on is None else "on: " if on else "off: "
@@ -72,7 +74,7 @@ def _report(plan: TrainingPlan, width: int, cells: str) -> Iterator[str]:
 def _bar(plan: TrainingPlan, width: int, cells: str) -> Iterator[str]:
     room = width - len("gpu 0  []  10.00 GiB of 10.00 GiB")
     bar, done = "", 0
-    parts = (plan.weights, plan.buffers, plan.adapter + plan.optimizer_states, plan.activations)
+    parts = (plan.weights, plan.buffers, plan.adapter + plan.optimizer_states, plan.activations + plan.graphs)
     for cell, nbytes in zip(cells, parts):
         done += nbytes
         bar += cell * (round(room * done / plan.budget) - len(bar))

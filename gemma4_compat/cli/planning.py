@@ -164,6 +164,12 @@ def plan_training(
             help="Compute sliding layers by windows, from 16,384 tokens on; default: if it is needed.",
         ),
     ] = None,
+    train_fast: Annotated[
+        bool | None,
+        typer.Option(
+            "--train-fast/--no-train-fast", help="Use gemma4_compat.train_fast; default: where it serves and fits."
+        ),
+    ] = None,
     activation_offloading: Annotated[
         bool,
         typer.Option(
@@ -201,6 +207,7 @@ def plan_training(
         chunked_loss=chunked_loss,
         chunked_mlp=chunked_mlp,
         sliding_windows=sliding_windows,
+        train_fast=train_fast,
         activation_offloading=activation_offloading,
         quantize=quantize,
         cpu=cpu,

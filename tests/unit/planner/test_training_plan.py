@@ -14,12 +14,15 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._attention import windows
-from gemma4_compat._models import build
+from gemma4_compat._decoding import recording
+from gemma4_compat._fast_training import counting, layers
+from gemma4_compat._models import build, checkpointing
 from gemma4_compat._planner import switches, training, training_step, training_text
 from gemma4_compat._planner.memory import TrainingLoad
 from gemma4_compat._planner.training_step import Step
+from gemma4_compat._stand_ins.tape import standing_in
 from gemma4_compat._training import chunks, mlp
-from tests.helpers import without
+from tests.helpers import ROOT, without
 from tests.unit.planner.models import VARIANTS
 
 MIB = 1 << 20
@@ -125,6 +128,55 @@ def test_every_byte_of_a_step_by_windows(
     assert -spare <= found.backward - planned.backward <= 0
     with without(windows.ID), pytest.raises(Gemma4CompatError, match=f"needs the patch {windows.ID}"):
         of(workspace.checkpoint, sliding_windows=True, **options)
+
+
+@pytest.mark.parametrize("length, batch, padding", [(24, 1, False), (16, 3, True)])
+def test_graphs_keep_what_they_are_counted_with(workspace: Any, length: int, batch: int, padding: bool) -> None:
+    """The memory of real ones, and the pool that the same layers need with memory."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    step = {"max_length": length, "batch": batch, "padding": padding, "r": 4, "gradient_checkpointing": False}
+    plain, planned = (of(workspace.checkpoint, train_fast=on, **step) for on in (False, True))
+    assert planned.peak - planned.graphs.nbytes == plain.peak
+    model = get_peft_model(
+        workspace.load(), LoraConfig(r=4, lora_alpha=4, target_modules=training_step.TARGETS, init_lora_weights=False)
+    ).train()
+    ids = torch.zeros(batch, length, dtype=torch.long)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids)}
+    if padding:
+        inputs["attention_mask"][0, 0] = 0
+
+    def run() -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(**inputs, labels=ids, use_cache=False).loss
+
+    with standing_in(recording.RECORDERS):
+        gemma4_compat.train_fast(model)
+        for _ in range(layers.CAPTURED_AT):
+            run().backward()
+        assert gemma4_compat.training_statistics(model).captured
+        (memory,) = vars(layers.decoder_layers(model)[0])["_gemma4_compat_training"]._memory.values()
+        gemma4_compat.train_fast(model, enabled=False)
+    counted = training_step.storage_counter(model)
+    with counted:
+        found = counting.kept(model, run, counted)
+    assert planned.graphs == found
+    assert found.buffers == memory.nbytes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant, length", [("E2B", 512), ("E4B", 512), ("E4B", 2048)])
+def test_graphs_take_what_they_took_on_a_gpu(variant: str, length: int) -> None:
+    """Of what PyTorch reserves, which includes a pool of graphs."""
+    file = ROOT / f"benchmarks/results/2026-11-28-h200/short_steps-{variant}.json"
+    cells = [cell for cell in json.loads(file.read_text())["cells"].values() if cell["sequence"] == length]
+    plain, fast = (
+        max(cell["memory"]["peak_reserved_gib"] for cell in cells if cell["way"] == way) for way in ("plain", "fast")
+    )
+    step = Step(max_length=length, padding=False, chunked_loss=True, train_fast=True)
+    taken = training._measure(variant, "4bit-double", step).graphs.nbytes / (1 << 30)
+    assert taken == pytest.approx(fast - plain, abs=0.04)
 
 
 def test_offloaded_checkpoints_take_no_memory_but_where_they_are_needed(workspace: Any) -> None:
@@ -423,10 +475,82 @@ def test_a_plan_chooses_windows_and_says_so(
     assert "sliding_windows" not in asked.reasons
 
 
+def test_layers_are_replayed_where_they_can_be_and_graphs_fit() -> None:
+    cut = training._described("E2B", "4bit")[0]
+    step = {"adapter": 0, "optimizer": 0, "forward": 0, "backward": 1 << 30, "sizes": ()}
+    graphs = counting.Kept(pool=200 << 20, buffers=56 << 20, captured=1)
+    memories = {
+        False: training_step.StepMemory(**step),
+        True: training_step.StepMemory(**step, graphs=graphs),
+    }
+    never = memories | {True: training_step.StepMemory(**step, graphs=counting.Kept(reasons=("why",)))}
+
+    def least(nbytes: int, **options: bool) -> int:
+        return training.layout.smallest_budget(cut, TrainingLoad(step=nbytes), **options) + switches.MARGIN
+
+    whole = least(memories[True].peak, layers_leave=False)
+    for length, budget, given, chosen, why in (
+        (2048, whole, memories, True, "graphs take 256 MiB, for sequences of one length"),
+        (2049, whole, memories, False, "above 2,048 tokens a step does not wait for Python"),
+        (2048, whole, never, False, "why"),
+        (2048, whole - (100 << 20), memories, False, "graphs take 256 MiB, and 5 decoder layers would be streamed"),
+        (2048, least(memories[False].peak), memories, False, "decoder layers are streamed, and cannot be replayed"),
+    ):
+        found, reason = switches.replays(cut, 0, budget, Step(max_length=length), given)
+        assert (found, why in reason) == (chosen, True), reason
+
+
+def test_a_plan_replays_layers_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With graphs of 1 GiB for a step of 1 GiB. Without checkpointing nothing is captured."""
+
+    def measure(model: Any, quantization: str | None, step: Step) -> training_step.StepMemory:
+        kept = (
+            counting.Kept(pool=1 << 30, captured=1) if step.gradient_checkpointing else counting.Kept(reasons=("no",))
+        )
+        graphs = kept if step.train_fast else counting.Kept()
+        return training_step.StepMemory(adapter=0, optimizer=0, forward=0, backward=1 << 30, sizes=(), graphs=graphs)
+
+    monkeypatch.setattr(training, "_measure", measure)
+    plan = gemma4_compat.plan_training("E2B", "12GiB")
+    assert plan.train_fast
+    assert (plan.graphs, plan.activations, plan.changes["--no-train-fast"]) == (1 << 30, 1 << 30, -1 << 30)
+    assert "gemma4_compat.train_fast(model)\n" in plan.code
+    assert "pad_to_multiple_of" in plan.code
+    text = " ".join(training_text.training_text(plan, width=90).split())
+    for part in ("decoder layers replayed", "graphs of train_fast 1.00 GiB", "train fast: on: short steps wait"):
+        assert part in text
+    for options, why in (
+        ({"gradient_checkpointing": False}, "no"),
+        ({"gradient_checkpointing": False, "train_fast": True}, "no"),
+        ({"max_length": 4096, "train_fast": True}, "above 2,048 tokens"),
+    ):
+        without_it = gemma4_compat.plan_training("E2B", "12GiB", **options)
+        assert not without_it.train_fast
+        assert why in without_it.reasons["train_fast"]
+        assert "train_fast" not in without_it.code
+        assert not any("train-fast" in option for option in without_it.changes)
+    assert gemma4_compat.plan_training("E2B", "12GiB", train_fast=False).changes["--train-fast"] == 1 << 30
+
+
+@pytest.mark.parametrize("offloading", [False, True])
+def test_what_train_fast_leaves_a_plan_leaves(workspace: Any, offloading: bool) -> None:
+    """Its own words say why."""
+    if offloading and not training_step.can_offload():
+        pytest.skip("this transformers does not offload what checkpointing keeps")
+    kept = of(workspace.checkpoint, max_length=16, r=2, activation_offloading=offloading, train_fast=True).graphs
+    if not checkpointing.is_in_forward():
+        assert kept.reasons[0].startswith("checkpointing is on, and needs transformers 5.23")
+    elif offloading:
+        assert kept.reasons == ("what checkpointing keeps is offloaded, or chosen by a function",)
+    else:
+        assert not kept.reasons
+    assert bool(kept.captured) is (checkpointing.is_in_forward() and not offloading)
+
+
 @pytest.mark.full
 def test_the_parts_add_up_to_the_peak(workspace: Any) -> None:
     plan = planned(str(workspace.checkpoint))
-    parts = plan.weights + plan.buffers + plan.adapter + plan.optimizer_states + plan.activations
+    parts = plan.weights + plan.buffers + plan.adapter + plan.optimizer_states + plan.activations + plan.graphs
     workspace_of_blas = 32 * MIB
     assert plan.peak == pytest.approx(1.01 * (parts + workspace_of_blas), rel=1e-6)
     assert plan.changes["--no-gradient-checkpointing"] > 0
