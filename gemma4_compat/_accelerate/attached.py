@@ -249,7 +249,7 @@ PAGED_LAYERS = _mark(
 )
 CHUNKED_LOSS = _mark(
     *("chunked_loss", "transformers-chunked-loss", "a model"),
-    "When its loss is computed in chunks: 'training' or 'always'.",
+    "When its loss is computed in chunks: 'training', 'always' or 'never'.",
 )
 CHUNKED_LOSS_TOLD = _mark(
     *("chunked_loss_told", "transformers-chunked-loss", "a model"),
@@ -265,7 +265,7 @@ _method(
 )
 CHUNKED_MLP = _mark(
     *("chunked_mlp", "transformers-chunked-mlp", "an MLP"),
-    "How many tokens it computes at once in training.",
+    "How many tokens it computes at once in training; None: all of them.",
 )
 _method(
     *("forward", "transformers-chunked-mlp", "_training.mlp", "an MLP"),

@@ -84,7 +84,12 @@ def project_file() -> Path | None:
 
 def is_enabled(patch_id: str, environ: Mapping[str, str] | None = None) -> bool:
     """Whether GEMMA4_COMPAT_ENABLE, or the project, names the patch now. :func:`read` warns of unknown ids."""
-    return patch_id in _asked(_ENABLE, os.environ if environ is None else environ, _project)[0]
+    return patch_id in enabled(environ)[0]
+
+
+def enabled(environ: Mapping[str, str] | None = None) -> tuple[Sequence[str], str]:
+    """The patches that GEMMA4_COMPAT_ENABLE, or the project, names now, and which of the two does."""
+    return _asked(_ENABLE, os.environ if environ is None else environ, _project)
 
 
 def unknown_id(patch_id: str, known: Collection[str]) -> str:

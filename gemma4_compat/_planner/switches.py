@@ -8,17 +8,20 @@ from typing import Any
 
 from gemma4_compat._attention import windows
 from gemma4_compat._common.text import size_text
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import settings, sleep
 from gemma4_compat._fast_training import layers
 from gemma4_compat._planner import layout
 from gemma4_compat._planner.blueprint import Blueprint
 from gemma4_compat._planner.memory import TrainingLoad
 from gemma4_compat._planner.training_step import Step, StepMemory
 from gemma4_compat._planner.use import TrainingUse
+from gemma4_compat._training import loss as chunks_of
 from gemma4_compat._training import mlp as pieces_of
 
 #: Bytes that a step leaves free where it can: neither what kernels use internally nor fragmentation is counted.
 MARGIN = 1 << 29
+#: The patches of switches that have one.
+_PATCHES = {"chunked_loss": chunks_of.ID, "chunked_mlp": pieces_of.ID, "sliding_windows": windows.ID}
 
 
 def chosen(
@@ -45,46 +48,49 @@ def chosen(
     for switch in ("chunked_loss", "sliding_windows", "chunked_mlp", "sliding_windows", "train_fast"):
         if switch not in free or getattr(step, switch):
             continue
+        never = never_used(step, switch)
+        if never:
+            reasons[switch] = never
+            continue
+        names, where = settings.enabled()
+        if _PATCHES.get(switch) in names:
+            step, reasons[switch] = turned(step, switch), f"{where} names {_PATCHES[switch]}"
+            continue
         memories = {False: measured(step), True: measured(turned(step, switch))}
         if switch == "chunked_loss":
             on, reasons[switch] = loss(*place, memories)
         elif switch == "chunked_mlp":
-            on, reasons[switch] = mlp(*place, step, memories)
+            on, reasons[switch] = mlp(*place, memories)
         elif switch == "train_fast":
-            on, reasons[switch] = replays(*place, step, memories)
+            on, reasons[switch] = replays(*place, memories)
         else:
             last = "chunked_mlp" not in free or "chunked_mlp" in reasons
-            on, reasons[switch] = by_windows(*place, step, memories, last=last)
+            on, reasons[switch] = by_windows(*place, memories, last=last)
         step = turned(step, switch) if on else step
-    if step.train_fast and (never := no_replays(step) or not_captured(measured(step))):
+    if step.train_fast and (never := never_used(step, "train_fast") or not_captured(measured(step))):
         step, reasons["train_fast"] = replace(step, train_fast=False), never
     return step, reasons
 
 
 def turned(step: Step, switch: str) -> Step:
     """The step with a switch turned; the step itself where that changes nothing."""
-    if switch == "chunked_mlp" and step.max_length * step.batch <= pieces_of.TOKENS:
-        return step
-    if switch == "sliding_windows" and no_windows(step):
-        return step
-    if switch == "train_fast" and no_replays(step):
+    if not getattr(step, switch) and never_used(step, switch):
         return step
     changed: dict[str, Any] = {switch: not getattr(step, switch)}
     return replace(step, **changed)
 
 
-def no_windows(step: Step) -> str:
-    """Why this step has no windows on a GPU; empty if it can have them."""
-    if step.max_length < windows.LEAST_ON_GPU:
+def never_used(step: Step, switch: str) -> str:
+    """Why a switch does nothing in this step, on a GPU; empty if it does something."""
+    tokens = step.max_length * step.batch
+    if switch == "chunked_mlp" and tokens <= pieces_of.TOKENS:
+        return f"{tokens:,} tokens are one piece"
+    if switch == "sliding_windows" and step.max_length < windows.LEAST_ON_GPU:
         return f"not used on a GPU below {windows.LEAST_ON_GPU:,} tokens"
-    return "" if sleep.is_installed(windows.ID) else f"the patch {windows.ID} is off"
-
-
-def no_replays(step: Step) -> str:
-    """Why no decoder layer of this step is replayed, as far as its length says; empty if they can be."""
-    if step.max_length * step.batch <= layers.MAX_TOKENS:
-        return ""
-    return f"above {layers.MAX_TOKENS:,} tokens a step does not wait for Python"
+    if switch == "train_fast" and tokens > layers.MAX_TOKENS:
+        return f"above {layers.MAX_TOKENS:,} tokens a step does not wait for Python"
+    patch = _PATCHES.get(switch)
+    return "" if patch is None or sleep.is_installed(patch) else f"the patch {patch} is off"
 
 
 def loss(cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool, StepMemory]) -> tuple[bool, str]:
@@ -103,7 +109,7 @@ def loss(cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool,
 
 
 def by_windows(
-    cut: Blueprint, device: int | str, budget: int, step: Step, memories: Mapping[bool, StepMemory], *, last: bool
+    cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool, StepMemory], *, last: bool
 ) -> tuple[bool, str]:
     """Whether sliding layers are computed by windows, and why.
 
@@ -111,13 +117,9 @@ def by_windows(
         cut: the model.
         device: as the map has it.
         budget: bytes that may be allocated on it.
-        step: its settings.
         memories: of the step without windows and with them.
         last: no other switch can still save memory.
     """
-    never = no_windows(step)
-    if never:
-        return False, never
     saved = memories[False].peak - memories[True].peak
     streamed = _streamed(cut, device, budget, memories)
     why = _needed(streamed, memories) if saved > 0 and (streamed or last) else ""
@@ -148,20 +150,15 @@ def _needed(streamed: Mapping[bool, int], memories: Mapping[bool, StepMemory]) -
     )
 
 
-def mlp(
-    cut: Blueprint, device: int | str, budget: int, step: Step, memories: Mapping[bool, StepMemory]
-) -> tuple[bool, str]:
+def mlp(cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool, StepMemory]) -> tuple[bool, str]:
     """Whether MLPs are computed in pieces, and why. Layers are streamed first: a piece costs a forward, a copy hides.
 
     Args:
         cut: the model.
         device: as the map has it.
         budget: bytes that may be allocated on it.
-        step: its settings.
         memories: of the step without pieces and with them.
     """
-    if step.max_length * step.batch <= pieces_of.TOKENS:
-        return False, f"{step.max_length * step.batch:,} tokens are one piece"
     saved = size_text(memories[False].peak - memories[True].peak)
     room = budget - MARGIN
     if room > 0 and layout.fits(cut, {device: room}, TrainingLoad(step=memories[False].peak)):
@@ -169,19 +166,16 @@ def mlp(
     return True, f"otherwise the step takes {saved} more, and would not leave {size_text(MARGIN)} free"
 
 
-def replays(
-    cut: Blueprint, device: int | str, budget: int, step: Step, memories: Mapping[bool, StepMemory]
-) -> tuple[bool, str]:
+def replays(cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool, StepMemory]) -> tuple[bool, str]:
     """Whether decoder layers are replayed, and why.
 
     Args:
         cut: the model.
         device: as the map has it.
         budget: bytes that may be allocated on it.
-        step: its settings.
         memories: of the step without replays and with them.
     """
-    never = no_replays(step) or not_captured(memories[True])
+    never = not_captured(memories[True])
     if never:
         return False, never
     taken = f"their graphs take {size_text(memories[True].peak - memories[False].peak)}"

@@ -187,9 +187,9 @@ def _changes(step: Step, measured: Callable[[Step], StepMemory]) -> dict[str, in
     turned = replace(step, gradient_checkpointing=not checkpointing, activation_offloading=False)
     found = {f"--{'no-' if checkpointing else ''}gradient-checkpointing": measured(turned).peak - memory.peak}
     for switch in ("chunked_loss", "chunked_mlp", "sliding_windows", "train_fast", "activation_offloading"):
-        if switch == "sliding_windows" and switches.no_windows(step):
+        if not getattr(step, switch) and switches.never_used(step, switch):
             continue
-        if switch == "train_fast" and _no_replays(step, measured):
+        if switch == "train_fast" and switches.not_captured(measured(replace(step, train_fast=True))):
             continue
         if switch == "activation_offloading" and not (checkpointing and training_step.can_offload()):
             continue
@@ -199,11 +199,6 @@ def _changes(step: Step, measured: Callable[[Step], StepMemory]) -> dict[str, in
         if optim != step.optim:
             found[f"--optim {optim}"] = memory.with_optimizer(optim).peak - memory.peak
     return found
-
-
-def _no_replays(step: Step, measured: Callable[[Step], StepMemory]) -> str:
-    """Why no decoder layer of a step is replayed; empty if one can be."""
-    return switches.no_replays(step) or switches.not_captured(measured(replace(step, train_fast=True)))
 
 
 def _placed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._attention import windows
+from gemma4_compat._engine import settings
 from gemma4_compat._planner import code
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.result import Source
@@ -28,8 +29,6 @@ trainer = Trainer(model, arguments, train_dataset=DATASET)
 trainer.train()
 model.save_pretrained("adapter")"""
 
-_WINDOWS = ["import os", "", f'os.environ["GEMMA4_COMPAT_ENABLE"] = "{windows.ID}"', ""]
-
 
 _LENGTHS = "\n# Only lengths that come back are replayed: pad to one or a few (pad_to_multiple_of), or pack."
 
@@ -50,5 +49,8 @@ def training_code(source: Source, placed: Layout[Any], step: Step) -> str:
         optim=step.optim,
         max_length=step.max_length,
     )
-    lines = _WINDOWS if step.sliding_windows else []
+    lines = []
+    if step.sliding_windows:
+        enabled = ",".join(dict.fromkeys([*settings.enabled()[0], windows.ID]))
+        lines = ["import os", "", f'os.environ["GEMMA4_COMPAT_ENABLE"] = "{enabled}"', ""]
     return "\n".join([*lines, *code.loading_lines(source, placed, imports=imports), training])

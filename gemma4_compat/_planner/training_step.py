@@ -134,8 +134,12 @@ def measure(model: Any, quantized: Collection[str], step: Step) -> StepMemory:
         adapted.train()
         if step.chunked_loss:
             loss.chunked_loss(adapted)
+        else:
+            loss.leave(model)
         if step.chunked_mlp:
             mlp.chunked_mlp(adapted)
+        else:
+            mlp.leave(model)
         if step.gradient_checkpointing:
             adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             if step.activation_offloading:

@@ -17,8 +17,8 @@ from gemma4_compat._training import chunks, head, sharded
 
 ID = "transformers-chunked-loss"
 _Model = TypeVar("_Model")
-_TRAINING, _ALWAYS = "training", "always"
-ATTRIBUTE, _TOLD = attached.CHUNKED_LOSS, attached.CHUNKED_LOSS_TOLD  # the first is one of the two
+_TRAINING, _ALWAYS, _NEVER = "training", "always", "never"
+ATTRIBUTE, _TOLD = attached.CHUNKED_LOSS, attached.CHUNKED_LOSS_TOLD  # the first is one of the three
 _IGNORED = -100
 _EAGER: list[Callable[..., Any]] = []  # `_mean`, run eagerly between the graphs of torch.compile
 
@@ -85,6 +85,11 @@ def ask(model: Any, *, evaluation: bool = False) -> None:
     setattr(model, ATTRIBUTE, _ALWAYS if evaluation else _TRAINING)
 
 
+def leave(model: Any) -> None:
+    """Mark the model for a loss of all tokens at once, whatever GEMMA4_COMPAT_ENABLE says."""
+    setattr(model, ATTRIBUTE, _NEVER)
+
+
 def _has_a_loss(model: Any) -> bool:
     return hasattr(model, "lm_head") and "labels" in inspect.signature(type(model).forward).parameters
 
@@ -108,7 +113,7 @@ def _is_asked_for(model: Any) -> bool:
     chosen = vars(model).get(ATTRIBUTE)
     if chosen is None:
         return model.training and settings.is_enabled(ID)
-    return bool(model.training) or chosen == _ALWAYS
+    return chosen == _ALWAYS or (chosen == _TRAINING and bool(model.training))
 
 
 def _obstacle(model: Any, given: dict[str, Any]) -> str | None:

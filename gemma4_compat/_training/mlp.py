@@ -101,6 +101,12 @@ def ask_once(model: Any) -> None:
         ask(model)
 
 
+def leave(model: Any) -> None:
+    """Have the MLPs in ``model`` compute all tokens at once, whatever GEMMA4_COMPAT_ENABLE says."""
+    for mlp in _mlps(model):
+        setattr(mlp, ATTRIBUTE, None)
+
+
 def _modules(model: Any) -> Iterator[Any]:
     modules = getattr(model, "modules", None)
     return iter(modules()) if callable(modules) else iter(())

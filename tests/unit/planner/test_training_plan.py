@@ -370,12 +370,11 @@ def test_mlps_are_in_pieces_where_nothing_else_fits() -> None:
         True: training_step.StepMemory(backward=1 << 30, **step),
     }
     least = training.layout.smallest_budget(cut, TrainingLoad(step=3 << 30)) + switches.MARGIN
-    for length, budget, chosen, why in (
-        (16_384, least, False, "in pieces the step would take 2.00 GiB less, and more time"),
-        (16_384, least - (100 << 20), True, "the step takes 2.00 GiB more, and would not leave 512 MiB free"),
-        (2048, least - (100 << 20), False, "2,048 tokens are one piece"),
+    for budget, chosen, why in (
+        (least, False, "in pieces the step would take 2.00 GiB less, and more time"),
+        (least - (100 << 20), True, "the step takes 2.00 GiB more, and would not leave 512 MiB free"),
     ):
-        found, reason = switches.mlp(cut, 0, budget, Step(max_length=length), memories)
+        found, reason = switches.mlp(cut, 0, budget, memories)
         assert (found, why in reason) == (chosen, True), reason
 
 
@@ -431,19 +430,15 @@ def test_windows_are_used_where_layers_would_be_streamed(monkeypatch: pytest.Mon
     }
     whole = training.layout.smallest_budget(cut, TrainingLoad(step=3 << 30), layers_leave=False) + switches.MARGIN
     least = training.layout.smallest_budget(cut, TrainingLoad(step=3 << 30)) + switches.MARGIN
-    for length, budget, last, chosen, why in (
-        (16_384, whole, True, False, "would save 1.00 GiB and time, with another rounding of gradients"),
-        (16_384, whole - (200 << 20), False, True, "more decoder layers would be streamed; it also takes less time"),
-        (16_384, least - (100 << 20), False, True, "would not leave 512 MiB free; it also takes less time"),
-        (16_384, least - (2 << 30), False, False, "so you have to ask for it"),  # pieces of MLPs may save enough
-        (16_384, least - (2 << 30), True, True, "would not leave 512 MiB free"),
-        (16_383, least - (2 << 30), True, False, "not used on a GPU below 16,384 tokens"),
+    for budget, last, chosen, why in (
+        (whole, True, False, "would save 1.00 GiB and time, with another rounding of gradients"),
+        (whole - (200 << 20), False, True, "more decoder layers would be streamed; it also takes less time"),
+        (least - (100 << 20), False, True, "would not leave 512 MiB free; it also takes less time"),
+        (least - (2 << 30), False, False, "so you have to ask for it"),  # pieces of MLPs may save enough
+        (least - (2 << 30), True, True, "would not leave 512 MiB free"),
     ):
-        found, reason = switches.by_windows(cut, 0, budget, Step(max_length=length), memories, last=last)
+        found, reason = switches.by_windows(cut, 0, budget, memories, last=last)
         assert (found, why in reason) == (chosen, True), reason
-    with without(windows.ID):
-        found, reason = switches.by_windows(cut, 0, whole, Step(max_length=16_384), memories, last=True)
-        assert (found, reason) == (False, f"the patch {windows.ID} is off")
 
 
 @pytest.mark.parametrize(
@@ -475,6 +470,48 @@ def test_a_plan_chooses_windows_and_says_so(
     assert "sliding_windows" not in asked.reasons
 
 
+@pytest.mark.parametrize("switch", ["chunked_loss", "chunked_mlp", "sliding_windows"])
+def test_a_switch_whose_patch_is_off_is_left_out(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
+    """Unless somebody asks for it: then it is an error, as the switch itself raises."""
+    measured = training._measure
+    step = Step(max_length=4096, padding=False, **{switch: True})  # type: ignore[arg-type]
+
+    def measure(model: Any, quantization: str | None, step: Step) -> training_step.StepMemory:
+        assert not getattr(step, switch)
+        return training_step.StepMemory(adapter=0, optimizer=0, forward=0, backward=4 << 30, sizes=())
+
+    monkeypatch.setattr(training, "_measure", measure)
+    patch = switches._PATCHES[switch]
+    with without(patch):
+        plan = gemma4_compat.plan_training(
+            "E2B", "9GiB", max_length=16_384, **{name: False for name in switches._PATCHES if name != switch}
+        )
+        assert plan.reasons[switch] == f"the patch {patch} is off"
+        assert not any(switch.replace("_", "-") in option for option in plan.changes)
+        with pytest.raises(Gemma4CompatError, match=f"needs the patch {patch}"):
+            measured("E2B", None, step)
+    assert switches.never_used(step, "sliding_windows") == "not used on a GPU below 16,384 tokens"
+
+
+def test_what_is_enabled_for_all_models_is_planned(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step has it, and the plan says why. Other plans are what they are without the variable."""
+    step = {"max_length": 32, "padding": False, "r": 4, "gradient_checkpointing": False}
+    monkeypatch.setattr(mlp, "TOKENS", 7)
+    monkeypatch.setattr(windows, "LEAST_ON_GPU", 32)
+    monkeypatch.setattr(chunks, "LOGITS_BYTES", 10 * 256 * 2)
+    way = {"chunked_loss": True, "chunked_mlp": True}
+    before = [of(workspace.checkpoint, **step), of(workspace.checkpoint, **step, **way)]
+    assert before[0] != before[1]
+    enabled = ["transformers-fp16-logits", *switches._PATCHES.values()]
+    monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", ",".join(enabled))
+    assert [of(workspace.checkpoint, **step), of(workspace.checkpoint, **step, **way)] == before
+    plan = gemma4_compat.plan_training(str(workspace.checkpoint), {"cpu": 1 << 40}, max_length=32, r=4)
+    for switch, patch in switches._PATCHES.items():
+        assert getattr(plan, switch)
+        assert plan.reasons[switch] == f"GEMMA4_COMPAT_ENABLE names {patch}"
+    assert f'os.environ["GEMMA4_COMPAT_ENABLE"] = "{",".join(enabled)}"' in plan.code
+
+
 def test_layers_are_replayed_where_they_can_be_and_graphs_fit() -> None:
     cut = training._described("E2B", "4bit")[0]
     step = {"adapter": 0, "optimizer": 0, "forward": 0, "backward": 1 << 30, "sizes": ()}
@@ -489,14 +526,13 @@ def test_layers_are_replayed_where_they_can_be_and_graphs_fit() -> None:
         return training.layout.smallest_budget(cut, TrainingLoad(step=nbytes), **options) + switches.MARGIN
 
     whole = least(memories[True].peak, layers_leave=False)
-    for length, budget, given, chosen, why in (
-        (2048, whole, memories, True, "graphs take 256 MiB, for sequences of one length"),
-        (2049, whole, memories, False, "above 2,048 tokens a step does not wait for Python"),
-        (2048, whole, never, False, "why"),
-        (2048, whole - (100 << 20), memories, False, "graphs take 256 MiB, and 5 decoder layers would be streamed"),
-        (2048, least(memories[False].peak), memories, False, "decoder layers are streamed, and cannot be replayed"),
+    for budget, given, chosen, why in (
+        (whole, memories, True, "graphs take 256 MiB, for sequences of one length"),
+        (whole, never, False, "why"),
+        (whole - (100 << 20), memories, False, "graphs take 256 MiB, and 5 decoder layers would be streamed"),
+        (least(memories[False].peak), memories, False, "decoder layers are streamed, and cannot be replayed"),
     ):
-        found, reason = switches.replays(cut, 0, budget, Step(max_length=length), given)
+        found, reason = switches.replays(cut, 0, budget, given)
         assert (found, why in reason) == (chosen, True), reason
 
 
