@@ -8,18 +8,22 @@ python examples/qlora_small_card.py ... --trl                         with TRL's
 ``--data`` is a text file with one sample per line. The folder ``--out`` gets checkpoints, the adapter (``adapter``)
 and, with ``--merge``, the merged model (``merged``), the same as ``gemma4-compat merge MODEL OUT/adapter OUT/merged``
 writes. TRL computes its loss in pieces itself, keeps adapters in bfloat16, and needs the head on the GPU.
+On a GPU, samples of up to 2,048 tokens (``--sequence``) are padded to a few lengths, and their steps are replayed.
 """
 
 from __future__ import annotations
 
 import gemma4_compat  # isort: skip  (before the libraries it fixes)
 import argparse
+import functools
 import sys
 from pathlib import Path
 from typing import Any
 
 from gemma4_compat import testing
 
+#: Longer steps do not wait for Python.
+SHORT = 2048
 TARGETS = r".*language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 SAMPLES = [f"Sample {number}: the quick brown fox jumps over the lazy dog {number} times." for number in range(16)]
 
@@ -86,7 +90,7 @@ def tokenizer_of(checkpoint: str) -> Any:
 
 
 def load(checkpoint: str, options: argparse.Namespace) -> Any:
-    """The base in 4 bits, prepared, with an adapter and the loss in chunks."""
+    """The base in 4 bits, prepared, with an adapter, the loss in chunks, and short steps replayed."""
     import torch
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
@@ -109,7 +113,17 @@ def load(checkpoint: str, options: argparse.Namespace) -> Any:
     model = prepare_model_for_kbit_training(model)
     torch.manual_seed(0)
     model = get_peft_model(model, LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=TARGETS))
-    return gemma4_compat.chunked_loss(model, evaluation=True)
+    model = gemma4_compat.chunked_loss(model, evaluation=True)
+    return model if padding(options) is None else gemma4_compat.train_fast(model)
+
+
+def padding(options: argparse.Namespace) -> int | None:
+    """Samples are padded to multiples of this: four lengths, as many as are replayed. None: they are not padded."""
+    import torch
+
+    if not torch.cuda.is_available() or options.sequence > SHORT:
+        return None
+    return 64 * -(-options.sequence // (4 * 64))
 
 
 def sample(tokenizer: Any, text: str, length: int) -> dict[str, Any]:
@@ -117,11 +131,11 @@ def sample(tokenizer: Any, text: str, length: int) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids}
 
 
-def collated(samples: list[dict[str, Any]]) -> dict[str, Any]:
+def collated(samples: list[dict[str, Any]], *, multiple: int = 1) -> dict[str, Any]:
     """A batch, padded on the right; padding has no label."""
     import torch
 
-    longest = max(len(one["input_ids"]) for one in samples)
+    longest = multiple * -(-max(len(one["input_ids"]) for one in samples) // multiple)
 
     def padded(name: str, filler: int) -> Any:
         return torch.tensor([list(one[name]) + [filler] * (longest - len(one[name])) for one in samples])
@@ -160,7 +174,8 @@ def made(model: Any, samples: list[dict[str, Any]], options: argparse.Namespace,
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(**settings(options, out))
-    return Trainer(model, arguments, train_dataset=samples, data_collator=collated)
+    collator = functools.partial(collated, multiple=padding(options) or 1)
+    return Trainer(model, arguments, train_dataset=samples, data_collator=collator)
 
 
 def made_by_trl(model: Any, samples: list[dict[str, Any]], options: argparse.Namespace, out: Path) -> Any:
@@ -168,7 +183,8 @@ def made_by_trl(model: Any, samples: list[dict[str, Any]], options: argparse.Nam
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    arguments = SFTConfig(**settings(options, out), max_length=None, dataset_kwargs={"skip_prepare_dataset": True})
+    prepared = {"pad_to_multiple_of": padding(options), "dataset_kwargs": {"skip_prepare_dataset": True}}
+    arguments = SFTConfig(**settings(options, out), max_length=None, **prepared)
     tokenizer = tiny_tokenizer() if options.model is None else tokenizer_of(options.model)
     return SFTTrainer(model, arguments, train_dataset=Dataset.from_list(samples), processing_class=tokenizer)
 

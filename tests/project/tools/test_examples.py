@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import gemma4_compat
 from gemma4_compat import testing
+from gemma4_compat._decoding import recording
+from gemma4_compat._models import checkpointing
 from gemma4_compat._reproduction import tiny_models
+from gemma4_compat._stand_ins.tape import standing_in
 from tests.helpers import ROOT, Finished
 
 pytestmark = pytest.mark.full
@@ -140,6 +145,37 @@ def test_an_adapter_is_trained_with_rewards_and_resumed(tmp_path: Path, warm_chi
     done = warm_child(GRPO, *common, "--steps", "3", "--resume", timeout=300)
     assert done.code == 0, done.stderr
     assert (out / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("trainer", ["transformers", "trl"])
+def test_short_steps_of_qlora_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: str) -> None:
+    """With graphs imitated on the CPU. All samples are as long as one another after padding."""
+    spec = importlib.util.spec_from_file_location("qlora_small_card", QLORA)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    options = ["--out", str(tmp_path), "--accumulation", "2", "--rank", "4", "--steps", "3", "--sequence", "256"]
+    if trainer == "trl":
+        pytest.importorskip("trl", reason="needs trl: nox -s clients")
+        options.append("--trl")
+    monkeypatch.setattr("sys.argv", [QLORA, *options])
+    parsed = example.parsed()
+    assert example.padding(parsed) is None
+    with monkeypatch.context() as patched:
+        patched.setattr("torch.cuda.is_available", lambda: True)
+        assert example.padding(parsed) == 64
+        parsed.sequence = example.SHORT + 1
+        assert example.padding(parsed) is None
+    monkeypatch.setattr(example, "padding", lambda _: 64)
+    models = []
+    train_fast = gemma4_compat.train_fast
+    monkeypatch.setattr(gemma4_compat, "train_fast", lambda model: models.append(model) or train_fast(model))
+    with standing_in(recording.RECORDERS):
+        assert example.main() == 0
+    (model,) = models
+    counted = gemma4_compat.training_statistics(model)
+    assert (counted.replayed > 0) is checkpointing.is_in_forward()
 
 
 @pytest.mark.parametrize("trainer", ["transformers", "trl"])
