@@ -4,6 +4,9 @@ Such a layer writes its keys and values to a mapping, ``shared_kv_states``. Comp
 writes them again, with the graph that computed them. The mapping lives until the backward pass ends, and so does all
 that this graph keeps: the layer's inputs, outputs of its norms, projections. Nobody reads them, for the layers that
 would are done. Here the mapping keeps the keys and values of the forward pass.
+
+A layer that transformers checkpoints has a mapping of its own (``transformers-checkpointed-states``), and this saves
+nothing more; only this serves layers in another checkpoint, such as torch's ``CheckpointWrapper``.
 """
 
 from __future__ import annotations
