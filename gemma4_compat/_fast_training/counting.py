@@ -6,8 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from gemma4_compat._common import in_place
-from gemma4_compat._fast_training import layers
+from gemma4_compat._fast_training import fast, layers
 
 _Result = TypeVar("_Result")
 
@@ -45,13 +44,9 @@ def kept(model: Any, step: Callable[[], Any], counter: Any) -> Kept:
     found = layers.decoder_layers(model)
     counted = _Counted(found, counter)
     for layer in found:
-        in_place.replace(layer, "forward", functools.partial(_forward, counted, layer))
+        fast.attach(layer, counted)
     step()
     return counted.kept()
-
-
-def _forward(counted: _Counted, layer: Any, below: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    return counted.forward(layer, below, given, named)
 
 
 class _Counted(layers.Training):

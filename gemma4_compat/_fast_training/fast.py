@@ -56,11 +56,16 @@ def train_fast(model: _Model, *, enabled: bool = True) -> _Model:
         if before is not None:
             before.clear()
         if enabled:
-            vars(layer)[attached.TRAINING] = training
-            in_place.replace(layer, "forward", functools.partial(forward, layer))
+            attach(layer, training)
         else:
             in_place.restore(layer, "forward", forward)
     return model
+
+
+def attach(layer: Any, training: layers.Training) -> None:
+    """Have a decoder layer ask ``training`` in each forward."""
+    vars(layer)[attached.TRAINING] = training
+    in_place.replace(layer, "forward", functools.partial(forward, layer))
 
 
 def forward(layer: Any, below: Callable[..., Any], *given: Any, **named: Any) -> Any:
