@@ -255,6 +255,7 @@ class TrainingPlan:
         model_class: the class in ``transformers`` whose modules the map names.
         device_map: for ``from_pretrained``.
         quantization: how the base is stored: "4bit", "4bit-double", or None.
+        experts: how its experts are stored; None if they are in bf16, or it has none.
         max_length: tokens per sequence.
         batch: sequences per micro-batch.
         padding: whether masks of padded sequences are counted.
@@ -290,6 +291,7 @@ class TrainingPlan:
     model_class: str
     device_map: dict[str, int | str]
     quantization: str | None
+    experts: str | None
     max_length: int
     batch: int
     padding: bool

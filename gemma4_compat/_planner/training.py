@@ -40,6 +40,7 @@ def plan_training(
     train_fast: bool | None = None,
     activation_offloading: bool = False,
     quantize: str | None = "4bit",
+    quantize_experts: bool | None = None,
     cpu: float | str | None = None,
     card: str | None = None,
 ) -> TrainingPlan:
@@ -76,6 +77,8 @@ def plan_training(
         activation_offloading: what checkpointing keeps is in host memory until the backward pass needs it
             (transformers' ``offload``, from 5.17 on).
         quantize: how the base is stored: "4bit", "4bit-double" or None.
+        quantize_experts: store experts in 4 bits; False: in bf16, as upstream does. None: in 4 bits if the base is,
+            and weights with experts in bf16 would not fit on the accelerator.
         cpu: host memory for what is offloaded; default: as much as it takes.
         card: a card by its name, such as "RTX 3060", whose memory counts without ``vram``.
 
@@ -101,8 +104,13 @@ def plan_training(
         train_fast=bool(train_fast),
         activation_offloading=activation_offloading,
     )
-    cut, source = _described(model, quantization)
-    measured = functools.cache(functools.partial(_measure, model, quantization))
+    if quantize_experts and quantization is None:
+        raise Gemma4CompatError(f"quantize_experts quantizes to 4 bits, and quantize is {quantize!r}; use '4bit'")
+    cut, source = _described(model, quantization, experts=bool(quantize_experts))
+    if quantize_experts is None and quantization is not None and _experts_leave(cut, budget):
+        cut, source = _described(model, quantization, experts=True)
+    run = functools.partial(_measure, model, quantization, quantized_experts=source.experts is not None)
+    measured = functools.cache(run)
     asked = {
         "chunked_loss": chunked_loss,
         "chunked_mlp": chunked_mlp,
@@ -119,6 +127,7 @@ def plan_training(
         model_class=source.model_class,
         device_map=placed.device_map,
         quantization=quantization,
+        experts=source.experts,
         max_length=max_length,
         batch=batch,
         padding=step.padding,
@@ -157,7 +166,12 @@ def _budget(vram: Any, card: str | None) -> tuple[int | str, int]:
     return max(found.items(), key=lambda item: item[1])
 
 
-def _described(model: Any, quantization: str | None) -> tuple[Blueprint, Source]:
+def _experts_leave(cut: Blueprint, budget: int) -> bool:
+    """Whether there are experts, and not all of them fit beside the other weights."""
+    return cut.experts is not None and sum(block.stored.allocated for block in cut.blocks) > budget
+
+
+def _described(model: Any, quantization: str | None, *, experts: bool) -> tuple[Blueprint, Source]:
     built, name, assumed = build.on_meta(model)
     skip = config.default_skip_modules(built)
     settings = config.stored_settings(built.config)
@@ -167,17 +181,22 @@ def _described(model: Any, quantization: str | None) -> tuple[Blueprint, Source]
             "the checkpoint is quantized already; give the checkpoint it was made from, or its variant, and quantize"
         )
     names = config.linear_names(built, skip) if quantization else None
-    cut = blueprint.describe(built, quantization, names)
+    cut = blueprint.describe(built, quantization, names, experts=experts)
     source = Source(
-        model=name, model_class=cut.model_class, quantization=quantization, skip=tuple(skip), assumed=assumed
+        model=name,
+        model_class=cut.model_class,
+        quantization=quantization,
+        skip=tuple(skip),
+        experts=quantization if any(block.experts for block in cut.blocks) else None,
+        assumed=assumed,
     )
     return cut, source
 
 
-def _measure(model: Any, quantization: str | None, step: Step) -> StepMemory:
+def _measure(model: Any, quantization: str | None, step: Step, *, quantized_experts: bool = False) -> StepMemory:
     built = build.on_meta(model)[0]
     names = config.linear_names(built, config.default_skip_modules(built)) if quantization else ()
-    return training_step.measure(built, names, step)
+    return training_step.measure(built, names, step, quantized_experts=quantized_experts)
 
 
 def _changes(step: Step, measured: Callable[[Step], StepMemory]) -> dict[str, int]:

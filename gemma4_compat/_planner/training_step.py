@@ -9,6 +9,7 @@ kernels use internally; the workspace of attention's gradients is added.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -21,6 +22,8 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._fast_training import counting
 from gemma4_compat._fast_training.counting import Kept
 from gemma4_compat._planner.blueprint import rounded
+from gemma4_compat._quantization import expert_forward
+from gemma4_compat._quantization.experts import NAMES, all_experts
 from gemma4_compat._training import loss, mlp
 
 #: Bytes that an optimizer keeps for a trained float32 weight, and for each of its blocks of 256 weights (float32
@@ -106,13 +109,14 @@ class StepMemory:
         return replace(self, optimizer=optimizer_bytes(optimizer, self.sizes))
 
 
-def measure(model: Any, quantized: Collection[str], step: Step) -> StepMemory:
+def measure(model: Any, quantized: Collection[str], step: Step, *, quantized_experts: bool = False) -> StepMemory:
     """Run one step of a model on meta.
 
     Args:
         model: from :func:`gemma4_compat._models.build.on_meta`, in bfloat16. It is changed and cannot be used again.
         quantized: paths of the linear layers that bitsandbytes stores in 4 bits.
         step: what to run.
+        quantized_experts: whether its experts are stored in 4 bits.
 
     Raises:
         Gemma4CompatError: the settings contradict each other, or this model cannot be trained with them.
@@ -131,6 +135,8 @@ def measure(model: Any, quantized: Collection[str], step: Step) -> StepMemory:
     by_windows = windows.planned() if step.sliding_windows else contextlib.nullcontext()
     with FakeTensorMode(), _quiet(), by_windows:
         sizes = _fake(adapted, quantized)
+        for module in all_experts(model).values() if quantized_experts else ():
+            _experts_to_4bit(module)
         adapted.train()
         if step.chunked_loss:
             loss.chunked_loss(adapted)
@@ -366,6 +372,24 @@ def _to_4bit(linear: Any) -> None:
         return Dequantized.apply(inputs.to(dtype), shape)
 
     linear.forward = forward
+
+
+def _experts_to_4bit(module: Any) -> None:
+    """Make experts compute as with ``gemma4_compat.quantize_experts``: from weights that are made in each pass."""
+    import torch
+
+    make: dict[str, Any] = {}
+    for name in NAMES:
+        weight = module._parameters[name]
+        make[name] = functools.partial(torch.empty, weight.shape, dtype=torch.bfloat16)
+        packed = torch.empty(-(-weight.numel() // 2), dtype=torch.uint8)
+        module._parameters[name] = torch.nn.Parameter(packed, requires_grad=False)
+    upstream = type(module).forward
+
+    def forward(*args: Any) -> Any:
+        return expert_forward.with_values(lambda made: upstream(made, *args), module, module.num_experts, make, {})
+
+    module.forward = forward
 
 
 def _parameters(model: Any) -> Collection[str]:

@@ -24,6 +24,7 @@ def training_text(plan: TrainingPlan, *, width: int | None = None, blocks: bool 
 
 def _report(plan: TrainingPlan, width: int, cells: str) -> Iterator[str]:
     stored = {None: "bf16", "4bit": "4 bit", "4bit-double": "4 bit, double quantization"}[plan.quantization]
+    stored += ", experts too" if plan.experts else ""
     checkpointing = "with" if plan.gradient_checkpointing else "without"
     yield from textwrap.wrap(
         f"Training {plan.model} ({plan.model_class}), {stored}: sequences of {plan.max_length} tokens, batch "

@@ -27,29 +27,52 @@ def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_i
     Raises:
         Gemma4CompatError: the packed weights have lost their scales.
     """
-    import torch
-
     if not any(hasattr(getattr(self, name, None), "quant_state") for name in NAMES):
         refuse_packed(self)
         return original(self, hidden_states, top_k_index, top_k_weights)
     added = getattr(self, _ADDED, {})
     chosen = hit(self, top_k_index) if can_choose(self) else None
-    weights, make = {}, {}
+    plain, make = {}, {}
     for name in NAMES:
         parameter = getattr(self, name)
         if hasattr(parameter, "quant_state"):
             make[name] = functools.partial(values_of, parameter, chosen, added.get(name, ()))
-            weights[name] = make[name]()
         else:
-            weights[name] = parameter if chosen is None else parameter[chosen]
+            plain[name] = parameter if chosen is None else parameter[chosen]
     number = self.num_experts if chosen is None else len(chosen)
-    substitute = Substitute(self, number, weights["gate_up_proj"], weights["down_proj"])
     if chosen is not None:
         top_k_index = positions(chosen, top_k_index)
+
+    def run(substitute: Any) -> Any:
+        return original(substitute, hidden_states, top_k_index, top_k_weights)
+
+    return with_values(run, self, number, make, plain)
+
+
+def with_values(
+    run: Callable[[Any], Any],
+    module: Any,
+    number: int,
+    make: Mapping[str, Callable[[], Any]],
+    plain: Mapping[str, Any],
+) -> Any:
+    """Run the forward of an experts module with other weights, which autograd does not save.
+
+    Args:
+        run: calls it on what stands in for the module.
+        module: with the experts.
+        number: of the experts in the weights.
+        make: by name, makes a weight, and makes it again in the backward pass.
+        plain: the other weights.
+    """
+    import torch
+
+    weights = {**plain, **{name: again() for name, again in make.items()}}
+    substitute = Substitute(module, number, weights["gate_up_proj"], weights["down_proj"])
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return original(substitute, hidden_states, top_k_index, top_k_weights)
+        return run(substitute)
     with _kept_packed(weights, make):
-        return original(substitute, hidden_states, top_k_index, top_k_weights)
+        return run(substitute)
 
 
 def refuse_packed(module: Any) -> None:
@@ -204,11 +227,11 @@ def _kept_packed(weights: Mapping[str, Any], make: Mapping[str, Callable[[], Any
     """
     import torch
 
-    known = {weights[name].untyped_storage().data_ptr(): again for name, again in make.items()}
+    known = {weights[name].untyped_storage()._cdata: again for name, again in make.items()}
     keep, bring = checkpointing.saved_tensors_hooks() or (_as_it_is, _as_it_is)
 
     def pack(tensor: Any) -> Any:
-        again = known.get(tensor.untyped_storage().data_ptr())
+        again = known.get(tensor.untyped_storage()._cdata)
         if again is None:
             return None, keep(tensor)
         return again, (tensor.size(), tensor.stride(), tensor.storage_offset())

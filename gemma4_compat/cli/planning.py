@@ -18,6 +18,13 @@ _Model = Annotated[
 _HostMemory = Annotated[
     str | None, typer.Option("--cpu", help="Host memory for offloaded modules; default: as much as they need.")
 ]
+_QuantizeExperts = Annotated[
+    bool | None,
+    typer.Option(
+        "--quantize-experts/--no-quantize-experts",
+        help="Quantize the experts to 4 bits, or keep them in bf16; default: quantize them if they do not fit.",
+    ),
+]
 
 
 @app.command()
@@ -44,13 +51,7 @@ def plan(
         typer.Option("--prefill-chunk", help="Read the prompt in chunks of this many tokens; default: as needed."),
     ] = None,
     quantize: Annotated[str, typer.Option("--quantize", help="4bit, 4bit-double, 8bit or none.")] = "4bit",
-    quantize_experts: Annotated[
-        bool | None,
-        typer.Option(
-            "--quantize-experts/--no-quantize-experts",
-            help="Quantize the experts to 4 bits, or keep them in bf16; default: quantize them if they do not fit.",
-        ),
-    ] = None,
+    quantize_experts: _QuantizeExperts = None,
     adapter: Annotated[Path | None, typer.Option("--adapter", help="Folder of a PEFT adapter to load.")] = None,
     vision: Annotated[bool, typer.Option("--vision", help="Inputs contain images.")] = False,
     audio: Annotated[bool, typer.Option("--audio", help="Inputs contain audio.")] = False,
@@ -178,6 +179,7 @@ def plan_training(
         ),
     ] = False,
     quantize: Annotated[str, typer.Option("--quantize", help="4bit, 4bit-double or none.")] = "4bit",
+    quantize_experts: _QuantizeExperts = None,
     cpu: _HostMemory = None,
     card: Annotated[str | None, typer.Option("--card", help="Fit this card, such as 'RTX 3060'.")] = None,
     as_json: Json = False,
@@ -210,6 +212,7 @@ def plan_training(
         train_fast=train_fast,
         activation_offloading=activation_offloading,
         quantize=quantize,
+        quantize_experts=quantize_experts,
         cpu=cpu,
         card=card,
     )

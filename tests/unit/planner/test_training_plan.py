@@ -20,6 +20,8 @@ from gemma4_compat._models import build, checkpointing
 from gemma4_compat._planner import switches, training, training_step, training_text
 from gemma4_compat._planner.memory import TrainingLoad
 from gemma4_compat._planner.training_step import Step
+from gemma4_compat._quantization.experts import all_experts
+from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat._stand_ins.tape import standing_in
 from gemma4_compat._training import chunks, mlp
 from tests.helpers import ROOT, without
@@ -206,16 +208,16 @@ def test_a_4_bit_base_adds_the_copy_that_a_layer_is_dequantized_into(workspace: 
     assert packed.sizes == plain.sizes
 
 
-def test_a_4_bit_step_keeps_what_bitsandbytes_and_peft_keep(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under autocast PEFT's 4-bit layers do not cast their inputs to float32. They ask for CUDA's: it is on here."""
+def four_bits(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """The most that operators make in each pass of a checkpointed step of 512 tokens, of a model in 4 bits.
+
+    Under autocast PEFT's 4-bit layers do not cast their inputs to float32. They ask for CUDA's: it is on here.
+    """
     import torch
     from peft import LoraConfig, get_peft_model
 
-    pytest.importorskip("bitsandbytes")
     tokens = torch.zeros(1, 512, dtype=torch.long)
-    model = get_peft_model(
-        workspace.load("4bit"), LoraConfig(r=4, lora_alpha=4, target_modules=training_step.TARGETS)
-    ).train()
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=4, target_modules=training_step.TARGETS)).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": 0 * tokens}
@@ -230,8 +232,46 @@ def test_a_4_bit_step_keeps_what_bitsandbytes_and_peft_keep(workspace: Any, monk
         loss.backward()
     monkeypatch.undo()
     assert not torch.is_autocast_enabled("cpu")
+    return forward, counted.peak
+
+
+def test_a_4_bit_step_keeps_what_bitsandbytes_and_peft_keep(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bitsandbytes")
+    found = four_bits(workspace.load("4bit"), monkeypatch)
     planned = training._measure(str(workspace.checkpoint), "4bit", Step(max_length=512, r=4))
-    assert (planned.forward, planned.backward) == (forward, counted.peak)
+    assert (planned.forward, planned.backward) == found
+
+
+def test_a_step_of_experts_in_4_bits_keeps_what_they_keep(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are dequantized in each pass, and a checkpoint keeps nothing of their forward."""
+    pytest.importorskip("bitsandbytes")
+    checkpoint = workspace.cached(tiny_models.build_moe_checkpoint)
+    with gemma4_compat.quantize_experts():
+        model = tiny.load(checkpoint, "4bit", device=workspace.main)
+    forward, backward = four_bits(model, monkeypatch)
+    planned = training._measure(str(checkpoint), "4bit", Step(max_length=512, r=4), quantized_experts=True)
+    weights = sum(weight.quant_state.shape.numel() for weight in all_experts(model).popitem()[1].parameters())
+    scales = 3 * 4 * weights // 64  # copies on a CPU, in float32
+    assert 0 <= forward - planned.forward <= scales
+    assert 0 <= backward - planned.backward <= scales
+    assert planned.backward > 2 * weights
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_a_plan_stores_experts_as_it_is_told(workspace: Any, asked: bool | None) -> None:
+    checkpoint = workspace.cached(tiny_models.build_moe_checkpoint)
+    plan = gemma4_compat.plan_training(str(checkpoint), "8GiB", max_length=8, r=2, quantize_experts=asked)
+    assert plan.experts == ("4bit" if asked else None)
+    assert ("with gemma4_compat.quantize_experts()" in plan.code) is bool(asked)
+    assert (", experts too:" in " ".join(training_text.training_text(plan, width=100).split())) is bool(asked)
+
+
+def test_experts_that_do_not_fit_are_stored_in_4_bits() -> None:
+    cut, _ = training._described("26B-A4B", "4bit", experts=False)
+    assert training._experts_leave(cut, 24 << 30)
+    assert not training._experts_leave(cut, 60 << 30)
+    dense, _ = training._described("31B", "4bit", experts=False)
+    assert not training._experts_leave(dense, 8 << 30)
 
 
 @pytest.mark.full
@@ -606,6 +646,7 @@ def test_the_parts_add_up_to_the_peak(workspace: Any) -> None:
         ({"r": -1}, "r is -1"),
         ({"optim": "adam"}, "optim 'adam' is unknown; use one of adamw_torch"),
         ({"quantize": "8bit"}, "training plans know 4bit"),
+        ({"quantize": "none", "quantize_experts": True}, "quantize is 'none'; use '4bit'"),
         ({"vram": {0: "8GiB", 1: "8GiB"}}, "a training plan covers one accelerator"),
         ({"vram": 1000}, r"takes .* with all decoder layers streamed.* saves .*A shorter sequence"),
     ],
