@@ -137,7 +137,7 @@ def test_the_text(layers: Any) -> None:
         "    A weak reference to the dispatched model, to find the weights tied to the module's.",
         "1 x _gemma4_compat_chunked_loss (transformers-chunked-loss)",
         "    on the model itself",
-        "    When its loss is computed in chunks: 'training' or 'always'.",
+        "    When its loss is computed in chunks: 'training', 'always' or 'never'.",
     ]
 
 
