@@ -95,7 +95,9 @@ class TopTokens:
             scores = self.top_k(None, scores)
         if self.top_p is None:
             return scores
-        return torch.cat([self.top_p(None, part) for part in scores.split(1 if single else len(scores))])
+        if not single:
+            return self.top_p(None, scores)
+        return torch.cat([self.top_p(None, row) for row in scores.split(1)])
 
 
 def _operator(name: str) -> Any:
