@@ -65,6 +65,7 @@ _OF_THE_LOOP = (
     *("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer", "inputs_tensor"),
     *("assistant_model", "assistant_tokenizer", "tokenizer"),
 )
+_AS_TRANSFORMERS = "decoding with an assistant as transformers does"
 _TOKENS = 8
 #: TRL's trainers make such a configuration.
 _BY_TRAINERS = (
@@ -194,13 +195,16 @@ def assisted_decoding(original: Callable[..., Any], self: Any, input_ids: Any, *
     """
     config = kwargs.get("generation_config")
     decoding = decoder.of(self) if decoder.is_preferred(self) else None
-    if args or config is None or config.disable_compile or decoding is None or not decoding.assistants:
+    if args or config is None or config.disable_compile or decoding is None:
         return original(self, input_ids, *args, **kwargs)
+    if not decoding.assistants:
+        if decoding.own:
+            decoding.reason("decode_fast was called without assistants=True", _AS_TRANSFORMERS)
+        return original(self, input_ids, **kwargs)
     undrafted = drafted_calls.without_drafts(self, input_ids, config, kwargs)
     obstacle = undrafted or drafted_calls.obstacle(self, input_ids, config, kwargs)
     if obstacle is not None:
-        how = "decoding without drafts" if undrafted else "decoding with an assistant as transformers does"
-        decoding.reason(obstacle, how)
+        decoding.reason(obstacle, "decoding without drafts" if undrafted else _AS_TRANSFORMERS)
     if obstacle is not None and not undrafted:
         return original(self, input_ids, **kwargs)
     given = {name: kwargs.pop(name, None) for name in _OF_THE_LOOP}

@@ -377,10 +377,18 @@ def test_what_cannot_be_captured_has_no_drafts(models: Models, assistant: Any) -
 
 
 @pytest.mark.usefixtures("by_rows")
-def test_without_the_option_nothing_changes(models: Models, assistant: Any) -> None:
-    model = gemma4_compat.decode_fast(models.fresh(None))
-    ask(model, calls.text(model, 12), new=8, assistant_model=assistant)
+@pytest.mark.parametrize("exact", [False, True])
+def test_without_the_option_nothing_changes_and_the_log_says_so(
+    models: Models, assistant: Any, caplog: pytest.LogCaptureFixture, exact: bool
+) -> None:
+    """Unless the bits of PyTorch are asked for, which rounds do not have."""
+    model = gemma4_compat.decode_fast(models.fresh(None), exact=exact)
+    for _ in range(2):
+        ask(model, calls.text(model, 12), new=8, assistant_model=assistant)
+        ask(model, calls.text(model, 12), new=8, assistant_model=assistant, disable_compile=True)
     assert counted(model).rounds == counted(model).replayed == 0
+    said = [one for one in caplog.messages if "decode_fast was called without assistants=True" in one]
+    assert len(said) == len(counted(model).reasons) == (0 if exact else 1)
 
 
 @pytest.mark.usefixtures("by_rows")
