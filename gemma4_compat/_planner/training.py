@@ -109,8 +109,10 @@ def plan_training(
     cut, source = _described(model, quantization, experts=bool(quantize_experts))
     if quantize_experts is None and quantization is not None and _experts_leave(cut, budget):
         cut, source = _described(model, quantization, experts=True)
-    run = functools.partial(_measure, model, quantization, quantized_experts=source.experts is not None)
-    measured = functools.cache(run)
+    measure: Callable[[Step], StepMemory] = functools.partial(_measure, model, quantization)
+    if source.experts is not None:
+        measure = functools.partial(_measure, model, quantization, quantized_experts=True)
+    measured = functools.cache(measure)
     asked = {
         "chunked_loss": chunked_loss,
         "chunked_mlp": chunked_mlp,
@@ -171,7 +173,7 @@ def _experts_leave(cut: Blueprint, budget: int) -> bool:
     return cut.experts is not None and sum(block.stored.allocated for block in cut.blocks) > budget
 
 
-def _described(model: Any, quantization: str | None, *, experts: bool) -> tuple[Blueprint, Source]:
+def _described(model: Any, quantization: str | None, *, experts: bool = False) -> tuple[Blueprint, Source]:
     built, name, assumed = build.on_meta(model)
     skip = config.default_skip_modules(built)
     settings = config.stored_settings(built.config)

@@ -267,10 +267,10 @@ def test_a_plan_stores_experts_as_it_is_told(workspace: Any, asked: bool | None)
 
 
 def test_experts_that_do_not_fit_are_stored_in_4_bits() -> None:
-    cut, _ = training._described("26B-A4B", "4bit", experts=False)
+    cut, _ = training._described("26B-A4B", "4bit")
     assert training._experts_leave(cut, 24 << 30)
     assert not training._experts_leave(cut, 60 << 30)
-    dense, _ = training._described("31B", "4bit", experts=False)
+    dense, _ = training._described("31B", "4bit")
     assert not training._experts_leave(dense, 8 << 30)
 
 
