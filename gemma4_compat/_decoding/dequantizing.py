@@ -176,13 +176,9 @@ def _is_exact(layout: Format, device: Any, own: kernels.Kernels) -> bool:
             return known
         _here.trying = True
         try:
-            refused = kernels.COMPILERS[device.type].obstacle()
-            if refused is None and not _has_same_bits(layout, own):
-                refused = f"{layout} has other bits on {device}"
+            refused = kernels.refusal(device, str(layout), lambda: _has_same_bits(layout, own))
         except torch.OutOfMemoryError:
             return False  # only this time
-        except (OSError, RuntimeError) as error:
-            refused = f"this package's kernels failed: {' '.join(str(error).split()):.200}"
         finally:
             _here.trying = False
         if refused is not None:

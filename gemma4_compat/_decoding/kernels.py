@@ -203,6 +203,30 @@ def _any_bits(dtype: Any, elements: int, generator: Any) -> Any:
     return bits.to(torch.int32 if dtype == torch.float32 else torch.int16).view(dtype)
 
 
+def refusal(device: Any, what: str, has_same_bits: Callable[[], bool]) -> str | None:
+    """Why kernels may not compute something on a device; None if they may.
+
+    Args:
+        device: ``torch.device`` of a type in :data:`COMPILERS`.
+        what: they compute.
+        has_same_bits: compiles and tries them. It is not called where nothing can be compiled.
+
+    Raises:
+        torch.OutOfMemoryError: there was no memory to try them; there may be later.
+    """
+    import torch
+
+    try:
+        found = COMPILERS[device.type].obstacle()
+        if found is None and not has_same_bits():
+            found = f"{what} has other bits on {device}"
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, RuntimeError) as error:
+        found = f"this package's kernels failed: {' '.join(str(error).split()):.200}"
+    return found
+
+
 _kernels: dict[Any, Kernels] = {}
 
 

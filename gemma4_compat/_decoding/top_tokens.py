@@ -236,7 +236,7 @@ _DRAWN = (
   own = summed(own);
   if (thread == 0u) whole = own, best = 0ull;
   __syncthreads();
-  // The largest quotient, of equal ones the first token's. Without a number there is none, and PyTorch takes token 0.
+  // The token with the largest quotient; the lowest of several. If all are NaN, token 0, as PyTorch's argmax does.
   for (unsigned int place = thread; place < all; place += blockDim.x) {
     const unsigned int token = order[row + place];
     const float quotient = __fdiv_rn(__fdiv_rn(expf(result[row + token] - top_score), whole), noise[row + token]);
@@ -389,25 +389,21 @@ def is_exact(device: Any) -> bool:
         if own in _exact:
             return _exact[own]
         try:
-            refused = kernels.COMPILERS[device.type].obstacle()
-            if refused is None:
-                own.prepare(_TEXTS, [])
-                refused = None if _has_same_bits(device) else f"their bits differ on {device}"
+            refused = kernels.refusal(device, "top-p", lambda: _has_same_bits(own, device))
         except torch.OutOfMemoryError:
             return False  # only this time
-        except (OSError, RuntimeError) as error:
-            refused = f"kernels failed: {' '.join(str(error).split()):.200}"
         if refused is not None:
             _log.info("gemma4_compat: transformers looks at all scores for top-k and top-p: %s", refused)
         _exact[own] = refused is None
         return refused is None
 
 
-def _has_same_bits(device: Any) -> bool:
+def _has_same_bits(own: kernels.Kernels, device: Any) -> bool:
     """Try rows with many equal scores, few that are not -inf, NaN, and more at the top than a block has room for."""
     import torch
     from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
+    own.prepare(_TEXTS, [])
     generator = torch.Generator(device).manual_seed(0)
     numbers = torch.randn((7, _TRIED), generator=generator, device=device)
     noise = torch.empty_like(numbers).exponential_(generator=generator)
@@ -421,7 +417,7 @@ def _has_same_bits(device: Any) -> bool:
     for k, p, least in ((64, 0.95, 1), (MOST, 0.3, 5), (50, 2.0, 1)):
         both = [TopKLogitsWarper(k), *([] if p > 1 else [TopPLogitsWarper(p, min_tokens_to_keep=least)])]
         expected = [_by_transformers(one, both) for one in (scores, *scores.split(1))]
-        tokens = torch.cat([(one.softmax(-1) / own).argmax(-1) for one, own in zip(expected[1:], noise.split(1))])
+        tokens = torch.cat([(one.softmax(-1) / row).argmax(-1) for one, row in zip(expected[1:], noise.split(1))])
         if not (
             same_bits(filtered(scores, k, p, least, False), expected[0])
             and same_bits(filtered(scores, k, p, least, True), torch.cat(expected[1:]))

@@ -222,8 +222,8 @@ def logical(module: Any, name: str) -> Any:
 @contextlib.contextmanager
 def _kept_packed(weights: Mapping[str, Any], make: Mapping[str, Callable[[], Any]]) -> Iterator[None]:
     """Inside, autograd saves how to ``make`` these ``weights`` again instead of saving them: in bf16, all experts
-    together would be as large as the unquantized model. Other tensors go to the hooks around: PyTorch asks only the
-    innermost, and a checkpoint would keep what these return.
+    together would be as large as the unquantized model. Other tensors are handed to the outer hooks, such as those of
+    a checkpoint: PyTorch calls only the innermost ones.
     """
     import torch
 

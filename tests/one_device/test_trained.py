@@ -260,9 +260,12 @@ def test_a_model_that_is_worse_is_named() -> None:
 def test_log_probabilities_of_a_rollout_are_those_of_training(
     trained: Trained, dtype: str, mean: float, largest: float
 ) -> None:
-    """As GRPO compares them: of tokens that are drawn one by one in training mode, and of a training forward."""
+    """As GRPO compares them: of tokens that are drawn by replay, in training mode, and of a training forward."""
     import torch
     from peft import LoraConfig, get_peft_model
+
+    from gemma4_compat._decoding.recording import RECORDERS
+    from gemma4_compat._stand_ins.tape import standing_in
 
     model = trained.load().to(getattr(torch, dtype))
     targets = r"(?!.*tower).*\.(q_proj|v_proj|up_proj)"
@@ -271,7 +274,9 @@ def test_log_probabilities_of_a_rollout_are_those_of_training(
     ids = torch.randint(3, 200, (4, 20))
     given = {"attention_mask": torch.ones_like(ids), "min_new_tokens": 64, "max_new_tokens": 64, "eos_token_id": None}
     given |= {"do_sample": True, "top_k": 0, "top_p": 1.0, "output_scores": True, "return_dict_in_generate": True}
-    drawn = model.generate(input_ids=ids, **given)
+    with standing_in(RECORDERS):
+        drawn = gemma4_compat.decode_fast(model, exact=True).generate(input_ids=ids, **given)
+    assert gemma4_compat.decoding_statistics(model).replayed > 50
     scores, whole = torch.stack(drawn.scores, dim=1), torch.ones_like(drawn.sequences)
     batch = {"input_ids": drawn.sequences, "attention_mask": whole, "mm_token_type_ids": torch.zeros_like(whole)}
     logits = model(**batch, use_cache=False).logits[:, ids.shape[1] - 1 : -1]
