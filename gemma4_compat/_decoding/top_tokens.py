@@ -327,7 +327,10 @@ class Work:
 
     Attributes:
         before: kernels that write ``probabilities``: zeros, and then those that top-k leaves, in ascending order.
+        probabilities: (rows, vocabulary).
+        sums: of ``probabilities``, by PyTorch; the same tensor without top-p, which alone reads them.
         after: the kernel that then writes ``result``.
+        result: the scores, with -inf for tokens that are not left.
     """
 
     def __init__(self, scores: Any, given: Limits) -> None:

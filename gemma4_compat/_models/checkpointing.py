@@ -1,4 +1,4 @@
-"""What checkpointing is in this release: where it drops the cache, and which hooks say what it keeps."""
+"""Gradient checkpointing as the installed releases do it: when it drops the cache, and the hooks that save tensors."""
 
 from __future__ import annotations
 
