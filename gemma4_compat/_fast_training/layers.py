@@ -280,6 +280,8 @@ def _of_a_call(
             yield "checkpointing is on, and needs transformers 5.23; a replay takes as little memory without it"
         if not _checkpoints_plainly(layer):
             yield "what checkpointing keeps is offloaded, or chosen by a function"
+    if not checkpointing.can_see_hooks():
+        yield "this torch does not say whether hooks on saved tensors are active"
     if checkpointing.saved_tensors_hooks() is not None:
         yield "hooks on saved tensors are active: something offloads activations, or checkpoints more than a layer"
 

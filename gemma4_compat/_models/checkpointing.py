@@ -11,6 +11,7 @@ from typing import Any
 
 FLAG = "gradient_checkpointing"
 _LAYERS = "transformers.modeling_layers"
+_TOP = "_top_saved_tensors_default_hooks"
 
 
 def drops_cache(module: Any) -> bool:
@@ -49,14 +50,22 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+def can_see_hooks() -> bool:
+    """Whether :func:`saved_tensors_hooks` sees any: it asks a private function that older releases of torch lack."""
+    import torch
+
+    return hasattr(torch._C._autograd, _TOP)
+
+
 def saved_tensors_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
     """The innermost of the hooks that ``torch.autograd.graph.saved_tensors_hooks`` has set in this thread.
 
     Returns:
-        None if there are none, or if this torch cannot say.
+        None if there are none, or if :func:`can_see_hooks` is False.
     """
     import torch
 
-    ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    found: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None if ask is None else ask(False)
+    if not can_see_hooks():
+        return None
+    found: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = getattr(torch._C._autograd, _TOP)(False)
     return found

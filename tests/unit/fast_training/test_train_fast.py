@@ -357,6 +357,19 @@ def test_activations_that_something_else_keeps(workspace: Any, given: dict[str, 
     assert "hooks on saved tensors are active" in " ".join(gemma4_compat.training_statistics(model).reasons)
 
 
+def test_a_torch_that_does_not_say_whether_hooks_are_active(
+    workspace: Any, model: Any, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then something else may keep activations, so layers run as before."""
+    monkeypatch.setattr("gemma4_compat._models.checkpointing._TOP", "absent")
+    gemma4_compat.train_fast(model)
+    for _ in range(layers.CAPTURED_AT + 1):
+        step(model, given)
+    counted = gemma4_compat.training_statistics(model)
+    assert counted.replayed == counted.captured == 0
+    assert counted.reasons == ("this torch does not say whether hooks on saved tensors are active",)
+
+
 def test_lengths_that_do_not_come_back(workspace: Any, model: Any, given: dict[str, Any]) -> None:
     """Only the first kinds that come often are captured; the log says what to do."""
     gemma4_compat.train_fast(model)
