@@ -1,11 +1,11 @@
-"""What do windows save in the sliding layers of a long text?
+"""What do windows save in the sliding layers of a long text, and products in training of its full ones?
 
 python benchmarks/training/sliding_windows.py [--json FILE] [--device cpu] [--tokens 4096 8192] [--rounds 3]
 
 The text model of an E2B with fewer layers, its real windows and heads, no per-layer embeddings, random weights and one
 row of text in bfloat16. A prompt without gradients, and a training step with checkpointing, each with one call of
-attention a layer and by windows, in turns in one process. Seconds are the fastest and the slowest round, the ratio is
-that of the fastest; the peak, on a GPU, is PyTorch's. ``bits`` says whether the logits are the same.
+attention a layer and with the switch, in turns in one process. Seconds are the fastest and the slowest round, the
+ratio is that of the fastest; the peak, on a GPU, is PyTorch's. ``bits`` says whether the logits are the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def main() -> int:
 
     from gemma4_compat._attention import windows
 
-    windows.LEAST_ON_GPU = 0  # to find from which length on it is faster
+    windows.LEAST = {"cpu": 0, "cuda": 0}  # to find from which length on it is faster
+    windows.LEAST_TO_MULTIPLY = {"cuda": 0}
     model = build(arguments.layers, arguments.device)
     result: dict[str, Any] = {
         "torch": version("torch"),

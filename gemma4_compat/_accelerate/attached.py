@@ -235,6 +235,14 @@ TURNS = _mark(
     *("turns", "transformers-reuse-prefix", "a model"),
     "The last conversation, with the keys and values of its tokens.",
 )
+SEEN = _mark(
+    *("seen", "transformers-cudnn-padding", "an attention mask"),
+    "Whether each of its queries sees a key, until the mask is written to.",
+)
+SPANS = _mark(
+    *("spans", "transformers-sliding-windows", "an attention mask"),
+    "Which keys each block of queries sees, until the mask is written to.",
+)
 WINDOWS = _mark(
     *("windows", "transformers-sliding-windows", "an attention mask"),
     "Which queries are computed with which keys, until the mask is written to.",

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._attention import layers
+from gemma4_compat._accelerate import attached
+from gemma4_compat._attention import layers, tracing
 from gemma4_compat._attention.flash import WIDEST
 
 ID = "transformers-cudnn-padding"
 
 #: The compute capability from which PyTorch uses cuDNN for attention without being asked: Hopper.
 _FIRST = 9
+#: Elements of a mask from which a copy costs more than waiting for the device once: 64 MiB of them.
+_LARGE = 2**26
 
 
 def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
@@ -27,16 +30,34 @@ def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any
         or query.shape[-1] > WIDEST
         or not layers.is_text(module)
         or not takes_cudnn(query.device)
+        or _show_all_queries_a_key(attention_mask)
     ):
         return upstream(module, query, key, value, attention_mask, **kwargs)
-    if attention_mask.is_floating_point():  # added to the scores
-        empty = (attention_mask == float("-inf")).all(dim=-1, keepdim=True)
-        filled = attention_mask.masked_fill(empty, 0.0)
-    else:
-        empty = ~attention_mask.any(dim=-1, keepdim=True)
-        filled = attention_mask | empty
+    empty = _unseen(attention_mask)
+    filled = attention_mask.masked_fill(empty, 0.0 if attention_mask.is_floating_point() else True)
     found, weights = upstream(module, query, key, value, filled, **kwargs)
     return found.masked_fill(empty.transpose(1, 2), 0.0), weights  # (batch, queries, heads, width)
+
+
+def _show_all_queries_a_key(mask: Any) -> bool:
+    """Whether a large mask does, which is looked at once until it is written to. False for others: nothing waits."""
+    import torch
+
+    if torch.compiler.is_compiling() or not tracing.is_real(mask) or mask.numel() < _LARGE or tracing.is_traced(mask):
+        return False
+    version = None if mask.is_inference() else mask._version  # an inference tensor has none
+    kept = getattr(mask, attached.SEEN, None)
+    if version is None or kept is None or kept[0] != version:
+        kept = version, not bool(_unseen(mask).any())
+        setattr(mask, attached.SEEN, kept)
+    return bool(kept[1])
+
+
+def _unseen(mask: Any) -> Any:
+    """Queries that see no key: (batch, heads, queries, 1), bool."""
+    if mask.is_floating_point():  # added to the scores
+        return (mask == float("-inf")).all(dim=-1, keepdim=True)
+    return ~mask.any(dim=-1, keepdim=True)
 
 
 def no_cuda(_late: bool) -> bool:

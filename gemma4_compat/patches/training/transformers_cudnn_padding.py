@@ -12,8 +12,9 @@ torch 2.11 and newer.
 Fix: While gradients are recorded, and if PyTorch may use cuDNN (compute capability 9.0 or newer,
 ``torch.backends.cuda.cudnn_sdp_enabled()``), such a query of a Gemma 4 sees every key and its output is set to zero.
 That is what other kernels compute for it, and nothing changes for any other query. This happens where a layer calls
-``sdpa``, so the user's own masks are covered, and the results at padded positions stay the same. While gradients are
-recorded, layers of other models call the same function, which calls upstream's at once.
+``sdpa``, so the user's own masks are covered, and the results at padded positions stay the same. A mask of at least
+64 MiB is looked at once, and not copied if every query in it sees a key. While gradients are recorded, layers of other
+models call the same function, which calls upstream's at once.
 
 Remove when: no supported release of torch has this defect.
 """

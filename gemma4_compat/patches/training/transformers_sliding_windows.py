@@ -1,9 +1,11 @@
-"""Sliding layers compute long texts window by window.
+"""Sliding layers compute long texts window by window, and training multiplies wide heads.
 
 Symptom: silent: long prompts and training on long texts are slow, and take memory by the square of the length.
 
 Cause: A token of a sliding layer sees the 512 or 1,024 tokens up to its own, and four or five of six layers slide. But
-``sdpa_attention_forward`` computes attention over all pairs of tokens, with a mask that hides most of them.
+``sdpa_attention_forward`` computes attention over all pairs of tokens, with a mask that hides most of them. Heads of
+full layers are 512 wide. On a GPU, PyTorch's only kernel for them that takes memory linear in the length has a slow
+backward pass.
 
 Fix: ``sdpa`` is given a block of queries with only the keys near it, and its part of the mask. The mask decides,
 so padding, packed sequences, images whose tokens attend to each other, caches and chunked prefill work as well. A mask
@@ -11,7 +13,9 @@ that shows more than the window is left to one call. Blocks begin at the tiles o
 their bits. Without gradients, the first call of a shape computes both ways; unless the bits are equal, that shape is
 always left to one call. In training, gradients of keys and values are sums in another order, with an error that is not
 larger; so training needs ``GEMMA4_COMPAT_ENABLE=transformers-sliding-windows``, which also leaves out the comparison.
-Used from where at most half of the scores remains (2,048 tokens with a window of 512); on GPUs from 16,384 tokens.
+Used from where at most half of the scores remains (2,048 tokens with a window of 512); on GPUs from 4,096 tokens with
+that switch, and from 16,384 without it. With the switch, in training on a GPU with torch 2.8 or newer, full layers
+whose heads are wider than 256 are computed by matrix products, a block of queries at a time.
 
 Remove when: transformers computes the sliding layers of Gemma 4 by windows with ``sdpa``.
 """
@@ -52,7 +56,7 @@ def _awaken_for(model: Any, given: Any, cache: Any) -> None:
     import torch
 
     tokens, window = given.shape[1], getattr(model.config, "sliding_window", None)
-    enough = tokens >= windows.LEAST.get(given.device.type, windows.LEAST_ON_GPU)
+    enough = tokens >= windows.least(given.device.type)
     if window and enough and not torch.compiler.is_compiling():
         seen = getattr(cache, "get_seq_length", None)  # that of continuous batching has none, nor windows
         known = 0 if seen is None else int(seen())

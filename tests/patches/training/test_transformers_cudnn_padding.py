@@ -182,6 +182,47 @@ def test_masks_of_the_users_own(load: Load, cudnn_takes_it: list[str], kind: str
     assert torch.equal(mask, kept)
 
 
+def given_masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those that PyTorch's attention gets from now on."""
+    import torch
+
+    given, plain = [], torch.nn.functional.scaled_dot_product_attention
+
+    def attention(*args: Any, attn_mask: Any = None, **kwargs: Any) -> Any:
+        given.append(attn_mask)
+        return plain(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    return given
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_large_mask_is_copied_only_for_queries_without_a_key(
+    load: Load, cudnn_takes_it: list[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    import torch
+
+    monkeypatch.setattr(unseen_keys, "_LARGE", LENGTH * LENGTH)
+    model, inputs = text_only(load()), batch()
+    mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    unseen = slice(4, 6)
+    if kind == "float":
+        mask = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, -torch.inf)
+    inputs["attention_mask"] = mask
+    with monkeypatch.context() as patched:
+        given = given_masks(patched)
+        model(**inputs).loss.backward()
+        assert given
+        assert {one.data_ptr() for one in given} == {mask.data_ptr()}
+        mask[0, :, unseen] = False if kind == "bool" else -torch.inf  # as a collator may that keeps its mask
+        given.clear()
+        model(**inputs).loss.backward()
+        assert given
+        assert mask.data_ptr() not in {one.data_ptr() for one in given}
+    model.zero_grad(set_to_none=True)
+    same(lambda: step(model, inputs), cudnn_takes_it)
+
+
 def test_packed_sequences_with_padding(load: Load, cudnn_takes_it: list[str]) -> None:
     import torch
 

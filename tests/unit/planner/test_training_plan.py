@@ -6,6 +6,7 @@ import functools
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
-from gemma4_compat._attention import windows
+from gemma4_compat._attention import products, windows
 from gemma4_compat._decoding import recording
 from gemma4_compat._fast_training import counting, layers
 from gemma4_compat._models import build, checkpointing
@@ -130,6 +131,28 @@ def test_every_byte_of_a_step_by_windows(
     assert -spare <= found.backward - planned.backward <= 0
     with without(windows.ID), pytest.raises(Gemma4CompatError, match=f"needs the patch {windows.ID}"):
         of(workspace.checkpoint, sliding_windows=True, **options)
+
+
+@pytest.mark.parametrize("checkpointing, padding", [(True, False), (False, True)])
+def test_every_byte_of_a_step_with_wide_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool, padding: bool
+) -> None:
+    """By products that compute nothing: on a CPU they need copies of what they multiply."""
+    monkeypatch.setattr(windows, "ROUNDED", windows.UNIT)
+    monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cpu": 0, "gpu": 0})
+    monkeypatch.setattr(products, "_multiply", lambda _left, _right, found, add=False: found)
+    monkeypatch.setattr(products, "_MOST", 16)
+    monkeypatch.setattr(windows, "LEAST_ON_GPU", LENGTH)
+    monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", windows.ID)
+    checkpoint = tiny_models.build_checkpoint(tmp_path, full_width=512)
+    options = {"max_length": LENGTH, "padding": padding, "r": 4, "gradient_checkpointing": checkpointing}
+    planned = of(checkpoint, sliding_windows=True, **options)
+    workspace = SimpleNamespace(load=functools.partial(tiny.load, checkpoint))
+    found = stepped(
+        workspace, sequence=LENGTH, batch=1, checkpointing=checkpointing, chunked=False, tokens=None, padding=padding
+    )
+    assert planned.forward == found.forward
+    assert planned.backward == found.backward
 
 
 @pytest.mark.parametrize("length, batch, padding", [(24, 1, False), (16, 3, True)])
@@ -530,7 +553,8 @@ def test_a_switch_whose_patch_is_off_is_left_out(monkeypatch: pytest.MonkeyPatch
         assert not any(switch.replace("_", "-") in option for option in plan.changes)
         with pytest.raises(Gemma4CompatError, match=f"needs the patch {patch}"):
             measured("E2B", None, step)
-    assert switches.never_used(step, "sliding_windows") == "not used on a GPU below 16,384 tokens"
+    step = Step(max_length=4095, padding=False)
+    assert switches.never_used(step, "sliding_windows") == "not used on a GPU below 4,096 tokens"
 
 
 def test_what_is_enabled_for_all_models_is_planned(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -689,7 +713,6 @@ def test_the_code_trains(workspace: Any, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_can_be_planned_by_windows(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its sliding layers, in the forward pass and where checkpointing computes it again."""
-    monkeypatch.setattr(windows, "LEAST_ON_GPU", 4096)
     seen: list[Any] = []
     by_windows = windows._by_windows
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gemma4_compat._attention import windows
+from tests.unit.attention import test_products as products_test
 from tests.unit.attention.test_windows import Gemma4TextAttention, band, enabled, images, padded
 
 LENGTHS = (16_384, 16_500, 20_001)
@@ -94,3 +95,10 @@ def test_memory() -> None:
     with enabled():
         ours = peak(lambda *args, **kwargs: windows.attention(whole, *args, **kwargs))
     assert ours < 0.8 * peak(whole)  # on an H100 0.69 of it
+
+
+@pytest.mark.parametrize("kind", products_test.MASKS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_wide_heads(kind: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cuda": 0})
+    products_test.is_exact(_sdpa(), kind, dtype, "cuda")
