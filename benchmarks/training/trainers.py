@@ -34,8 +34,9 @@ losses are compared with nothing.
 
 The planner's peaks need no GPU: `python benchmarks/training/trainers.py --plan FILE.json` adds them to a result.
 
-The file is written after every measurement. Exit code 1: something raised that is no lack of memory, or a first loss
-differs. `--shape tiny` runs on a CPU, without memory; there a budget has no effect.
+The file is written after every measurement. A run has until `--minutes` and 90 s more; of one that did not end,
+`cut_off` has the seconds of the steps that did. Exit code 1: something raised that is no lack of memory, or a first
+loss differs. `--shape tiny` runs on a CPU, without memory; there a budget has no effect.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ from benchmarks.decoding import models
 from benchmarks.small_card import device
 from benchmarks.training import trainers_fit as fit
 from benchmarks.training import trainers_report
+from gemma4_compat._diagnostics import environment
+from gemma4_compat._engine import versions
 
 
 class Way(NamedTuple):
@@ -111,7 +114,9 @@ def load(order: Order) -> Data:
         _loaded = (models.load if order["shim"] else models.upstream)(order["where"], Path(order["folder"]))
         _loaded.requires_grad_(False)
     device.synchronize()
-    return {"load_s": time.perf_counter() - started, "memory": device.memory()}
+    found = {"load_s": time.perf_counter() - started, "memory": device.memory()}
+    installed = {name: versions.installed(name) for name in environment.DISTRIBUTIONS}
+    return found | {"versions": {name: version for name, version in installed.items() if version is not None}}
 
 
 def train(order: Order) -> Data:
@@ -130,6 +135,7 @@ def train(order: Order) -> Data:
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             device.synchronize()
             seconds.append(time.perf_counter() - self.started)
+            ended_steps(Path(order["folder"])).write_text(json.dumps(seconds), encoding="utf-8")
 
     forward = vars(_loaded).get("forward")  # TRL replaces it
     device.forget_peak()
@@ -170,7 +176,8 @@ def train(order: Order) -> Data:
             trainer.train()
             losses = [f"{entry['loss']:.9g}" for entry in trainer.state.log_history if "loss" in entry]
             memory = {name: value and value - held for name, value in device.memory().items()}
-            found = {"seconds": seconds[SETTLED:], "setup_s": setup, "memory": memory, "losses": losses}
+            found = {"settling_s": seconds[:SETTLED], "seconds": seconds[SETTLED:], "setup_s": setup}
+            found |= {"memory": memory, "losses": losses}
             trained = [one for one in model.parameters() if one.requires_grad]
             found |= {"adapters": sorted({str(one.dtype) for one in trained})}
             return found | {"trained": sum(one.numel() for one in trained)}
@@ -258,6 +265,11 @@ def _tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
 
 
+def ended_steps(folder: Path) -> Path:
+    """Where a run keeps the seconds of each step that has ended, for the case that it does not end itself."""
+    return folder / "ended_steps.json"
+
+
 ACTIONS = {"build": build, "load": load, "train": train}
 
 
@@ -327,10 +339,13 @@ class Run:
             self.lost(name, "the process with its base has ended")
             return None
         began = time.monotonic()
+        steps = ended_steps(Path(self.order["folder"]))
+        steps.unlink(missing_ok=True)
         found = worker({**self.order, "do": "train", "way": way, "sequence": sequence, **more}, timeout=left + GRACE_S)
         self.took[kind] = max(self.took.get(kind, 0.0), time.monotonic() - began)
         error = found.pop("error")
         if error is not None:
+            self.result["cut_off"][name] = json.loads(steps.read_text(encoding="utf-8")) if steps.exists() else []
             self.lost(name, error)
             return None
         return found
@@ -340,6 +355,7 @@ class Run:
         self.result["out"][name] = error
         if "OutOfMemoryError" not in error:
             self.result["problems"].append(f"{name}: {error}")
+        common.write(self.result, self.arguments.out)
         print(f"{name}: {error}"[:150], flush=True)
 
 
@@ -350,7 +366,7 @@ def measured(arguments: Any, options: list[str]) -> Data:
         "loads": {},
         "runs": [],
     }
-    result |= {"out": {}, "fits": {}}
+    result |= {"out": {}, "cut_off": {}, "fits": {}}
     work_in = arguments.work or models.work_folder(arguments.shape)
     with common.temporary("gemma4-trainers-", work_in) as work, common.workers(Path(__file__), work) as start:
         run = Run(arguments, result, work, start)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import common
 from benchmarks.training import trainers
 from benchmarks.training import trainers_fit as fit
 from benchmarks.training import trainers_report as report
@@ -107,3 +108,35 @@ def test_a_result_gets_its_plans_without_a_measurement(tmp_path: Path, monkeypat
     found = json.loads(file.read_text())
     assert [one.get("planned_gib") for one in found["runs"]] == [1.0, 8.0, 1.0, 1.0, 2.0, None]
     assert found["planned_with"] == {"torch": "1"}
+
+
+class Cut:
+    """A worker whose run took two steps and then did not end, or, in the run after it, took none."""
+
+    def __init__(self) -> None:
+        self.process = self
+        self.calls = 0
+
+    def poll(self) -> None:
+        """It is alive."""
+
+    def __call__(self, order: common.Order, timeout: float) -> common.Data:
+        self.calls += 1
+        if self.calls == 1:
+            trainers.ended_steps(Path(order["folder"])).write_text(json.dumps([301.5, 2.0]))
+        return {"error": f"no end after {timeout:.0f} s"}
+
+
+def test_what_did_not_end_is_written_at_once_with_the_steps_that_did(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    arguments = type("Arguments", (), {"minutes": 5.0, "shape": "tiny", "rank": 4, "budget": [], "out": out})
+    result: dict[str, Any] = {"runs": [], "out": {}, "cut_off": {}, "problems": [], "not_run": []}
+    cut: Any = Cut()
+    run = trainers.Run(arguments, result, tmp_path, cut)
+    run.workers = {trainers.WAYS["unsloth"][:2]: cut}
+    for sequence in (8192, 16384):
+        assert run.train("unsloth", sequence, f"unsloth, {sequence} tokens", steps=5) is None
+    found = json.loads(out.read_text())
+    assert found["cut_off"] == {"unsloth, 8192 tokens": [301.5, 2.0], "unsloth, 16384 tokens": []}
+    assert found["out"]["unsloth, 8192 tokens"] == "no end after 390 s"
+    assert [problem.partition(":")[0] for problem in found["problems"]] == list(found["cut_off"])
