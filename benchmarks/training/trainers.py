@@ -14,7 +14,11 @@ trl-shim    the same under TRL's SFTTrainer
 chunked     with `gemma4_compat.chunked_loss`
 host        table and towers on the host, loss in chunks
 streamed    all layers on the host as well
-unsloth     unsloth's model and adapter under TRL's SFTTrainer, everything on the GPU; with `--unsloth FOLDER` alone
+unsloth     unsloth's model and adapter under TRL's SFTTrainer, everything on the GPU; with `--unsloth FOLDER` alone,
+            and with UNSLOTH_COMPILE_DISABLE=1
+unsloth-compiled
+            the same with its compiler, which takes its time in the first step (`settling_s`); with `--long`, no other
+            length is left out because the first took that long
 
 Ways with the same base share a process that loads it once; all load at the same time, and then train in turns: for
 each sequence, in the order given, every way. What is not started by `--minutes` is left out, so what matters most
@@ -83,6 +87,7 @@ WAYS = {
     "host": Way(True, "host", True),
     "streamed": Way(True, "streamed", True),
     "unsloth": Way(False, "unsloth", False, trl=True, unsloth=True),
+    "unsloth-compiled": Way(False, "unsloth-compiled", False, trl=True, unsloth=True),
 }
 #: Says to a process that it is unsloth's.
 UNSLOTH = "GEMMA4_COMPAT_BENCHMARK_UNSLOTH"
@@ -108,7 +113,7 @@ def load(order: Order) -> Data:
     """The base of all ways of this process."""
     global _loaded
     started = time.perf_counter()
-    if order["where"] == "unsloth":
+    if order["where"].startswith("unsloth"):
         _loaded = _of_unsloth(order)
     else:
         _loaded = (models.load if order["shim"] else models.upstream)(order["where"], Path(order["folder"]))
@@ -288,13 +293,14 @@ class Run:
 
     def environment(self, base: tuple[bool, str], work: str) -> dict[str, str]:
         """What a process with this base is told by it."""
-        if base[1] != "unsloth":
+        if not base[1].startswith("unsloth"):
             return {}
         site = str(self.arguments.unsloth.resolve())
         return {
             UNSLOTH: "1",
             "PYTHONPATH": site,
-            "UNSLOTH_COMPILE_LOCATION": f"{work}/compiled",
+            "UNSLOTH_COMPILE_DISABLE": str(int(base[1] == "unsloth")),
+            "UNSLOTH_COMPILE_LOCATION": f"{work}/{base[1]}",
             "HF_HUB_OFFLINE": "1",
         }
 
@@ -428,7 +434,7 @@ def compare(result: Data) -> None:
     for run in result["runs"]:
         way = run["way"]
         other = by.get((plain.get(way, "upstream"), run["sequence"], len(run["losses"])))
-        if way in ("upstream", "unsloth") or other is None:
+        if way == "upstream" or WAYS[way].unsloth or other is None:
             continue
         pairs = [(float(one), float(two)) for one, two in zip(run["losses"], other, strict=True)]
         worst = max(abs(one - two) / abs(two) for one, two in pairs)
@@ -486,8 +492,8 @@ def main(argv: list[str] | None = None) -> int:
     options = common.shown(arguments)
     for option in ("ways", "confirm"):
         common.chosen(parser, arguments, option, WAYS)
-    if "unsloth" in arguments.ways and arguments.unsloth is None:
-        parser.error("the way unsloth needs --unsloth FOLDER")
+    if any(WAYS[way].unsloth for way in arguments.ways) and arguments.unsloth is None:
+        parser.error("the ways of unsloth need --unsloth FOLDER")
     if arguments.steps <= SETTLED:
         parser.error(f"--steps must be more than the {SETTLED} that are not timed")
     arguments.sequences = [int(number) for number in arguments.sequences.split(",")]

@@ -14,7 +14,8 @@ WHAT = {
     "host": "table and towers on the host, loss in chunks",
     "streamed": "all layers on the host as well",
     "trl-shim": "the shim under TRL, all on the GPU",
-    "unsloth": "unsloth under TRL",
+    "unsloth": "unsloth under TRL, without its compiler",
+    "unsloth-compiled": "unsloth under TRL, compiled",
 }
 
 

@@ -110,6 +110,19 @@ def test_a_result_gets_its_plans_without_a_measurement(tmp_path: Path, monkeypat
     assert found["planned_with"] == {"torch": "1"}
 
 
+def test_unsloth_is_told_whether_it_compiles_and_other_processes_are_told_nothing(tmp_path: Path) -> None:
+    arguments = type("Arguments", (), {"minutes": 1.0, "shape": "tiny", "rank": 4, "unsloth": tmp_path})
+    made: Any = None
+    run = trainers.Run(arguments, {}, tmp_path, made)
+    told = {name: run.environment(way[:2], str(tmp_path)) for name, way in trainers.WAYS.items()}
+    assert {name: of["UNSLOTH_COMPILE_DISABLE"] for name, of in told.items() if of} == {
+        "unsloth": "1",
+        "unsloth-compiled": "0",
+    }
+    assert told["unsloth"]["PYTHONPATH"] == str(tmp_path)
+    assert told["unsloth"]["UNSLOTH_COMPILE_LOCATION"] != told["unsloth-compiled"]["UNSLOTH_COMPILE_LOCATION"]
+
+
 class Cut:
     """A worker whose run took two steps and then did not end, or, in the run after it, took none."""
 
@@ -133,10 +146,10 @@ def test_what_did_not_end_is_written_at_once_with_the_steps_that_did(tmp_path: P
     result: dict[str, Any] = {"runs": [], "out": {}, "cut_off": {}, "problems": [], "not_run": []}
     cut: Any = Cut()
     run = trainers.Run(arguments, result, tmp_path, cut)
-    run.workers = {trainers.WAYS["unsloth"][:2]: cut}
+    run.workers = {trainers.WAYS["unsloth-compiled"][:2]: cut}
     for sequence in (8192, 16384):
-        assert run.train("unsloth", sequence, f"unsloth, {sequence} tokens", steps=5) is None
+        assert run.train("unsloth-compiled", sequence, f"unsloth-compiled, {sequence} tokens", steps=5) is None
     found = json.loads(out.read_text())
-    assert found["cut_off"] == {"unsloth, 8192 tokens": [301.5, 2.0], "unsloth, 16384 tokens": []}
-    assert found["out"]["unsloth, 8192 tokens"] == "no end after 390 s"
+    assert found["cut_off"] == {"unsloth-compiled, 8192 tokens": [301.5, 2.0], "unsloth-compiled, 16384 tokens": []}
+    assert found["out"]["unsloth-compiled, 8192 tokens"] == "no end after 390 s"
     assert [problem.partition(":")[0] for problem in found["problems"]] == list(found["cut_off"])
