@@ -133,6 +133,10 @@ def train(order: Order) -> Data:
     seconds: list[float] = []
 
     class Clock(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, given: Any, *args: Any, **kwargs: Any) -> None:
+            if (sequences := given.train_batch_size * given.gradient_accumulation_steps) != 1:
+                raise ValueError(f"a step has {sequences} sequences")
+
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             device.synchronize()
             self.started = time.perf_counter()
@@ -159,24 +163,7 @@ def train(order: Order) -> Data:
             generator = torch.Generator().manual_seed(1)
             rows = torch.randint(3, vocabulary, (order["steps"], order["sequence"]), generator=generator).tolist()
             data = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in rows]
-            settings = {
-                "output_dir": str(Path(order["folder"]) / "trainer"),
-                "per_device_train_batch_size": 1,
-                "max_steps": order["steps"],
-                "learning_rate": 1e-4,
-                "bf16": True,
-                "gradient_checkpointing": True,
-                "gradient_checkpointing_kwargs": {"use_reentrant": False},
-                "optim": "adamw_torch",
-                "logging_steps": 1,
-                "save_strategy": "no",
-                "report_to": [],
-                "disable_tqdm": True,
-                "seed": 0,
-                "use_cpu": device.main_device() == "cpu",
-                "dataloader_pin_memory": device.main_device() != "cpu",
-            }
-            trainer = (_of_trl if way.trl else _of_transformers)(model, settings, data, Clock())
+            trainer = (_of_trl if way.trl else _of_transformers)(model, settings(order), data, Clock())
             setup = time.perf_counter() - began
             trainer.train()
             losses = [f"{entry['loss']:.9g}" for entry in trainer.state.log_history if "loss" in entry]
@@ -194,6 +181,28 @@ def train(order: Order) -> Data:
                 _loaded.forward = forward
             del trainer, model
             device.forget_peak()  # the others need the memory, too
+
+
+def settings(order: Order) -> Data:
+    """Of every trainer: where a default of theirs differs, what a step is would differ."""
+    return {
+        "output_dir": str(Path(order["folder"]) / "trainer"),
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,  # unsloth's default is 2
+        "max_steps": order["steps"],
+        "learning_rate": 1e-4,
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "optim": "adamw_torch",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 0,
+        "use_cpu": device.main_device() == "cpu",
+        "dataloader_pin_memory": device.main_device() != "cpu",
+    }
 
 
 def _adapted(way: Way, most: int) -> Any:
@@ -235,24 +244,24 @@ def _of_unsloth(order: Order) -> Any:
     )
 
 
-def _of_transformers(model: Any, settings: Data, data: list[Data], clock: Any) -> Any:
+def _of_transformers(model: Any, given: Data, data: list[Data], clock: Any) -> Any:
     import transformers
 
-    arguments = transformers.TrainingArguments(**settings)
+    arguments = transformers.TrainingArguments(**given)
     return transformers.Trainer(model=model, args=arguments, train_dataset=data, callbacks=[clock])
 
 
-def _of_trl(model: Any, settings: Data, data: list[Data], clock: Any) -> Any:
+def _of_trl(model: Any, given: Data, data: list[Data], clock: Any) -> Any:
     import pyarrow
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     if os.environ.get(UNSLOTH):  # what is recomputed, it has decided
-        settings = {name: value for name, value in settings.items() if not name.startswith("gradient_checkpointing")}
+        given = {name: value for name, value in given.items() if not name.startswith("gradient_checkpointing")}
     rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in data]  # it makes masks itself
     return SFTTrainer(
         model=model,
-        args=SFTConfig(**settings, max_length=None, dataset_kwargs={"skip_prepare_dataset": True}),
+        args=SFTConfig(**given, max_length=None, dataset_kwargs={"skip_prepare_dataset": True}),
         train_dataset=Dataset(pyarrow.Table.from_pylist(rows), fingerprint="rows"),
         processing_class=_tokenizer(),
         callbacks=[clock],

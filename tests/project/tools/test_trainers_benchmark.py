@@ -123,6 +123,22 @@ def test_unsloth_is_told_whether_it_compiles_and_other_processes_are_told_nothin
     assert told["unsloth"]["UNSLOTH_COMPILE_LOCATION"] != told["unsloth-compiled"]["UNSLOTH_COMPILE_LOCATION"]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("more", [{"gradient_accumulation_steps": 2}, {"per_device_train_batch_size": 2}])
+def test_a_step_of_more_than_one_sequence_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, int]
+) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
+    monkeypatch.setattr(trainers, "_loaded", None)
+    given = trainers.settings
+    monkeypatch.setattr(trainers, "settings", lambda order: given(order) | more)
+    order = {"shape": "tiny", "folder": str(tmp_path), "rank": 4, "where": "gpu", "way": "upstream", "shim": True}
+    trainers.build(order)
+    trainers.load(order)
+    with pytest.raises(ValueError, match="a step has 2 sequences"):
+        trainers.train({**order, "steps": 3, "sequence": 16})
+
+
 class Cut:
     """A worker whose run took two steps and then did not end, or, in the run after it, took none."""
 
