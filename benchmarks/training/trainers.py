@@ -331,6 +331,9 @@ class Run:
                 if found["error"] is not None:
                     self.lost(f"load {name}", found["error"])
                     self.workers.pop(base).close()
+        trained_with = [found["versions"] for found in self.result["loads"].values() if found["error"] is None]
+        if trained_with and all(one == trained_with[0] for one in trained_with):  # not what built the checkpoint
+            self.result["machine"]["versions"] = {name: trained_with[0][name] for name in built["machine"]["versions"]}
         common.write(self.result, self.arguments.out)
 
     def load(self, base: tuple[bool, str]) -> Data:

@@ -97,6 +97,36 @@ def test_the_table_has_plans_and_what_fits() -> None:
     assert "| the shim, same placement | **512** |" in text
 
 
+def test_the_table_has_what_did_not_end() -> None:
+    out = {
+        "unsloth-compiled, 8192 tokens": "no end after 390 s",
+        "unsloth-compiled, 16384 tokens": "the process with its base has ended",
+        "shim, 512 tokens in 6 GiB": "OutOfMemoryError: no",
+        "load shim, gpu": "ImportError: no",
+    }
+    text = report.table({"runs": [], "out": out, "fits": {}})
+    assert "| unsloth under TRL, compiled | 8,192 | no end after 390 s | - | - | - |" in text
+    assert "| unsloth under TRL, compiled | 16,384 | - | - | - | - |" in text
+
+
+def test_a_result_names_the_libraries_that_trained(tmp_path: Path) -> None:
+    given = {"minutes": 1.0, "shape": "tiny", "rank": 4, "unsloth": tmp_path}
+    arguments = type("Arguments", (), given | {"ways": ["unsloth"], "sequences": [16], "out": None})
+    result: dict[str, Any] = {"loads": {}}
+
+    def start(shim: bool, **more: str) -> Any:
+        def answer(order: common.Order, timeout: float) -> common.Data:
+            versions = {"transformers": "5.24.0" if shim else "5.17.0", "trl": "1.15.0"}
+            machine = {"device": "CPU", "versions": {"transformers": versions["transformers"]}}
+            return {"error": None, "machine": machine, "build_s": 1.0, "versions": versions}
+
+        answer.close = lambda: None  # type: ignore[attr-defined]
+        return answer
+
+    trainers.Run(arguments, result, tmp_path, start).build()
+    assert result["machine"]["versions"] == {"transformers": "5.17.0"}
+
+
 def test_a_result_gets_its_plans_without_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "write_config", lambda shape, folder: None)
     monkeypatch.setattr(fit, "planned_gib", lambda folder, where, sequence, chunked, rank: sequence / 512 + chunked)
