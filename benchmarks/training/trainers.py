@@ -14,7 +14,12 @@ trl-shim    the same under TRL's SFTTrainer
 chunked     with `gemma4_compat.chunked_loss`
 host        table and towers on the host, loss in chunks
 streamed    all layers on the host as well
-unsloth     unsloth's model and adapter under TRL's SFTTrainer, everything on the GPU; with `--unsloth FOLDER` alone
+windows     the same with GEMMA4_COMPAT_ENABLE=transformers-sliding-windows
+unsloth     unsloth's model and adapter under TRL's SFTTrainer, everything on the GPU; with `--unsloth FOLDER` alone,
+            and with UNSLOTH_COMPILE_DISABLE=1
+unsloth-compiled
+            the same with its compiler, which takes its time in the first step (`settling_s`); with `--long`, no other
+            length is left out because the first took that long
 
 Ways with the same base share a process that loads it once; all load at the same time, and then train in turns: for
 each sequence, in the order given, every way. What is not started by `--minutes` is left out, so what matters most
@@ -34,8 +39,9 @@ losses are compared with nothing.
 
 The planner's peaks need no GPU: `python benchmarks/training/trainers.py --plan FILE.json` adds them to a result.
 
-The file is written after every measurement. Exit code 1: something raised that is no lack of memory, or a first loss
-differs. `--shape tiny` runs on a CPU, without memory; there a budget has no effect.
+The file is written after every measurement. A run has until `--minutes` and 90 s more; of one that did not end,
+`cut_off` has the seconds of the steps that did. Exit code 1: something raised that is no lack of memory, or a first
+loss differs. `--shape tiny` runs on a CPU, without memory; there a budget has no effect.
 """
 
 from __future__ import annotations
@@ -49,6 +55,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -59,16 +66,19 @@ from benchmarks.decoding import models
 from benchmarks.small_card import device
 from benchmarks.training import trainers_fit as fit
 from benchmarks.training import trainers_report
+from gemma4_compat._diagnostics import environment
+from gemma4_compat._engine import versions
 
 
 class Way(NamedTuple):
-    """Whether the shim is on, where the base is, whether the loss comes in chunks, and whose trainer it is."""
+    """Whether the shim is on, where the base is, whether the loss comes in chunks, whose trainer it is; the switch."""
 
     shim: bool
     where: str
     chunked: bool
     trl: bool = False
     unsloth: bool = False
+    windows: bool = False
 
 
 WAYS = {
@@ -79,8 +89,11 @@ WAYS = {
     "chunked": Way(True, "gpu", True),
     "host": Way(True, "host", True),
     "streamed": Way(True, "streamed", True),
+    "windows": Way(True, "streamed", True, windows=True),
     "unsloth": Way(False, "unsloth", False, trl=True, unsloth=True),
+    "unsloth-compiled": Way(False, "unsloth-compiled", False, trl=True, unsloth=True),
 }
+SWITCH = {"GEMMA4_COMPAT_ENABLE": "transformers-sliding-windows"}
 #: Says to a process that it is unsloth's.
 UNSLOTH = "GEMMA4_COMPAT_BENCHMARK_UNSLOTH"
 RANK = 16
@@ -105,13 +118,15 @@ def load(order: Order) -> Data:
     """The base of all ways of this process."""
     global _loaded
     started = time.perf_counter()
-    if order["where"] == "unsloth":
+    if order["where"].startswith("unsloth"):
         _loaded = _of_unsloth(order)
     else:
         _loaded = (models.load if order["shim"] else models.upstream)(order["where"], Path(order["folder"]))
         _loaded.requires_grad_(False)
     device.synchronize()
-    return {"load_s": time.perf_counter() - started, "memory": device.memory()}
+    found = {"load_s": time.perf_counter() - started, "memory": device.memory()}
+    installed = {name: versions.installed(name) for name in environment.DISTRIBUTIONS}
+    return found | {"versions": {name: version for name, version in installed.items() if version is not None}}
 
 
 def train(order: Order) -> Data:
@@ -123,6 +138,10 @@ def train(order: Order) -> Data:
     seconds: list[float] = []
 
     class Clock(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, given: Any, *args: Any, **kwargs: Any) -> None:
+            if (sequences := given.train_batch_size * given.gradient_accumulation_steps) != 1:
+                raise ValueError(f"a step has {sequences} sequences")
+
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             device.synchronize()
             self.started = time.perf_counter()
@@ -130,10 +149,11 @@ def train(order: Order) -> Data:
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             device.synchronize()
             seconds.append(time.perf_counter() - self.started)
+            ended_steps(Path(order["folder"])).write_text(json.dumps(seconds), encoding="utf-8")
 
     forward = vars(_loaded).get("forward")  # TRL replaces it
     device.forget_peak()
-    with device.ballast(order.get("budget")) as held:
+    with device.ballast(order.get("budget")) as held, mock.patch.dict(os.environ, SWITCH if way.windows else {}):
         trainer = None
         model = _adapted(way, order["rank"]).train()
         try:
@@ -148,29 +168,13 @@ def train(order: Order) -> Data:
             generator = torch.Generator().manual_seed(1)
             rows = torch.randint(3, vocabulary, (order["steps"], order["sequence"]), generator=generator).tolist()
             data = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in rows]
-            settings = {
-                "output_dir": str(Path(order["folder"]) / "trainer"),
-                "per_device_train_batch_size": 1,
-                "max_steps": order["steps"],
-                "learning_rate": 1e-4,
-                "bf16": True,
-                "gradient_checkpointing": True,
-                "gradient_checkpointing_kwargs": {"use_reentrant": False},
-                "optim": "adamw_torch",
-                "logging_steps": 1,
-                "save_strategy": "no",
-                "report_to": [],
-                "disable_tqdm": True,
-                "seed": 0,
-                "use_cpu": device.main_device() == "cpu",
-                "dataloader_pin_memory": device.main_device() != "cpu",
-            }
-            trainer = (_of_trl if way.trl else _of_transformers)(model, settings, data, Clock())
+            trainer = (_of_trl if way.trl else _of_transformers)(model, settings(order), data, Clock())
             setup = time.perf_counter() - began
             trainer.train()
             losses = [f"{entry['loss']:.9g}" for entry in trainer.state.log_history if "loss" in entry]
             memory = {name: value and value - held for name, value in device.memory().items()}
-            found = {"seconds": seconds[SETTLED:], "setup_s": setup, "memory": memory, "losses": losses}
+            found = {"settling_s": seconds[:SETTLED], "seconds": seconds[SETTLED:], "setup_s": setup}
+            found |= {"memory": memory, "losses": losses}
             trained = [one for one in model.parameters() if one.requires_grad]
             found |= {"adapters": sorted({str(one.dtype) for one in trained})}
             return found | {"trained": sum(one.numel() for one in trained)}
@@ -182,6 +186,28 @@ def train(order: Order) -> Data:
                 _loaded.forward = forward
             del trainer, model
             device.forget_peak()  # the others need the memory, too
+
+
+def settings(order: Order) -> Data:
+    """Of every trainer: where a default of theirs differs, what a step is would differ."""
+    return {
+        "output_dir": str(Path(order["folder"]) / "trainer"),
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,  # unsloth's default is 2
+        "max_steps": order["steps"],
+        "learning_rate": 1e-4,
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "optim": "adamw_torch",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 0,
+        "use_cpu": device.main_device() == "cpu",
+        "dataloader_pin_memory": device.main_device() != "cpu",
+    }
 
 
 def _adapted(way: Way, most: int) -> Any:
@@ -223,24 +249,24 @@ def _of_unsloth(order: Order) -> Any:
     )
 
 
-def _of_transformers(model: Any, settings: Data, data: list[Data], clock: Any) -> Any:
+def _of_transformers(model: Any, given: Data, data: list[Data], clock: Any) -> Any:
     import transformers
 
-    arguments = transformers.TrainingArguments(**settings)
+    arguments = transformers.TrainingArguments(**given)
     return transformers.Trainer(model=model, args=arguments, train_dataset=data, callbacks=[clock])
 
 
-def _of_trl(model: Any, settings: Data, data: list[Data], clock: Any) -> Any:
+def _of_trl(model: Any, given: Data, data: list[Data], clock: Any) -> Any:
     import pyarrow
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     if os.environ.get(UNSLOTH):  # what is recomputed, it has decided
-        settings = {name: value for name, value in settings.items() if not name.startswith("gradient_checkpointing")}
+        given = {name: value for name, value in given.items() if not name.startswith("gradient_checkpointing")}
     rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in data]  # it makes masks itself
     return SFTTrainer(
         model=model,
-        args=SFTConfig(**settings, max_length=None, dataset_kwargs={"skip_prepare_dataset": True}),
+        args=SFTConfig(**given, max_length=None, dataset_kwargs={"skip_prepare_dataset": True}),
         train_dataset=Dataset(pyarrow.Table.from_pylist(rows), fingerprint="rows"),
         processing_class=_tokenizer(),
         callbacks=[clock],
@@ -256,6 +282,11 @@ def _tokenizer() -> Any:
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     names = {f"{word[1:4]}_token": word for word in words}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
+def ended_steps(folder: Path) -> Path:
+    """Where a run keeps the seconds of each step that has ended, for the case that it does not end itself."""
+    return folder / "ended_steps.json"
 
 
 ACTIONS = {"build": build, "load": load, "train": train}
@@ -276,13 +307,14 @@ class Run:
 
     def environment(self, base: tuple[bool, str], work: str) -> dict[str, str]:
         """What a process with this base is told by it."""
-        if base[1] != "unsloth":
+        if not base[1].startswith("unsloth"):
             return {}
         site = str(self.arguments.unsloth.resolve())
         return {
             UNSLOTH: "1",
             "PYTHONPATH": site,
-            "UNSLOTH_COMPILE_LOCATION": f"{work}/compiled",
+            "UNSLOTH_COMPILE_DISABLE": str(int(base[1] == "unsloth")),
+            "UNSLOTH_COMPILE_LOCATION": f"{work}/{base[1]}",
             "HF_HUB_OFFLINE": "1",
         }
 
@@ -304,6 +336,9 @@ class Run:
                 if found["error"] is not None:
                     self.lost(f"load {name}", found["error"])
                     self.workers.pop(base).close()
+        trained_with = [found["versions"] for found in self.result["loads"].values() if found["error"] is None]
+        if trained_with and all(one == trained_with[0] for one in trained_with):  # not what built the checkpoint
+            self.result["machine"]["versions"] = {name: trained_with[0][name] for name in built["machine"]["versions"]}
         common.write(self.result, self.arguments.out)
 
     def load(self, base: tuple[bool, str]) -> Data:
@@ -327,10 +362,13 @@ class Run:
             self.lost(name, "the process with its base has ended")
             return None
         began = time.monotonic()
+        steps = ended_steps(Path(self.order["folder"]))
+        steps.unlink(missing_ok=True)
         found = worker({**self.order, "do": "train", "way": way, "sequence": sequence, **more}, timeout=left + GRACE_S)
         self.took[kind] = max(self.took.get(kind, 0.0), time.monotonic() - began)
         error = found.pop("error")
         if error is not None:
+            self.result["cut_off"][name] = json.loads(steps.read_text(encoding="utf-8")) if steps.exists() else []
             self.lost(name, error)
             return None
         return found
@@ -340,6 +378,7 @@ class Run:
         self.result["out"][name] = error
         if "OutOfMemoryError" not in error:
             self.result["problems"].append(f"{name}: {error}")
+        common.write(self.result, self.arguments.out)
         print(f"{name}: {error}"[:150], flush=True)
 
 
@@ -350,7 +389,7 @@ def measured(arguments: Any, options: list[str]) -> Data:
         "loads": {},
         "runs": [],
     }
-    result |= {"out": {}, "fits": {}}
+    result |= {"out": {}, "cut_off": {}, "fits": {}}
     work_in = arguments.work or models.work_folder(arguments.shape)
     with common.temporary("gemma4-trainers-", work_in) as work, common.workers(Path(__file__), work) as start:
         run = Run(arguments, result, work, start)
@@ -412,7 +451,7 @@ def compare(result: Data) -> None:
     for run in result["runs"]:
         way = run["way"]
         other = by.get((plain.get(way, "upstream"), run["sequence"], len(run["losses"])))
-        if way in ("upstream", "unsloth") or other is None:
+        if way == "upstream" or WAYS[way].unsloth or other is None:
             continue
         pairs = [(float(one), float(two)) for one, two in zip(run["losses"], other, strict=True)]
         worst = max(abs(one - two) / abs(two) for one, two in pairs)
@@ -470,8 +509,8 @@ def main(argv: list[str] | None = None) -> int:
     options = common.shown(arguments)
     for option in ("ways", "confirm"):
         common.chosen(parser, arguments, option, WAYS)
-    if "unsloth" in arguments.ways and arguments.unsloth is None:
-        parser.error("the way unsloth needs --unsloth FOLDER")
+    if any(WAYS[way].unsloth for way in arguments.ways) and arguments.unsloth is None:
+        parser.error("the ways of unsloth need --unsloth FOLDER")
     if arguments.steps <= SETTLED:
         parser.error(f"--steps must be more than the {SETTLED} that are not timed")
     arguments.sequences = [int(number) for number in arguments.sequences.split(",")]

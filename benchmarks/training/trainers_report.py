@@ -13,8 +13,10 @@ WHAT = {
     "chunked": "the same, loss in chunks",
     "host": "table and towers on the host, loss in chunks",
     "streamed": "all layers on the host as well",
+    "windows": "the same, attention by windows and products",
     "trl-shim": "the shim under TRL, all on the GPU",
-    "unsloth": "unsloth under TRL",
+    "unsloth": "unsloth under TRL, without its compiler",
+    "unsloth-compiled": "unsloth under TRL, compiled",
 }
 
 
@@ -22,7 +24,8 @@ def table(result: Data) -> str:
     """For each way and sequence: tokens a second (median and range of the steps of all rounds), VRAM, what the planner
     expects of it, losses; and the longest sequence in each budget.
     """
-    sequences = sorted({run["sequence"] for run in result["runs"]})
+    lost = {name: error for name, error in result["out"].items() if name.endswith(" tokens")}
+    sequences = sorted({run["sequence"] for run in result["runs"]} | {int(name.split()[-2]) for name in lost})
     with_plan = any("planned_gib" in run for run in result["runs"])
     rows = []
     for way, what in _tried(result).items():
@@ -30,8 +33,9 @@ def table(result: Data) -> str:
             runs = [run for run in result["runs"] if (run["way"], run["sequence"]) == (way, sequence)]
             name = f"{way}, {sequence} tokens"
             if not runs:
-                error = result["out"].get(name, "not run")
-                cells = ["out of memory" if "OutOfMemory" in error else "-", *["-"] * (3 + with_plan)]
+                error = lost.get(name, "not run")
+                shown = "out of memory" if "OutOfMemory" in error else error if error.startswith("no end") else "-"
+                cells = [shown, *["-"] * (3 + with_plan)]
                 rows.append([what, f"{sequence:,}", *cells])
                 continue
             seconds = [second for run in runs for second in run["seconds"]]

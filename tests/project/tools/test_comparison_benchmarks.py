@@ -132,6 +132,10 @@ def test_trainer_is_run_with_upstream_alone_and_with_the_shim(run: Callable[...,
     assert not found["out"]
     assert set(found["differences"]) == {"shim, 16 tokens", "chunked, 16 tokens"}
     assert set(found["loads"]) == {"upstream, gpu", "shim, gpu"}
+    for load in found["loads"].values():
+        assert found["machine"]["versions"].items() <= load["versions"].items()
+    assert {(len(one["settling_s"]), len(one["seconds"])) for one in found["runs"]} == {(2, 2)}
+    assert found["cut_off"] == {}
     assert found["fits"] == {"12": {}}  # memory is not measured on a CPU
 
 

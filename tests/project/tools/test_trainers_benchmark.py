@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import common
 from benchmarks.training import trainers
 from benchmarks.training import trainers_fit as fit
 from benchmarks.training import trainers_report as report
@@ -96,6 +97,36 @@ def test_the_table_has_plans_and_what_fits() -> None:
     assert "| the shim, same placement | **512** |" in text
 
 
+def test_the_table_has_what_did_not_end() -> None:
+    out = {
+        "unsloth-compiled, 8192 tokens": "no end after 390 s",
+        "unsloth-compiled, 16384 tokens": "the process with its base has ended",
+        "shim, 512 tokens in 6 GiB": "OutOfMemoryError: no",
+        "load shim, gpu": "ImportError: no",
+    }
+    text = report.table({"runs": [], "out": out, "fits": {}})
+    assert "| unsloth under TRL, compiled | 8,192 | no end after 390 s | - | - | - |" in text
+    assert "| unsloth under TRL, compiled | 16,384 | - | - | - | - |" in text
+
+
+def test_a_result_names_the_libraries_that_trained(tmp_path: Path) -> None:
+    given = {"minutes": 1.0, "shape": "tiny", "rank": 4, "unsloth": tmp_path}
+    arguments = type("Arguments", (), given | {"ways": ["unsloth"], "sequences": [16], "out": None})
+    result: dict[str, Any] = {"loads": {}}
+
+    def start(shim: bool, **more: str) -> Any:
+        def answer(order: common.Order, timeout: float) -> common.Data:
+            versions = {"transformers": "5.24.0" if shim else "5.17.0", "trl": "1.15.0"}
+            machine = {"device": "CPU", "versions": {"transformers": versions["transformers"]}}
+            return {"error": None, "machine": machine, "build_s": 1.0, "versions": versions}
+
+        answer.close = lambda: None  # type: ignore[attr-defined]
+        return answer
+
+    trainers.Run(arguments, result, tmp_path, start).build()
+    assert result["machine"]["versions"] == {"transformers": "5.17.0"}
+
+
 def test_a_result_gets_its_plans_without_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "write_config", lambda shape, folder: None)
     monkeypatch.setattr(fit, "planned_gib", lambda folder, where, sequence, chunked, rank: sequence / 512 + chunked)
@@ -107,3 +138,64 @@ def test_a_result_gets_its_plans_without_a_measurement(tmp_path: Path, monkeypat
     found = json.loads(file.read_text())
     assert [one.get("planned_gib") for one in found["runs"]] == [1.0, 8.0, 1.0, 1.0, 2.0, None]
     assert found["planned_with"] == {"torch": "1"}
+
+
+def test_unsloth_is_told_whether_it_compiles_and_other_processes_are_told_nothing(tmp_path: Path) -> None:
+    arguments = type("Arguments", (), {"minutes": 1.0, "shape": "tiny", "rank": 4, "unsloth": tmp_path})
+    made: Any = None
+    run = trainers.Run(arguments, {}, tmp_path, made)
+    told = {name: run.environment(way[:2], str(tmp_path)) for name, way in trainers.WAYS.items()}
+    assert {name: of["UNSLOTH_COMPILE_DISABLE"] for name, of in told.items() if of} == {
+        "unsloth": "1",
+        "unsloth-compiled": "0",
+    }
+    assert told["unsloth"]["PYTHONPATH"] == str(tmp_path)
+    assert told["unsloth"]["UNSLOTH_COMPILE_LOCATION"] != told["unsloth-compiled"]["UNSLOTH_COMPILE_LOCATION"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("more", [{"gradient_accumulation_steps": 2}, {"per_device_train_batch_size": 2}])
+def test_a_step_of_more_than_one_sequence_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, int]
+) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
+    monkeypatch.setattr(trainers, "_loaded", None)
+    given = trainers.settings
+    monkeypatch.setattr(trainers, "settings", lambda order: given(order) | more)
+    order = {"shape": "tiny", "folder": str(tmp_path), "rank": 4, "where": "gpu", "way": "upstream", "shim": True}
+    trainers.build(order)
+    trainers.load(order)
+    with pytest.raises(ValueError, match="a step has 2 sequences"):
+        trainers.train({**order, "steps": 3, "sequence": 16})
+
+
+class Cut:
+    """A worker whose run took two steps and then did not end, or, in the run after it, took none."""
+
+    def __init__(self) -> None:
+        self.process = self
+        self.calls = 0
+
+    def poll(self) -> None:
+        """It is alive."""
+
+    def __call__(self, order: common.Order, timeout: float) -> common.Data:
+        self.calls += 1
+        if self.calls == 1:
+            trainers.ended_steps(Path(order["folder"])).write_text(json.dumps([301.5, 2.0]))
+        return {"error": f"no end after {timeout:.0f} s"}
+
+
+def test_what_did_not_end_is_written_at_once_with_the_steps_that_did(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    arguments = type("Arguments", (), {"minutes": 5.0, "shape": "tiny", "rank": 4, "budget": [], "out": out})
+    result: dict[str, Any] = {"runs": [], "out": {}, "cut_off": {}, "problems": [], "not_run": []}
+    cut: Any = Cut()
+    run = trainers.Run(arguments, result, tmp_path, cut)
+    run.workers = {trainers.WAYS["unsloth-compiled"][:2]: cut}
+    for sequence in (8192, 16384):
+        assert run.train("unsloth-compiled", sequence, f"unsloth-compiled, {sequence} tokens", steps=5) is None
+    found = json.loads(out.read_text())
+    assert found["cut_off"] == {"unsloth-compiled, 8192 tokens": [301.5, 2.0], "unsloth-compiled, 16384 tokens": []}
+    assert found["out"]["unsloth-compiled, 8192 tokens"] == "no end after 390 s"
+    assert [problem.partition(":")[0] for problem in found["problems"]] == list(found["cut_off"])
