@@ -15,6 +15,7 @@ chunked     with `gemma4_compat.chunked_loss`
 host        table and towers on the host, loss in chunks
 streamed    all layers on the host as well
 windows     the same with GEMMA4_COMPAT_ENABLE=transformers-sliding-windows
+chunked-windows  as chunked, with that
 unsloth     unsloth's model and adapter under TRL's SFTTrainer, everything on the GPU; with `--unsloth FOLDER` alone,
             and with UNSLOTH_COMPILE_DISABLE=1
 unsloth-compiled
@@ -90,6 +91,7 @@ WAYS = {
     "host": Way(True, "host", True),
     "streamed": Way(True, "streamed", True),
     "windows": Way(True, "streamed", True, windows=True),
+    "chunked-windows": Way(True, "gpu", True, windows=True),
     "unsloth": Way(False, "unsloth", False, trl=True, unsloth=True),
     "unsloth-compiled": Way(False, "unsloth-compiled", False, trl=True, unsloth=True),
 }

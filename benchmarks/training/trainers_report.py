@@ -11,6 +11,7 @@ WHAT = {
     "trl": "upstream under TRL",
     "shim": "the shim, same placement",
     "chunked": "the same, loss in chunks",
+    "chunked-windows": "everything on the GPU, loss in chunks, attention by windows and products",
     "host": "table and towers on the host, loss in chunks",
     "streamed": "all layers on the host as well",
     "windows": "the same, attention by windows and products",
