@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine import sleep
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import family, shared_kv
+from gemma4_compat._models import checkpointing, family, shared_kv
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -43,6 +43,13 @@ def set_gradient_checkpointing(original: Callable[..., Any], self: Any, *args: A
     if any(map(family.is_gemma4_module, self.modules())):  # it may be inside another model
         sleep.awaken(ID)
     return original(self, *args, **kwargs)
+
+
+def set_state(original: Callable[..., Any], self: Any, state: dict[str, Any]) -> Any:
+    """A pickle, or a copy: nobody may turn checkpointing on again."""
+    if state.get(checkpointing.FLAG):
+        sleep.awaken(ID)
+    return original(self, state)
 
 
 def _may_sleep(late: bool) -> bool:
@@ -73,6 +80,26 @@ def _after_a_forward(model: Any, batch: dict[str, Any]) -> int:
     return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
 
 
+def _layer(module: str, name: str, group: str) -> tuple[Target, Target]:
+    return (
+        Target(
+            module=module,
+            name=f"{name}.__call__",
+            replacement=decoder_layer,
+            asleep=_may_sleep,
+            group=group,
+        ),
+        Target(
+            module=module,
+            name=f"{name}.__setstate__",
+            replacement=set_state,
+            codes={"6cd78ddf5ed0": "torch 2.13"},
+            waker=True,
+            group=group,
+        ),
+    )
+
+
 PATCH = Patch(
     id=ID,
     kind=Kind.REPAIR,
@@ -82,20 +109,8 @@ PATCH = Patch(
     affected=">=5.5.2",
     acts_on=ActsOn.GEMMA4,
     targets=(
-        Target(
-            module=_GEMMA4,
-            name="Gemma4TextDecoderLayer.__call__",
-            replacement=decoder_layer,
-            asleep=_may_sleep,
-            group="gemma4",
-        ),
-        Target(
-            module=_UNIFIED,
-            name="Gemma4UnifiedTextDecoderLayer.__call__",
-            replacement=decoder_layer,
-            asleep=_may_sleep,
-            group="gemma4_unified",
-        ),
+        *_layer(_GEMMA4, "Gemma4TextDecoderLayer", "gemma4"),
+        *_layer(_UNIFIED, "Gemma4UnifiedTextDecoderLayer", "gemma4_unified"),
         Target(
             module="transformers.modeling_utils",
             name="PreTrainedModel._set_gradient_checkpointing",
