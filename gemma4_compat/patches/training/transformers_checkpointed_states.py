@@ -12,7 +12,8 @@ container keeps a graph that leads back to the checkpoint. Python's garbage coll
 
 Fix: A layer that is checkpointed gets a container of its own: with the keys and values that are there if it reads
 them, else empty. What it stores goes to the container of the model, and leaves its own. Loss and gradients have the
-same bits. Layers cost nothing more until checkpointing is first turned on for a Gemma 4 model.
+same bits. Layers cost nothing more until checkpointing is first turned on for a Gemma 4 model, or a pickle of one with
+checkpointing on is loaded.
 
 Remove when: a checkpoint of transformers no longer keeps a container that its layer writes to.
 """
@@ -46,8 +47,8 @@ def set_gradient_checkpointing(original: Callable[..., Any], self: Any, *args: A
 
 
 def set_state(original: Callable[..., Any], self: Any, state: dict[str, Any]) -> Any:
-    """A pickle, or a copy: nobody may turn checkpointing on again."""
-    if state.get(checkpointing.FLAG):
+    """A layer is unpickled: checkpointing may be on, and nobody turns it on again."""
+    if state.get(checkpointing.FLAG) and family.is_gemma4_module(self):
         sleep.awaken(ID)
     return original(self, state)
 
@@ -80,26 +81,6 @@ def _after_a_forward(model: Any, batch: dict[str, Any]) -> int:
     return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
 
 
-def _layer(module: str, name: str, group: str) -> tuple[Target, Target]:
-    return (
-        Target(
-            module=module,
-            name=f"{name}.__call__",
-            replacement=decoder_layer,
-            asleep=_may_sleep,
-            group=group,
-        ),
-        Target(
-            module=module,
-            name=f"{name}.__setstate__",
-            replacement=set_state,
-            codes={"6cd78ddf5ed0": "torch 2.13"},
-            waker=True,
-            group=group,
-        ),
-    )
-
-
 PATCH = Patch(
     id=ID,
     kind=Kind.REPAIR,
@@ -109,12 +90,30 @@ PATCH = Patch(
     affected=">=5.5.2",
     acts_on=ActsOn.GEMMA4,
     targets=(
-        *_layer(_GEMMA4, "Gemma4TextDecoderLayer", "gemma4"),
-        *_layer(_UNIFIED, "Gemma4UnifiedTextDecoderLayer", "gemma4_unified"),
+        Target(
+            module=_GEMMA4,
+            name="Gemma4TextDecoderLayer.__call__",
+            replacement=decoder_layer,
+            asleep=_may_sleep,
+            group="gemma4",
+        ),
+        Target(
+            module=_UNIFIED,
+            name="Gemma4UnifiedTextDecoderLayer.__call__",
+            replacement=decoder_layer,
+            asleep=_may_sleep,
+            group="gemma4_unified",
+        ),
         Target(
             module="transformers.modeling_utils",
             name="PreTrainedModel._set_gradient_checkpointing",
             replacement=set_gradient_checkpointing,
+        ),
+        Target(
+            module="transformers.modeling_layers",
+            name="GradientCheckpointingLayer.__setstate__",
+            replacement=set_state,
+            waker=True,
         ),
     ),
     reproduce=reproduce,

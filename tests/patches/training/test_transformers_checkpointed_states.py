@@ -354,6 +354,7 @@ _LOADED = """
 import gemma4_compat
 import gc, sys
 import torch
+from gemma4_compat._engine import changes
 
 def living():
     gc.collect()
@@ -365,19 +366,22 @@ found = []
 for _ in range(2):
     model(input_ids=ids, labels=ids)
     found.append(living())
-print("more tensors:", found[1] - found[0])
+print("more tensors:", found[1] - found[0], "awake:", "transformers-checkpointed-states" in changes._awake)
 """
 
 
 @AFFECTED
-def test_a_loaded_model_that_is_checkpointed_is_released(
-    workspace: Any, tmp_path: Path, warm_child: Callable[..., Finished]
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_a_loaded_model_is_released(
+    workspace: Any, tmp_path: Path, warm_child: Callable[..., Finished], checkpointed: bool
 ) -> None:
+    """The patch wakes only if it was saved with checkpointing on."""
     import torch
 
-    model = enable(workspace.load_text()).train()
+    model = workspace.load_text().train()
+    model = enable(model) if checkpointed else model
     if hasattr(model, "_require_grads_hook"):
         model.disable_input_require_grads()  # nobody can pickle its hook
     torch.save(model, tmp_path / "model.pt")
     done = warm_child("-c", _LOADED, str(tmp_path / "model.pt"))
-    assert done.stdout == "more tensors: 0\n", done.stderr[-3000:]
+    assert done.stdout == f"more tensors: 0 awake: {checkpointed}\n", done.stderr[-3000:]
