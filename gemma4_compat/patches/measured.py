@@ -308,7 +308,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "transformers.masking_utils.create_causal_mask": {"8db5864b1828": "5.5.0 - 5.8.1", "e85610334b97": "5.9.0 - 5.13.1", "a5e43cf50750": "5.14.0 - 5.14.1", "929c379b8ae1": "5.15.0 - 5.19.0", "2145c59e9ba9": "5.20.0 - 5.22.2", "3d3ab2899efb": "5.23.0", "9e83c30c66a2": "5.24.0"},
     "transformers.masking_utils.create_masks_for_generate": {"6744bde86f13": "5.5.0 - 5.8.1", "d00fc8e8a0df": "5.9.0 - 5.10.4", "9eb592c283cb": "5.11.0 - 5.12.1", "12b8b3eb8c38": "5.13.0 - 5.13.1", "d07365608ec3": "5.14.0 - 5.23.0", "a7bafbddf7fd": "5.24.0"},
     "transformers.masking_utils.create_sliding_window_causal_mask": {"0fc3ae139c63": "5.5.0 - 5.8.1", "7d2b5933a1ff": "5.9.0 - 5.13.1", "9dc71211d45a": "5.14.0 - 5.14.1", "241c21edd6b7": "5.15.0 - 5.19.0", "f779f4895b86": "5.20.0 - 5.22.2", "9e16ea76c28d": "5.23.0", "a9ac64c20d5e": "5.24.0"},
-    "transformers.modeling_layers.GradientCheckpointingLayer.__setstate__": {"6cd78ddf5ed0": "5.6.2, 5.20.2, 5.22.2 - 5.24.0"},
+    "transformers.modeling_layers.GradientCheckpointingLayer.__setstate__": {"6cd78ddf5ed0": "5.5.0 - 5.24.0"},
     "transformers.modeling_layers.GradientCheckpointingLayer.gradient_checkpointing": {"96d87a507613": "5.5.0 - 5.24.0"},
     "transformers.modeling_utils.AttentionInterface.__getitem__": {"6c9ee973e61a": "5.5.0 - 5.24.0"},
     "transformers.modeling_utils.AttentionInterface.get_interface": {"6e2e41300f64": "5.5.0 - 5.18.0", "d502564f920b": "5.19.0 - 5.24.0"},
