@@ -47,7 +47,7 @@ def plan_training(
     """A placement of ``model`` in which a QLoRA step on text stays inside ``vram``, and what the step takes.
 
     The installed releases' own code runs the step on tensors without memory (``FakeTensorMode``), and every storage it
-    makes is counted. That takes half a minute, or one for a long sequence, no weights and no accelerator.
+    makes is counted. That takes half a minute, or more than one for a long text, no weights and no accelerator.
     Arguments have the names of TRL's ``SFTConfig``, ``TrainingArguments`` and ``LoraConfig``; the previous names
     (``sequence``, ``rank``, ``checkpointing``, ``optimizer``) still work, with a ``DeprecationWarning``.
 

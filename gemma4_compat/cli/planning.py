@@ -195,7 +195,7 @@ def plan_training(
         fail("a training plan covers one accelerator; give --vram once")
     working(
         f"planning a training of {model}: its step runs several times on tensors without memory, half a minute, "
-        "or one for a long sequence"
+        "or more than one for a long sequence"
     )
     planned = gemma4_compat.plan_training(
         model,
