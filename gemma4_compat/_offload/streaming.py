@@ -7,8 +7,9 @@ copy from pinned memory, on a separate stream. A group takes two steps to its la
 * *prefetch*: :meth:`CopyStream.start_copy` allocates its memory on the device and issues the copy.
 * *onload*: :meth:`CopyStream.wait_for_copy`, then the layer's modules get the weights.
 
-A list of layers has at most two groups on the device, three in a backward pass, however many layers it has. A group's
-memory is freed after the layer's forward. It is onloaded again by the first gradient of its or a submodule's output.
+A list of layers has at most two groups on the device, however many layers it has. A group's memory is freed after the
+layer's forward. It is onloaded again by the first gradient of its or a submodule's output, and freed by that of the
+layer before it.
 
 If a step has few tokens and needs no gradients, a layer with experts is onloaded in part, without them
 (:mod:`gemma4_compat._offload.expert_lookup`).
@@ -41,8 +42,6 @@ from gemma4_compat._offload import expert_lookup, torch_internals
 from gemma4_compat._offload.copy_stream import CopyStream
 from gemma4_compat._offload.model_lock import ModelLock
 from gemma4_compat._offload.module_groups import ModuleGroup
-
-_KEPT_IN_BACKWARD = 2  # groups: of the layer that a backward pass is in, and of the layer it comes from
 
 _HOOKS = attached.STREAMING
 # What each layer is streamed by, which its hooks keep alive.
@@ -158,7 +157,7 @@ class LayerStreamer:
         # another was.
         self.buffer_size = self._part_size = 0
         self._prefetched: ModuleGroup | None = None  # not used yet
-        self._kept: dict[int, list[ModuleGroup]] = {}  # by the graph task of a backward pass
+        self._kept: dict[int, ModuleGroup | None] = {}  # of the layer a backward pass is in, by its graph task
         self._in_graphs: list[ModuleGroup] = []  # once per graph of a gradient (create_graph) that has its weights
 
     def pre_forward(self, layer: Any, _inputs: Any) -> None:
@@ -264,7 +263,7 @@ class LayerStreamer:
         assert self._copies is not None
         if gradient.requires_grad:  # create_graph: no hook says when the gradient's own graph needs the weights
             gradient.register_hook(_InGraph(self, group))
-        if group in self._kept.get(torch_internals.graph_task(), ()) and group.on_device:
+        if group is self._kept.get(torch_internals.graph_task()) and group.on_device:
             self._copies.wait_for_copy(group)  # the stream of this gradient may be another
             return
         self._keep(group)  # frees what is done, so before more is prefetched
@@ -273,7 +272,7 @@ class LayerStreamer:
             group.onload_()
 
     def _keep(self, group: ModuleGroup) -> None:
-        """Keep a group until the backward pass is two layers further, or over.
+        """Keep a group until the backward pass is in the layer before it, or over.
 
         The engine runs nodes in the reverse order of their creation: when the gradient of a layer's output exists, the
         layers after it are done.
@@ -281,14 +280,11 @@ class LayerStreamer:
         task = torch_internals.graph_task()
         if task not in self._kept:
             self._lock.begin_backward(self._backward_ends)
-        kept = self._kept.setdefault(task, [])
-        if group not in kept:
-            kept.append(group)
-            while len(kept) > _KEPT_IN_BACKWARD:
-                self._release(kept.pop(0))
+        done, self._kept[task] = self._kept.get(task), group
+        self._release(done)
 
     def _is_kept(self, group: ModuleGroup) -> bool:
-        return group in self._in_graphs or any(group in kept for kept in self._kept.values())
+        return group in self._in_graphs or group in self._kept.values()
 
     def keep_for_graph(self, group: ModuleGroup) -> None:
         """Keep the group's memory on the device until :meth:`graph_is_gone` was called as often as this."""
@@ -306,11 +302,10 @@ class LayerStreamer:
             self._free(group)
 
     def _backward_ends(self, task: int) -> None:
-        for group in reversed(self._kept.pop(task, [])):
-            self._release(group)
+        self._release(self._kept.pop(task, None))
 
-    def _release(self, group: ModuleGroup) -> None:
-        if any(group in kept for kept in self._kept.values()):  # by another backward pass
+    def _release(self, group: ModuleGroup | None) -> None:
+        if group is None or group in self._kept.values():  # by another backward pass
             return
         if group.onloaded:
             group.offload_()
@@ -398,9 +393,7 @@ class LayerStreamer:
                 self._groups.append(self._new_group(len(self._groups), reference()))
         group = self._groups[position]
         if group is not None and not group.onloaded and group.is_stale():
-            for kept in self._kept.values():
-                if group in kept:
-                    kept.remove(group)
+            self._kept = {task: None if kept is group else kept for task, kept in self._kept.items()}
             if group is self._prefetched:
                 self._prefetched = None
             if group not in self._in_graphs:

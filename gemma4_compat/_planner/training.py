@@ -47,7 +47,7 @@ def plan_training(
     """A placement of ``model`` in which a QLoRA step on text stays inside ``vram``, and what the step takes.
 
     The installed releases' own code runs the step on tensors without memory (``FakeTensorMode``), and every storage it
-    makes is counted. That takes a minute, or several for a long sequence, no weights and no accelerator.
+    makes is counted. That takes half a minute, or more than one for a long text, no weights and no accelerator.
     Arguments have the names of TRL's ``SFTConfig``, ``TrainingArguments`` and ``LoraConfig``; the previous names
     (``sequence``, ``rank``, ``checkpointing``, ``optimizer``) still work, with a ``DeprecationWarning``.
 
@@ -112,7 +112,7 @@ def plan_training(
     measure: Callable[[Step], StepMemory] = functools.partial(_measure, model, quantization)
     if source.experts is not None:
         measure = functools.partial(_measure, model, quantization, quantized_experts=True)
-    measured = functools.cache(measure)
+    measured = _measured(measure, step, replayed=train_fast is not False)
     asked = {
         "chunked_loss": chunked_loss,
         "chunked_mlp": chunked_mlp,
@@ -199,6 +199,31 @@ def _measure(model: Any, quantization: str | None, step: Step, *, quantized_expe
     built = build.on_meta(model)[0]
     names = config.linear_names(built, config.default_skip_modules(built)) if quantization else ()
     return training_step.measure(built, names, step, quantized_experts=quantized_experts)
+
+
+def _measured(measure: Callable[[Step], StepMemory], first: Step, *, replayed: bool) -> Callable[[Step], StepMemory]:
+    """``measure``, which runs no pass twice.
+
+    Args:
+        measure: runs a step, and captures its graphs if it has any.
+        first: the step that is asked for, with no switch on.
+        replayed: whether it will also be asked for with graphs.
+    """
+    kept = first.gradient_checkpointing, first.activation_offloading
+
+    @functools.cache
+    def measured(step: Step) -> StepMemory:
+        if not replayed or kept != (step.gradient_checkpointing, step.activation_offloading):
+            return measure(step)
+        with_graphs = step if step.train_fast else switches.turned(step, "train_fast")
+        if step.train_fast and step.chunked_loss:  # the loss comes after the layers
+            graphs = measured(replace(step, chunked_loss=False)).graphs
+            return replace(measured(replace(step, train_fast=False)), graphs=graphs)
+        if with_graphs != step and not step.chunked_loss:
+            return replace(measured(with_graphs), graphs=training_step.NO_GRAPHS)
+        return measure(step)
+
+    return measured
 
 
 def _changes(step: Step, measured: Callable[[Step], StepMemory]) -> dict[str, int]:

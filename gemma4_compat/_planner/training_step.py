@@ -8,19 +8,21 @@ kernels use internally; the workspace of attention's gradients is added.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import warnings
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from gemma4_compat._attention import windows
 from gemma4_compat._engine import sleep
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._fast_training import counting
 from gemma4_compat._fast_training.counting import Kept
+from gemma4_compat._planner import equal_layers
 from gemma4_compat._planner.blueprint import rounded
 from gemma4_compat._quantization import expert_forward
 from gemma4_compat._quantization.experts import NAMES, all_experts
@@ -43,7 +45,7 @@ _WIDEST_IN_REGISTERS = 128
 #: Keys of a block of that kernel, and how many blocks of all heads it works on at once, at most.
 _KEYS = 64
 _BLOCKS = 200
-_NO_GRAPHS = Kept()
+NO_GRAPHS = Kept()
 #: What QLoRA trains: every linear layer of the decoder, and nothing in the towers.
 TARGETS = r"(?!.*tower).*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 
@@ -79,6 +81,12 @@ class Step:
     train_fast: bool = False
 
 
+class _Peaks(NamedTuple):
+    forward: int
+    backward: int
+    graphs: Kept
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
     """Bytes of a training step on the accelerator, in addition to the weights of the base.
@@ -97,7 +105,7 @@ class StepMemory:
     forward: int
     backward: int
     sizes: tuple[int, ...]
-    graphs: Kept = _NO_GRAPHS
+    graphs: Kept = NO_GRAPHS
 
     @property
     def peak(self) -> int:
@@ -155,18 +163,7 @@ def measure(model: Any, quantized: Collection[str], step: Step, *, quantized_exp
         inputs = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
         if "mm_token_type_ids" in _parameters(model):
             inputs["mm_token_type_ids"] = torch.zeros_like(tokens)
-        counted = storage_counter(adapted)
-        with counted, torch.autocast("cpu", dtype=torch.bfloat16):
-            if not step.padding and not model.config.model_type.startswith("gemma4_unified"):
-                inputs["attention_mask"] = _masks_without_padding(model, step)
-            found = adapted(**inputs, use_cache=False).loss
-        forward = counted.reset_peak()
-        with counted:
-            found.backward()
-        backward, graphs = counted.peak, _NO_GRAPHS
-        if step.train_fast:
-            with counted, torch.autocast("cpu", dtype=torch.bfloat16):
-                graphs = counting.kept(adapted, lambda: adapted(**inputs, use_cache=False), counted)
+        forward, backward, graphs = _run(adapted, model, step, inputs)
     return StepMemory(
         adapter=sum(rounded(4 * size) for size in sizes),
         optimizer=optimizer_bytes(step.optim, sizes),
@@ -175,6 +172,34 @@ def measure(model: Any, quantized: Collection[str], step: Step, *, quantized_exp
         sizes=tuple(sizes),
         graphs=graphs,
     )
+
+
+def _run(adapted: Any, model: Any, step: Step, inputs: dict[str, Any], *, every: bool = False) -> _Peaks:
+    """Run a step: some layers of each kind, and ``every`` one if the others would not be counted right."""
+    import torch
+
+    counted = storage_counter(adapted)
+    with equal_layers.few(model.get_decoder().layers, counted, every=every) as tally:
+        with counted, torch.autocast("cpu", dtype=torch.bfloat16):
+            if not step.padding and not model.config.model_type.startswith("gemma4_unified"):
+                inputs = inputs | {"attention_mask": _masks_without_padding(model, step)}
+            found = adapted(**inputs, use_cache=False).loss
+            tally.loss_is_there()
+        tally.autocast_is_over()
+        forward = counted.reset_peak()
+        with counted:
+            found.backward()
+        backward, graphs = counted.peak, NO_GRAPHS
+        right = tally.holds()
+        tally.stop()
+        if right and step.train_fast:
+            with counted, torch.autocast("cpu", dtype=torch.bfloat16):
+                graphs = counting.kept(adapted, lambda: adapted(**inputs, use_cache=False), counted)
+    if not right:
+        del found
+        adapted.zero_grad(set_to_none=True)
+        return _run(adapted, model, step, inputs, every=True)
+    return _Peaks(forward, backward, graphs)
 
 
 def _masks_without_padding(model: Any, step: Step) -> dict[str, Any]:
@@ -233,6 +258,8 @@ def optimizer_bytes(optimizer: str, sizes: Collection[int]) -> int:
 def storage_counter(model: Any) -> Any:
     """A dispatch mode with ``now`` and ``peak``: bytes of living storages that operators made inside it.
 
+    ``high`` is another peak, since somebody set it, and ``owned`` has the bytes by the ``owner`` at their time.
+
     Args:
         model: whose parameters and buffers are not counted.
     """
@@ -243,8 +270,10 @@ def storage_counter(model: Any) -> Any:
     class Counter(TorchDispatchMode):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.now = self.peak = 0
-            self._living: dict[int, int] = {}
+            self.now = self.peak = self.high = 0
+            self.owner: Any = None
+            self.owned = collections.Counter[Any]()
+            self._living: dict[int, tuple[int, Any]] = {}
             self._known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
 
         def reset_peak(self) -> int:
@@ -252,26 +281,38 @@ def storage_counter(model: Any) -> Any:
             peak, self.peak = self.peak, self.now
             return peak
 
+        def add(self, change: int, needed: int) -> None:
+            """Count what did not run: the bytes that it adds, and that it needs while it runs."""
+            self._rise(self.now + needed)
+            self.now += change
+
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = function(*args, **(kwargs or {}))
             for value in tree_iter(result):
                 if isinstance(value, torch.Tensor):
                     self._see(value.untyped_storage())
             if function is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-                self.peak = max(self.peak, self.now + _attention_workspace(args[1].shape, args[2].shape))
+                self._rise(self.now + _attention_workspace(args[1].shape, args[2].shape))
             return result
 
         def _see(self, storage: Any) -> None:
             key = storage._cdata
             if key in self._living or key in self._known:
                 return
-            self._living[key] = rounded(storage.nbytes())
-            self.now += self._living[key]
-            self.peak = max(self.peak, self.now)
+            nbytes = rounded(storage.nbytes())
+            self._living[key] = nbytes, self.owner
+            self.owned[self.owner] += nbytes
+            self.now += nbytes
+            self._rise(self.now)
             weakref.finalize(storage, self._gone, key)
 
+        def _rise(self, nbytes: int) -> None:
+            self.peak, self.high = max(self.peak, nbytes), max(self.high, nbytes)
+
         def _gone(self, key: int) -> None:
-            self.now -= self._living.pop(key)
+            nbytes, owner = self._living.pop(key)
+            self.owned[owner] -= nbytes
+            self.now -= nbytes
 
     return Counter()
 

@@ -194,8 +194,8 @@ def plan_training(
     if vram and len(vram) > 1:
         fail("a training plan covers one accelerator; give --vram once")
     working(
-        f"planning a training of {model}: its step runs several times on tensors without memory, about a minute, "
-        "or several for long sequences"
+        f"planning a training of {model}: its step runs several times on tensors without memory, half a minute, "
+        "or more than one for a long sequence"
     )
     planned = gemma4_compat.plan_training(
         model,

@@ -176,7 +176,7 @@ def as_of(patch: Any, releases: dict[str, str]) -> Any:
     newest = Version(releases[patch.distribution])
     targets, unwritten = [], set()
     for target in patch.targets:
-        first = {code: Version(span.partition(" - ")[0]) for code, span in target.known.items()}
+        first = {code: Version(span.partition(",")[0].partition(" - ")[0]) for code, span in target.known.items()}
         known = {code: span for code, span in target.known.items() if first[code] <= newest}
         if known:
             targets.append(dataclasses.replace(target, known=known))

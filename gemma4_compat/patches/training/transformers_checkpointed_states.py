@@ -12,7 +12,8 @@ container keeps a graph that leads back to the checkpoint. Python's garbage coll
 
 Fix: A layer that is checkpointed gets a container of its own: with the keys and values that are there if it reads
 them, else empty. What it stores goes to the container of the model, and leaves its own. Loss and gradients have the
-same bits. Layers cost nothing more until checkpointing is first turned on for a Gemma 4 model.
+same bits. Layers cost nothing more until checkpointing is first turned on for a Gemma 4 model, or a pickle of one with
+checkpointing on is loaded.
 
 Remove when: a checkpoint of transformers no longer keeps a container that its layer writes to.
 """
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine import sleep
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import family, shared_kv
+from gemma4_compat._models import checkpointing, family, shared_kv
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -43,6 +44,13 @@ def set_gradient_checkpointing(original: Callable[..., Any], self: Any, *args: A
     if any(map(family.is_gemma4_module, self.modules())):  # it may be inside another model
         sleep.awaken(ID)
     return original(self, *args, **kwargs)
+
+
+def set_state(original: Callable[..., Any], self: Any, state: dict[str, Any]) -> Any:
+    """A layer is unpickled: checkpointing may be on, and nobody turns it on again."""
+    if state.get(checkpointing.FLAG) and family.is_gemma4_module(self):
+        sleep.awaken(ID)
+    return original(self, state)
 
 
 def _may_sleep(late: bool) -> bool:
@@ -100,6 +108,12 @@ PATCH = Patch(
             module="transformers.modeling_utils",
             name="PreTrainedModel._set_gradient_checkpointing",
             replacement=set_gradient_checkpointing,
+        ),
+        Target(
+            module="transformers.modeling_layers",
+            name="GradientCheckpointingLayer.__setstate__",
+            replacement=set_state,
+            waker=True,
         ),
     ),
     reproduce=reproduce,

@@ -347,3 +347,41 @@ def test_offloaded_layers(workspace: Any, skipped: bool) -> None:
     del plain
     for way in (forward, failing_forward, failing_backward):
         assert left(lambda: way(model, given)) == 0  # noqa: B023
+
+
+#: What a step of a loaded model leaves, in a process in which nobody turns checkpointing on.
+_LOADED = """
+import gemma4_compat
+import gc, sys
+import torch
+from gemma4_compat._engine import changes
+
+def living():
+    gc.collect()
+    return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+
+model = torch.load(sys.argv[1], weights_only=False)
+ids = torch.arange(8)[None]
+found = []
+for _ in range(2):
+    model(input_ids=ids, labels=ids)
+    found.append(living())
+print("more tensors:", found[1] - found[0], "awake:", "transformers-checkpointed-states" in changes._awake)
+"""
+
+
+@AFFECTED
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_a_loaded_model_is_released(
+    workspace: Any, tmp_path: Path, warm_child: Callable[..., Finished], checkpointed: bool
+) -> None:
+    """The patch wakes only if it was saved with checkpointing on."""
+    import torch
+
+    model = workspace.load_text().train()
+    model = enable(model) if checkpointed else model
+    if hasattr(model, "_require_grads_hook"):
+        model.disable_input_require_grads()  # nobody can pickle its hook
+    torch.save(model, tmp_path / "model.pt")
+    done = warm_child("-c", _LOADED, str(tmp_path / "model.pt"))
+    assert done.stdout == f"more tensors: 0 awake: {checkpointed}\n", done.stderr[-3000:]
