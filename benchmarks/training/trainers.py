@@ -473,14 +473,14 @@ def planned(file: Path) -> Data:
     """
     result: Data = json.loads(file.read_text(encoding="utf-8"))
     ways = {(WAYS[run["way"]], run["sequence"]) for run in result["runs"]}
-    kinds = {(way.where, sequence, way.chunked) for way, sequence in ways if not way.trl}
+    kinds = {(way.where, sequence, way.chunked, way.windows) for way, sequence in ways if not way.trl}
     with common.temporary("gemma4-trainers-", None) as work:
         fit.write_config(result["shape"], work)
         peaks = {kind: fit.planned_gib(work, *kind, rank=result["settings"]["rank"]) for kind in sorted(kinds)}
     for run in result["runs"]:
         way = WAYS[run["way"]]
         if not way.trl:
-            run["planned_gib"] = peaks[way.where, run["sequence"], way.chunked]
+            run["planned_gib"] = peaks[way.where, run["sequence"], way.chunked, way.windows]
     result["planned_with"] = device.machine()["versions"]
     common.write(result, file)
     return result

@@ -48,7 +48,7 @@ def write_config(shape: str, folder: Path) -> None:
     config.save_pretrained(folder / "checkpoint")
 
 
-def planned_gib(folder: Path, where: str, sequence: int, chunked: bool, *, rank: int) -> float:
+def planned_gib(folder: Path, where: str, sequence: int, chunked: bool, windows: bool, *, rank: int) -> float:
     """The peak that the planner expects of a step with the base so placed."""
     from benchmarks.decoding import models
     from benchmarks.small_card.measure import planned_use
@@ -58,7 +58,8 @@ def planned_gib(folder: Path, where: str, sequence: int, chunked: bool, *, rank:
 
     model = built.on_meta(str(folder / "checkpoint"))[0]
     names = config.linear_names(model, models.skipped(folder))
-    step = training_step.Step(max_length=sequence, padding=False, r=rank, chunked_loss=chunked)
+    switches = {"chunked_loss": chunked, "sliding_windows": windows}
+    step = training_step.Step(max_length=sequence, padding=False, r=rank, **switches)  # type: ignore[arg-type]
     use = planned_use(
         folder,
         models.device_map(where, folder),

@@ -129,14 +129,16 @@ def test_a_result_names_the_libraries_that_trained(tmp_path: Path) -> None:
 
 def test_a_result_gets_its_plans_without_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "write_config", lambda shape, folder: None)
-    monkeypatch.setattr(fit, "planned_gib", lambda folder, where, sequence, chunked, rank: sequence / 512 + chunked)
+    monkeypatch.setattr(
+        fit, "planned_gib", lambda _folder, _where, sequence, *switches, rank: sequence / 512 + sum(switches)
+    )
     monkeypatch.setattr(trainers.device, "machine", lambda: {"versions": {"torch": "1"}})
     file = tmp_path / "result.json"
-    runs = [*RUNS, run("chunked", 512, 3.0, 3.5), run("trl", 512, 3.0, 3.5)]
+    runs = [*RUNS, run("chunked", 512, 3.0, 3.5), run("windows", 512, 3.0, 3.5), run("trl", 512, 3.0, 3.5)]
     file.write_text(json.dumps({"shape": "tiny", "settings": {"rank": 4}, "runs": runs, "out": {}}))
     trainers.planned(file)
     found = json.loads(file.read_text())
-    assert [one.get("planned_gib") for one in found["runs"]] == [1.0, 8.0, 1.0, 1.0, 2.0, None]
+    assert [one.get("planned_gib") for one in found["runs"]] == [1.0, 8.0, 1.0, 1.0, 2.0, 3.0, None]
     assert found["planned_with"] == {"torch": "1"}
 
 
