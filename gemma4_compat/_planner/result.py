@@ -264,7 +264,7 @@ class TrainingPlan:
         optim: the optimizer, as ``TrainingArguments.optim`` names it.
         chunked_loss: whether the loss is that of ``gemma4_compat.chunked_loss``.
         chunked_mlp: whether MLPs are those of ``gemma4_compat.chunked_mlp``.
-        sliding_windows: whether sliding layers are computed by windows.
+        sliding_windows: whether sliding layers are computed by windows, and full ones by matrix products.
         train_fast: whether decoder layers are replayed, as with ``gemma4_compat.train_fast``.
         activation_offloading: whether what checkpointing keeps is in host memory.
         trained: number of the adapter's weights.

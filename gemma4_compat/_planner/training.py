@@ -68,9 +68,10 @@ def plan_training(
             does not fit, leaves less than 0.5 GiB, or has more decoder layers streamed; ``reasons`` says which.
         chunked_mlp: whether MLPs are those of :func:`gemma4_compat.chunked_mlp`. None: only if the step otherwise does
             not fit or leaves less than 0.5 GiB, with all decoder layers streamed; ``reasons`` says which.
-        sliding_windows: whether sliding layers are computed by windows (``transformers-sliding-windows``), which a GPU
-            does from 16,384 tokens on. It takes less time, and rounds gradients otherwise. None: only if the step
-            otherwise does not fit, leaves less than 0.5 GiB, or has more decoder layers streamed.
+        sliding_windows: whether sliding layers are computed by windows and full ones by matrix products
+            (``transformers-sliding-windows``), which a GPU does from 4,096 tokens on. It takes less time, and rounds
+            gradients otherwise. None: only if the step otherwise does not fit, leaves less than 0.5 GiB, or has more
+            decoder layers streamed.
         train_fast: whether decoder layers are replayed (:func:`gemma4_compat.train_fast`); graphs are counted for
             sequences of one length. None: where a layer can be replayed, and the graphs fit with no decoder layer
             streamed. A step in which no layer can be replayed goes without; ``reasons`` says why.

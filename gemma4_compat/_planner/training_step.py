@@ -64,7 +64,7 @@ class Step:
         chunked_loss: the loss is that of ``gemma4_compat.chunked_loss``.
         activation_offloading: what checkpointing keeps is in host memory until the backward pass needs it.
         chunked_mlp: MLPs are computed as with ``gemma4_compat.chunked_mlp``.
-        sliding_windows: sliding layers are computed as with the opt-in of ``transformers-sliding-windows``, on a GPU.
+        sliding_windows: attention is computed as with the opt-in of ``transformers-sliding-windows``, on a GPU.
         train_fast: decoder layers are replayed as with ``gemma4_compat.train_fast``, in sequences of one length.
     """
 

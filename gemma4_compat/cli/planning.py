@@ -162,7 +162,7 @@ def plan_training(
         bool | None,
         typer.Option(
             "--sliding-windows/--no-sliding-windows",
-            help="Compute sliding layers by windows, from 16,384 tokens on; default: if it is needed.",
+            help="Compute sliding layers by windows and full ones by products, from 4,096 tokens; default: if needed.",
         ),
     ] = None,
     train_fast: Annotated[

@@ -752,7 +752,7 @@ def test_the_command_prints_the_report(workspace: Any) -> None:
         "Expected peak: ",
         "--no-gradient-checkpointing",
         "gradient checkpointing: on: keeps one hidden state per layer",
-        "sliding windows: off: not used on a GPU below 16,384 tokens",
+        "sliding windows: off: not used on a GPU below 4,096 tokens",
         "DATASET",
     ):
         assert part in " ".join(text.split())
