@@ -160,9 +160,11 @@ class _Block:
 
 
 def _blocks(query: Any, key: Any, mask: Any, scaling: float, block: int, spans: Spans) -> Iterator[_Block]:
-    """Each block, one at a time."""
+    """Each block, one at a time; of tensors without memory the last two, which take as much as any."""
     found = _Block(query, key, mask, scaling, block, spans)
     for index, span in enumerate(spans):
+        if index < len(spans) - 2 and not _has_memory(query):
+            continue
         found.enter(slice(index * block, min((index + 1) * block, query.shape[2])), span)
         yield found
 

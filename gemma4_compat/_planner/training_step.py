@@ -26,7 +26,7 @@ from gemma4_compat._planner import equal_layers
 from gemma4_compat._planner.blueprint import rounded
 from gemma4_compat._quantization import expert_forward
 from gemma4_compat._quantization.experts import NAMES, all_experts
-from gemma4_compat._training import loss, mlp
+from gemma4_compat._training import chunks, loss, mlp
 
 #: Bytes that an optimizer keeps for a trained float32 weight, and for each of its blocks of 256 weights (float32
 #: maxima of bitsandbytes' 8-bit states). "paged": in memory that CUDA moves to the host, which counts as zero.
@@ -141,7 +141,7 @@ def measure(model: Any, quantized: Collection[str], step: Step, *, quantized_exp
     with _quiet():
         adapted = _adapted(model, step)
     by_windows = windows.planned() if step.sliding_windows else contextlib.nullcontext()
-    with FakeTensorMode(), _quiet(), by_windows:
+    with FakeTensorMode(), _quiet(), by_windows, chunks.planned():
         sizes = _fake(adapted, quantized)
         for module in all_experts(model).values() if quantized_experts else ():
             _experts_to_4bit(module)
