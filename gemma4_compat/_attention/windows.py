@@ -28,10 +28,11 @@ ID = "transformers-sliding-windows"
 #: Queries of a block, at least, if there are gradients on the CPU: its kernel rounds those of keys and values once for
 #: each tile of queries, and takes larger tiles from 768 queries on.
 ROUNDED = 1024
-#: Queries from which windows are used, by device. On a CPU they win as soon as half of the scores remain. On a GPU,
-#: in training and for prompts, what benchmarks/training/sliding_windows.py says of an H200.
+#: Queries from which windows are used, by device. On a CPU they win as soon as half of the scores remain. On a GPU
+#: with the switch: what benchmarks/training/sliding_windows.py says of an H200. Without it the first prompt of a
+#: shape is computed both ways, and no plan counts that: only where windows save a quarter of the time.
 LEAST = {"cpu": 0}
-LEAST_ON_GPU, _LEAST_UNASKED = 4_096, 8_192
+LEAST_ON_GPU, _LEAST_UNASKED = 4_096, 16_384
 #: Queries from which :mod:`products` compute attention of wide heads in training, by device.
 LEAST_TO_MULTIPLY = {"cuda": LEAST_ON_GPU, "gpu": LEAST_ON_GPU}
 #: Units of keys after a block that may be tried: an image has at most 1,120 tokens.

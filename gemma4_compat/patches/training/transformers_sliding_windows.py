@@ -14,7 +14,7 @@ their bits. Without gradients, the first call of a shape computes both ways; unl
 always left to one call. In training, gradients of keys and values are sums in another order, with an error that is not
 larger; so training needs ``GEMMA4_COMPAT_ENABLE=transformers-sliding-windows``, which also leaves out the comparison.
 Used from where at most half of the scores remains (2,048 tokens with a window of 512); on GPUs from 4,096 tokens with
-that switch, and from 8,192 without it. With the switch, in training on a GPU with torch 2.8 or newer, full layers
+that switch, and from 16,384 without it. With the switch, in training on a GPU with torch 2.8 or newer, full layers
 whose heads are wider than 256 are computed by matrix products, a block of queries at a time.
 
 Remove when: transformers computes the sliding layers of Gemma 4 by windows with ``sdpa``.
