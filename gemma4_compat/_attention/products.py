@@ -112,6 +112,8 @@ class _Block:
         most = query.shape[0] * query.shape[1] * block * max(after - first for first, after in spans)
         self._scores, self._shares = (query.new_empty(most, dtype=torch.float32) for _ in range(2))
         self._rounded = query.new_empty(most)
+        if mask is None:
+            self._later = torch.ones(block, block, dtype=torch.bool, device=query.device).triu(1)
 
     def enter(self, part: slice, span: tuple[int, int]) -> None:
         """Go to the queries ``part``, which see keys in ``span``."""
@@ -149,8 +151,7 @@ class _Block:
         by_head = self.by_head(scores)
         if self._mask is None:
             tokens = by_head.shape[2]
-            later = torch.ones(tokens, tokens, dtype=torch.bool, device=scores.device).triu(1)
-            by_head[..., self.part.start :].masked_fill_(later, float("-inf"))
+            by_head[..., self.part.start :].masked_fill_(self._later[:tokens, :tokens], float("-inf"))
             return torch.softmax(scores, dim=-1, out=self.space(self._shares))
         hidden = ~self._mask[:, :, self.part, self.span]
         by_head.masked_fill_(hidden, torch.finfo(torch.float32).min)
