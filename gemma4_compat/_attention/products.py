@@ -9,14 +9,16 @@ the queries, and keys that no query of a block sees are left out.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any
 
 from gemma4_compat._accelerate import attached
-from gemma4_compat._attention import layers
+from gemma4_compat._attention import layers, tracing
 from gemma4_compat._attention.flash import WIDEST
 
+_log = logging.getLogger("gemma4_compat")
 #: Queries of a block, at most and at least, and scores of one: 256 MiB in float32.
 _MOST, _LEAST, _SCORES = 512, 16, 2**26
 #: Keys that the first and the last query of each block may see: from the first one to before the second.
@@ -45,12 +47,29 @@ def serve(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: An
     return bool(shapes and mask.dtype == torch.bool and mask.shape[0] in (1, rows) and mask.shape[1] in (1, heads))
 
 
-@functools.cache
-def are_there() -> bool:
-    """Whether products of 16-bit tensors may be in float32 on a GPU: torch 2.8 or newer."""
+def are_known() -> bool:
+    """Whether this torch has products of 16-bit tensors in float32, on some devices."""
     import torch
 
     return "dtype" in torch.ops.aten.bmm.overloads()
+
+
+@functools.cache
+def work(device: Any, dtype: Any) -> bool:
+    """Whether a device computes them. Tried once; if it does not, the log says why."""
+    import torch
+
+    values = torch.ones(1, 16, 16, device=device, dtype=dtype)
+    found = torch.zeros_like(values, dtype=torch.float32)
+    try:
+        for add in (False, True):
+            _multiply(values, values, found, add=add)
+        reason = "" if (found == 32).all() else "they are wrong"
+    except (TypeError, NotImplementedError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+    if reason:
+        _log.warning("no products of %s in float32 on %s, so sdpa computes full layers: %.200s", dtype, device, reason)
+    return not reason
 
 
 def attention(query: Any, key: Any, value: Any, mask: Any, scaling: float) -> Any:
@@ -60,23 +79,17 @@ def attention(query: Any, key: Any, value: Any, mask: Any, scaling: float) -> An
     if mask is None or not _has_memory(mask):
         spans: Spans = tuple((0, min(start + block, queries)) for start in range(0, queries, block))
     else:
-        spans = _spans(mask, block)
+        spans = tracing.once(mask, attached.SPANS, (block,), lambda: _spans(mask, block))
     return _function().apply(query, key, value, mask, scaling, block, spans)
 
 
 def _spans(mask: Any, block: int) -> Spans:
-    """Which keys the queries of each block see. Looked up once for all layers, until the mask is written to."""
+    """Which keys the queries of each block see."""
     import torch
 
-    version = None if mask.is_inference() else (mask._version, block)  # an inference tensor has none
-    kept = getattr(mask, attached.SPANS, None)
-    if version is not None and kept is not None and kept[0] == version:
-        return kept[1]  # type: ignore[no-any-return]
     seen = torch.stack([part.any(dim=2).flatten(0, 1).any(dim=0) for part in mask.split(block, dim=2)]).byte()
     first, after = seen.argmax(dim=1), mask.shape[3] - seen.flip(1).argmax(dim=1)
-    found = tuple(zip(first.tolist(), after.tolist()))  # of a block that sees nothing: all keys
-    setattr(mask, attached.SPANS, (version, found))
-    return found
+    return tuple(zip(first.tolist(), after.tolist()))  # of a block that sees nothing: all keys
 
 
 def _has_memory(tensor: Any) -> bool:

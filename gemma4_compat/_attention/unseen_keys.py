@@ -45,12 +45,7 @@ def _show_all_queries_a_key(mask: Any) -> bool:
 
     if torch.compiler.is_compiling() or not tracing.is_real(mask) or mask.numel() < _LARGE or tracing.is_traced(mask):
         return False
-    version = None if mask.is_inference() else mask._version  # an inference tensor has none
-    kept = getattr(mask, attached.SEEN, None)
-    if version is None or kept is None or kept[0] != version:
-        kept = version, not bool(_unseen(mask).any())
-        setattr(mask, attached.SEEN, kept)
-    return bool(kept[1])
+    return tracing.once(mask, attached.SEEN, (), lambda: not _unseen(mask).any())
 
 
 def _unseen(mask: Any) -> Any:

@@ -113,15 +113,17 @@ def _attention(
     given = (module, query, key, value, attention_mask)
     if query.shape[2] == 1:
         return whole(*given, **kwargs)
-    if _may_multiply(*given, **kwargs) and (settings.is_enabled(ID) or _is_planned()):
+    enabled = _is_planned() or settings.is_enabled(ID)
+    if enabled and _may_multiply(*given, **kwargs):
         scaling = kwargs["scaling"] if kwargs.get("scaling") is not None else query.shape[3] ** -0.5
         return products.attention(query, key, value, attention_mask, scaling), None
-    if attention_mask is None or not _can_be(*given, **kwargs):
+    if attention_mask is None or not _can_be(*given, enabled=enabled, **kwargs):
         return whole(*given, **kwargs)
-    enabled, gradients = settings.is_enabled(ID) or _is_planned(), _gradients(query, key, value)
+    gradients = _gradients(query, key, value)
     if gradients and not enabled:
         return whole(*given, **kwargs)
-    found = _layout(attention_mask, len(query), module.sliding_window, _block(module, query, gradients))
+    kind = len(query), module.sliding_window, _block(module, query, gradients)
+    found = tracing.once(attention_mask, attached.WINDOWS, kind, lambda: _layout(attention_mask, *kind))
     if found is None or not (enabled or _has_the_bits(whole, *found, *given, **kwargs)):
         return whole(*given, **kwargs)
     return _by_windows(whole, *found, *given, **kwargs), None
@@ -131,10 +133,9 @@ def _gradients(*tensors: Any) -> bool:
     return any(tensor.requires_grad for tensor in tensors)
 
 
-def least(device: str) -> int:
+def least(device: str, *, enabled: bool) -> int:
     """Queries from which windows are used on a device."""
-    on_gpu = LEAST_ON_GPU if _is_planned() or settings.is_enabled(ID) else _LEAST_UNASKED
-    return LEAST.get(device, on_gpu)
+    return LEAST.get(device, LEAST_ON_GPU if enabled else _LEAST_UNASKED)
 
 
 def _device(tensor: Any) -> str:
@@ -147,7 +148,7 @@ def _block(module: Any, query: Any, gradients: bool) -> int:
     return -(-int(module.sliding_window) // unit) * unit
 
 
-def _can_be(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> bool:
+def _can_be(module: Any, query: Any, key: Any, value: Any, mask: Any, *, enabled: bool, **kwargs: Any) -> bool:
     """Whether a sliding layer of a Gemma 4 computes so much that blocks of it take at most half of that."""
     import torch
 
@@ -159,7 +160,7 @@ def _can_be(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: 
     rows, heads, queries, _ = query.shape
     keys = key.shape[2]
     block = _block(module, query, _gradients(query, key, value))
-    if queries < least(_device(query)) or 2 * queries * block > queries * keys:
+    if queries < least(_device(query), enabled=enabled) or 2 * queries * block > queries * keys:
         return False
     if mask.shape[2:] != (queries, keys) or mask.shape[0] not in (1, rows) or mask.shape[1] not in (1, heads):
         return False
@@ -177,22 +178,15 @@ def _may_multiply(module: Any, query: Any, key: Any, value: Any, mask: Any, **kw
     if not products.serve(module, query, key, value, mask, **kwargs):
         return False
     if _is_planned():
-        return products.are_there()
+        return products.are_known()
     real = all(map(tracing.is_real, (query, key, value, *(() if mask is None else (mask,)))))
-    return real and products.are_there() and not tracing.is_traced(query)
+    return real and not tracing.is_traced(query) and products.work(query.device, query.dtype)
 
 
 def _layout(mask: Any, rows: int, window: int, block: int) -> tuple[Layout, Any] | None:
     """The layout for a mask, and the mask of its whole blocks, (rows * blocks, heads, queries, keys). None if the mask
     shows a key outside of them, or if that is too much.
-
-    All layers get the same mask, so what was found is kept with it until the mask is written to.
     """
-    key = None if mask.is_inference() else (mask._version, rows, window, block)  # an inference tensor has no version
-    kept = getattr(mask, attached.WINDOWS, None)
-    if key is not None and kept is not None and kept[0] == key:
-        return kept[1]  # type: ignore[no-any-return]
-    found = None
     for after in _AFTER:
         layout = Layout.of(window, block, mask.shape[2], mask.shape[3], after * UNIT)
         if layout is None:
@@ -201,11 +195,8 @@ def _layout(mask: Any, rows: int, window: int, block: int) -> tuple[Layout, Any]
         if early:
             break
         if not late:
-            found = layout, _of_blocks(mask.expand(rows, -1, -1, -1), layout)
-            break
-    if key is not None:
-        setattr(mask, attached.WINDOWS, (key, found))
-    return found
+            return layout, _of_blocks(mask.expand(rows, -1, -1, -1), layout)
+    return None
 
 
 def _sees_outside(mask: Any, layout: Layout) -> list[bool]:

@@ -36,7 +36,7 @@ _inside = threading.local()
 
 @contextlib.contextmanager
 def planned() -> Iterator[None]:
-    """Inside, this thread computes tensors without memory: of equal chunks only the first three."""
+    """Inside, this thread computes tensors without memory: the first three chunks and the last one."""
     _inside.planned = True
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,40 @@ def test_what_is_left_to_one_call(
     found = torch.func.vmap(attention)(given[0][None]) if reason == "torch.func" else attention(given[0])
     assert found.isfinite().all()
     assert not multiplied
+
+
+@pytest.mark.parametrize("error", [TypeError("unexpected keyword"), RuntimeError("out_dtype\nneeds CUDA"), None])
+def test_a_device_without_such_products(
+    whole: Any,
+    multiplied: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception | None,
+) -> None:
+    """As ROCm's and torch's before 2.8. It is asked once, and its layers are left to one call."""
+    asked: list[bool] = []
+
+    def multiply(_left: Any, _right: Any, found: Any, *, add: bool = False) -> Any:
+        asked.append(add)
+        if error is not None:
+            raise error
+        return found
+
+    monkeypatch.setattr(products, "work", functools.cache(products.work.__wrapped__))
+    monkeypatch.setattr(products, "_multiply", multiply)
+    given = tensors()
+    plain = step(whole, given, None, torch.bfloat16)
+    with enabled():
+        for _ in range(2):
+            found = step(
+                lambda *args, **kwargs: windows.attention(whole, *args, **kwargs), given, None, torch.bfloat16
+            )
+            assert all(map(torch.equal, found, plain))
+    assert asked == ([False, True] if error is None else [False])
+    assert not multiplied
+    (said,) = [record.getMessage() for record in caplog.records]
+    reason = "they are wrong" if error is None else " ".join(str(error).split())
+    assert said == f"no products of torch.bfloat16 in float32 on cpu, so sdpa computes full layers: {reason}"
 
 
 def test_a_second_derivative_is_an_error(whole: Any) -> None:

@@ -141,6 +141,7 @@ def test_every_byte_of_a_step_with_wide_heads(
     monkeypatch.setattr(windows, "ROUNDED", windows.UNIT)
     monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cpu": 0, "gpu": 0})
     monkeypatch.setattr(products, "_multiply", lambda _left, _right, found, add=False: found)
+    monkeypatch.setattr(products, "work", lambda _device, _dtype: True)
     monkeypatch.setattr(products, "_MOST", 16)
     monkeypatch.setattr(windows, "LEAST_ON_GPU", LENGTH)
     monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", windows.ID)
