@@ -16,11 +16,11 @@ host        table and towers on the host, loss in chunks
 streamed    all layers on the host as well
 windows     the same with GEMMA4_COMPAT_ENABLE=transformers-sliding-windows
 chunked-windows  as chunked, with that
-unsloth     unsloth's model and adapter under TRL's SFTTrainer, everything on the GPU; with `--unsloth FOLDER` alone,
-            and with UNSLOTH_COMPILE_DISABLE=1
+unsloth     unsloth's model and adapter under TRL's SFTTrainer, everything on the GPU, UNSLOTH_COMPILE_DISABLE=1; needs
+            `--unsloth FOLDER`
 unsloth-compiled
-            the same with its compiler, which takes its time in the first step (`settling_s`); with `--long`, no other
-            length is left out because the first took that long
+            the same with its compiler, which runs in the first step (`settling_s`). `--long` keeps that time out of
+            the estimates for other lengths, which would otherwise be skipped
 
 Ways with the same base share a process that loads it once; all load at the same time, and then train in turns: for
 each sequence, in the order given, every way. What is not started by `--minutes` is left out, so what matters most
