@@ -9,16 +9,19 @@ quantization, bf16 autocast, a loss in chunks, AdamW, one process, one sequence 
 plain       checkpointing without reentry
 fast        the same with `train_fast`
 unchecked   no checkpointing, no `train_fast`
+windows     checkpointing, and GEMMA4_COMPAT_ENABLE=transformers-sliding-windows
+pieces      the same with `chunked_mlp`
 
-Each runs twice. For each sequence and way: seconds of steps after the first six, in which `train_fast` captures;
-tokens a second; PyTorch's peaks; what the GPU has taken beside PyTorch's memory; the losses.
+The last two also as fast-windows and fast-pieces. Each runs twice. For each sequence and way: seconds of steps after
+the first six, in which `train_fast` captures; tokens a second; PyTorch's peaks; the losses; and what the GPU has taken
+beside PyTorch's memory.
 
 `--bits N`: one step of N tokens from the same weights, as deterministic as PyTorch has it (attention of wide heads is
 not): is the loss of "fast" that of "plain", how many of the gradients are, and how far are the others, of the norm of
 them all? "again" repeats "plain".
 
 What is not started within `--seconds` is left out; the file is written after every measurement. Exit code 1: something
-raised, a loss is not finite, the first loss of "fast" is not that of "plain", or nothing was replayed.
+raised, a loss is not finite, the first loss with `train_fast` is not that without, or nothing was replayed.
 """
 
 from __future__ import annotations
@@ -44,24 +47,42 @@ from benchmarks.training import long_steps
 from gemma4_compat._decoding import recording
 from gemma4_compat._stand_ins.tape import standing_in
 
-WAYS = ("plain", "fast", "unchecked")
+WAYS = {
+    "plain": long_steps.WAYS["chunked"],
+    "fast": long_steps.WAYS["chunked"],
+    "unchecked": long_steps.WAYS["chunked"],
+    "windows": long_steps.Way(windows=True),
+    "fast-windows": long_steps.Way(windows=True),
+    "pieces": long_steps.WAYS["windows"],
+    "fast-pieces": long_steps.WAYS["windows"],
+}
 TURNS = 2
 #: Steps that are not timed: the graphs are captured in the fourth.
 SETTLED = 6
+MAX_TOKENS = 1 << 20  # of `train_fast`
 
 
 @contextlib.contextmanager
 def switched(steps: long_steps.Steps, way: str) -> Iterator[None]:
     """Inside, steps run this way, from the adapter of the beginning."""
-    with steps.switched(long_steps.WAYS["chunked"]):
+    with steps.switched(WAYS[way]):
         if way == "unchecked":
             steps.model.gradient_checkpointing_disable()
-        if way == "fast":
-            gemma4_compat.train_fast(steps.model)
+        if is_fast(way):
+            gemma4_compat.train_fast(steps.model, max_tokens=MAX_TOKENS)
         try:
             yield
         finally:
             gemma4_compat.train_fast(steps.model, enabled=False)
+
+
+def is_fast(way: str) -> bool:
+    return way.startswith("fast")
+
+
+def without(way: str) -> str:
+    """The way that differs in `train_fast` only."""
+    return "plain" if way == "fast" else way.removeprefix("fast-")
 
 
 def measured(steps: long_steps.Steps, way: str, sequence: int, timed: int) -> Data:
@@ -76,7 +97,7 @@ def measured(steps: long_steps.Steps, way: str, sequence: int, timed: int) -> Da
         counted = gemma4_compat.training_statistics(steps.model)
         found: Data = {"seconds": seconds[SETTLED:], "losses": losses, "memory": device.memory()}
         found["beside_gib"] = None if before is None else (beside() or 0.0) - before
-        if way == "fast":
+        if is_fast(way):
             found |= {"replayed": counted.replayed, "captured": counted.captured, "reasons": counted.reasons}
             found["capture_s"] = counted.capture_seconds
         return found
@@ -100,7 +121,7 @@ def bits(steps: long_steps.Steps, sequence: int) -> Data:
     torch.utils.deterministic.fill_uninitialized_memory = False
     found = {}
     for way in ("plain", "again", "fast"):
-        with switched(steps, way):
+        with switched(steps, "plain" if way == "again" else way):
             for _ in range(5 if way == "fast" else 1):
                 for weight in steps.trained.values():
                     weight.grad = None
@@ -122,21 +143,22 @@ def all_turns(run: long_steps.Run, steps: long_steps.Steps, sequence: int, timed
             median = statistics.median(found["seconds"])
             run.result["cells"][title] = found | {"sequence": sequence, "way": way, "turn": turn + 1}
             peak = found["memory"]["peak_gib"]
-            more = f", captured in {found['capture_s']:.1f} s" if way == "fast" else ""
+            more = f", captured in {found['capture_s']:.1f} s" if is_fast(way) else ""
             run.keep(f"{title}: {sequence / median:.0f} tokens a second, {median * 1e3:.0f} ms, {peak} GiB{more}")
 
 
 def problems(cells: Data) -> Iterator[str]:
     """What must not be."""
-    first: dict[int, str] = {}
+    first: dict[tuple[int, str], str] = {}
     for title, cell in cells.items():
         if not all(math.isfinite(float(loss)) for loss in cell["losses"]):
             yield f"{title}: a loss is not finite"
-        if cell["way"] == "plain":
-            first.setdefault(cell["sequence"], cell["losses"][0])
-        if cell["way"] == "fast" and not cell["replayed"]:
+        loss = cell["losses"][0]
+        if not is_fast(cell["way"]):
+            first.setdefault((cell["sequence"], cell["way"]), loss)
+        elif not cell["replayed"]:
             yield f"{title}: nothing was replayed"
-        if cell["way"] == "fast" and cell["losses"][0] != first.get(cell["sequence"], cell["losses"][0]):
+        elif loss != first.get((cell["sequence"], without(cell["way"])), loss):
             yield f"{title}: another loss"
 
 
@@ -145,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", required=True, choices=sorted(models.SHAPES))
     parser.add_argument("--where", default="gpu", help=f"of {', '.join(models.WHERE)}")
     parser.add_argument("--sequences", default="256,512,1024,2048", help="tokens of a sequence")
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--ways", default="plain,fast,unchecked", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--bits", type=int, help="compare loss and gradients of steps of so many tokens")
     parser.add_argument("--steps", type=int, default=8, help="that are timed in a turn (8)")
     parser.add_argument("--rank", type=int, default=long_steps.RANK)

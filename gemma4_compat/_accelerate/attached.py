@@ -243,9 +243,13 @@ SPANS = _mark(
     *("spans", "transformers-sliding-windows", "an attention mask"),
     "Which keys each block of queries sees, until the mask is written to.",
 )
+LAYOUT = _mark(
+    *("layout", "transformers-sliding-windows", "an attention mask"),
+    "Which queries are computed with which keys, until the mask is written to.",
+)
 WINDOWS = _mark(
     *("windows", "transformers-sliding-windows", "an attention mask"),
-    "Which queries are computed with which keys, until the mask is written to.",
+    "What it shows these queries of these keys, until the mask is written to.",
 )
 CANDIDATES = _mark(
     *("candidates", "transformers-assistant-keys", "a generator of candidates"),

@@ -79,7 +79,7 @@ def attention(query: Any, key: Any, value: Any, mask: Any, scaling: float) -> An
     if mask is None or not _has_memory(mask):
         spans: Spans = tuple((0, min(start + block, queries)) for start in range(0, queries, block))
     else:
-        spans = tracing.once(mask, attached.SPANS, (block,), lambda: _spans(mask, block))
+        spans = tracing.once(mask, attached.SPANS, _spans, block)
     return _function().apply(query, key, value, mask, scaling, block, spans)
 
 

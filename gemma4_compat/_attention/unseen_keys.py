@@ -45,7 +45,11 @@ def _show_all_queries_a_key(mask: Any) -> bool:
 
     if torch.compiler.is_compiling() or not tracing.is_real(mask) or mask.numel() < _LARGE or tracing.is_traced(mask):
         return False
-    return tracing.once(mask, attached.SEEN, (), lambda: not _unseen(mask).any())
+    return tracing.once(mask, attached.SEEN, _shows_each_query_a_key)
+
+
+def _shows_each_query_a_key(mask: Any) -> bool:
+    return not _unseen(mask).any()
 
 
 def _unseen(mask: Any) -> Any:

@@ -122,11 +122,14 @@ def _attention(
     gradients = _gradients(query, key, value)
     if gradients and not enabled:
         return whole(*given, **kwargs)
-    kind = len(query), module.sliding_window, _block(module, query, gradients)
-    found = tracing.once(attention_mask, attached.WINDOWS, kind, lambda: _layout(attention_mask, *kind))
-    if found is None or not (enabled or _has_the_bits(whole, *found, *given, **kwargs)):
+    block = _block(module, query, gradients)
+    layout = tracing.once(attention_mask, attached.LAYOUT, _layout, module.sliding_window, block)
+    if layout is None:
         return whole(*given, **kwargs)
-    return _by_windows(whole, *found, *given, **kwargs), None
+    blocks = tracing.made(attention_mask, attached.WINDOWS, _of_blocks, len(query), layout)
+    if not (enabled or _has_the_bits(whole, layout, blocks, *given, **kwargs)):
+        return whole(*given, **kwargs)
+    return _by_windows(whole, layout, blocks, *given, **kwargs), None
 
 
 def _gradients(*tensors: Any) -> bool:
@@ -183,10 +186,8 @@ def _may_multiply(module: Any, query: Any, key: Any, value: Any, mask: Any, **kw
     return real and not tracing.is_traced(query) and products.work(query.device, query.dtype)
 
 
-def _layout(mask: Any, rows: int, window: int, block: int) -> tuple[Layout, Any] | None:
-    """The layout for a mask, and the mask of its whole blocks, (rows * blocks, heads, queries, keys). None if the mask
-    shows a key outside of them, or if that is too much.
-    """
+def _layout(mask: Any, window: int, block: int) -> Layout | None:
+    """The layout for a mask. None if the mask shows a key outside of its blocks, or if that is too much."""
     for after in _AFTER:
         layout = Layout.of(window, block, mask.shape[2], mask.shape[3], after * UNIT)
         if layout is None:
@@ -195,7 +196,7 @@ def _layout(mask: Any, rows: int, window: int, block: int) -> tuple[Layout, Any]
         if early:
             break
         if not late:
-            return layout, _of_blocks(mask.expand(rows, -1, -1, -1), layout)
+            return layout
     return None
 
 
@@ -212,9 +213,11 @@ def _seen(mask: Any) -> Any:
     return mask if not mask.is_floating_point() else mask != float("-inf")
 
 
-def _of_blocks(mask: Any, layout: Layout) -> Any:
+def _of_blocks(mask: Any, rows: int, layout: Layout) -> Any:
+    """The mask of whole blocks, (rows * blocks, heads, queries, keys)."""
     import torch
 
+    mask = mask.expand(rows, -1, -1, -1)
     return torch.stack([mask[:, :, query, key] for query, key in layout.middle()], dim=1).flatten(0, 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -54,7 +55,7 @@ class _Counted(layers.Training):
 
     def __init__(self, found: list[Any], counter: Any) -> None:
         pool: Any = _Pool(counter)
-        super().__init__(found, {"cpu": pool})
+        super().__init__(found, math.inf, {"cpu": pool})
         self._pool, self._kinds = pool, set[Any]()
         self._look()
 

@@ -16,16 +16,16 @@ from gemma4_compat._models import family
 _Model = TypeVar("_Model")
 
 
-def train_fast(model: _Model, *, enabled: bool = True) -> _Model:
+def train_fast(model: _Model, *, max_tokens: int = layers.MAX_TOKENS, enabled: bool = True) -> _Model:
     """Have training steps of short sequences replay each decoder layer of a Gemma 4 model as CUDA graphs.
 
     >>> model = gemma4_compat.train_fast(model)
     >>> trainer.train()
 
-    Up to about 2,000 tokens, a step waits for Python: a layer launches hundreds of kernels, each from Python. With
-    this, a call of a layer with tensors of the same shapes as three calls before is captured, and replayed from then
-    on: its forward as one graph, its backward pass as another. The second computes the layer again, as checkpointing
-    does, with or without checkpointing. Loss and gradients have the bits of the same step with checkpointing.
+    A short step waits for Python: a layer launches hundreds of kernels, each from Python. With this, a call of a layer
+    with tensors of the same shapes as three calls before is captured, and replayed from then on: its forward as one
+    graph, its backward pass as another. The second computes the layer again, as checkpointing does, with or without
+    checkpointing. Loss and gradients have the bits of the same step with checkpointing.
 
     Weights may be changed in place, as optimizers do. Another adapter, weight, hook or setting is noticed, and
     everything is captured again. The first four shapes that come back are captured: pad to one length, or to a few
@@ -34,23 +34,32 @@ def train_fast(model: _Model, *, enabled: bool = True) -> _Model:
     A layer runs as before, and a warning in the log says why, if its weights are offloaded, sharded or 8-bit, if it
     draws random numbers (dropout), if a hook of yours looks into it, if experts are chosen on the host, if
     checkpointing offloads what it keeps, and without a GPU. Before transformers 5.23 checkpointing must be off, which
-    takes more memory until a shape is captured. Layers with more than 2,048 tokens in the batch, and calls
+    takes more memory until a shape is captured. Batches of more than ``max_tokens``, and calls
     without gradients, run as before without a word. A deep copy and a pickle of the model train without replays.
+
+    With ``GEMMA4_COMPAT_ENABLE=transformers-sliding-windows``, what a layer computes depends on which keys its mask
+    shows, and a graph serves batches whose masks show the same blocks of keys. In packed batches they differ: full
+    layers then run as before.
 
     Args:
         model: a transformers model, quantized, dispatched or not, or a PEFT model, DDP or another wrapper around one.
+        max_tokens: of a batch that is replayed, over all its rows. The faster the GPU, the longer the steps that wait
+            for Python: up to 8,192 tokens on an H200. The memory of graphs grows with their tokens
+            (``gemma4-compat plan-training MODEL --max-length NUMBER --train-fast`` says how much they take).
         enabled: False undoes it, and releases the graphs and their memory.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        Gemma4CompatError: it is not a Gemma 4 model with text layers.
+        Gemma4CompatError: it is not a Gemma 4 model with text layers, or ``max_tokens`` is not a positive integer.
     """
     found = layers.decoder_layers(model)
     if not found or not any(family.is_gemma4(module) for module in model.modules()):  # type: ignore[attr-defined]
         raise Gemma4CompatError(f"train_fast requires a Gemma 4 model with text layers; got {type(model).__name__}")
-    training = layers.Training(found)
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+        raise Gemma4CompatError(f"max_tokens is a number of tokens of a batch, 1 or more; got {max_tokens!r}")
+    training = layers.Training(found, max_tokens)
     for layer in found:
         before = vars(layer).pop(attached.TRAINING, None)
         if before is not None:

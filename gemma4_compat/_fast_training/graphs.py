@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gemma4_compat._attention import tracing
 from gemma4_compat._decoding.recording import Recording, capturing
 from gemma4_compat._fast_training import calls
 
@@ -87,16 +88,14 @@ class Step(NamedTuple):
     form: Any
 
     @classmethod
-    def of(cls, call: Run, tensors: Sequence[Any], asked: Sequence[bool], autocast: Any) -> Step:
+    def of(cls, call: Run, inputs: list[Any], autocast: Any) -> Step:
         """Run a layer.
 
         Args:
             call: calls it.
-            tensors: of the call.
-            asked: which of them require gradients.
+            inputs: the call's tensors, as leaves.
             autocast: the ``torch.dtype`` of autocast; None without.
         """
-        inputs = [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(tensors, asked)]
         with _as_in_a_step(inputs[0].device.type, autocast):
             found = call(inputs)
         returned = len(list(calls.tensors_in(found[0])))
@@ -129,6 +128,7 @@ class Graph:
         is_read: whether a later layer reads what this one hands on.
 
     Attributes:
+        looks: what the layer has found in masks. The graph serves calls in whose masks it finds the same.
         form: what the layer returns and hands on, without tensors.
         differentiable: which of the tensors in it require gradients.
         expected: which of them get one where the backward pass is replayed.
@@ -152,7 +152,9 @@ class Graph:
         kind = memory.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._asked = [tensor.requires_grad for tensor in tensors]
-        tried = self._step(run, tensors)
+        leaves = self._leaves(tensors)
+        with tracing.noted(leaves) as self.looks:
+            tried = Step.of(run, leaves, self._autocast)
         self.form, self.differentiable = tried.form, [one.requires_grad for one in tried.outputs]
         self.expected = [
             wanted and (is_read or index < tried.returned) for index, wanted in enumerate(self.differentiable)
@@ -165,22 +167,26 @@ class Graph:
         self._gradients = [
             None if one is None else memory.like(("gradient", index), one) for index, one in enumerate(found)
         ]
-        del tried, found
+        del tried, found, leaves
         self._forward, self._backward = (memory.recorder(memory.device, memory.pool) for _ in range(2))
         with capturing:
             self._forward.capture(functools.partial(self._run_forward, run))
             self._backward.capture(functools.partial(self._run_backward, run, weights))
 
-    def _step(self, run: Run, tensors: Sequence[Any]) -> Step:
-        return Step.of(run, tensors, self._asked, self._autocast)
+    def _leaves(self, tensors: Sequence[Any]) -> list[Any]:
+        return [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(tensors, self._asked)]
+
+    def _step(self, run: Run) -> Step:
+        with tracing.told(self.looks):
+            return Step.of(run, self._leaves([buffer.tensor for buffer in self._inputs]), self._autocast)
 
     def _run_forward(self, run: Run) -> None:
-        step = self._step(run, [buffer.tensor for buffer in self._inputs])
+        step = self._step(run)
         for buffer, one in zip(self._outputs, step.outputs):
             buffer.tensor.copy_(one.detach())
 
     def _run_backward(self, run: Run, weights: Sequence[Any]) -> None:
-        step = self._step(run, [buffer.tensor for buffer in self._inputs])
+        step = self._step(run)
         incoming = [buffer.tensor if wanted else None for buffer, wanted in zip(self._incoming, self.expected)]
         found = step.gradients(incoming, weights)
         for buffer, one in zip(self._gradients, found):
@@ -208,7 +214,7 @@ class Graph:
         self, run: Run, tensors: Sequence[Any], incoming: Sequence[Any], weights: Sequence[Any]
     ) -> list[Any]:
         """The same without a graph, also where an output has no gradient."""
-        return self._step(run, tensors).gradients(incoming, weights)
+        return Step.of(run, self._leaves(tensors), self._autocast).gradients(incoming, weights)
 
     def _fill(self, tensors: Sequence[Any]) -> None:
         for buffer, tensor in zip(self._inputs, tensors):

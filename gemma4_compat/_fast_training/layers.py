@@ -20,7 +20,7 @@ from gemma4_compat._fast_training import calls, graphs
 from gemma4_compat._models import checkpointing
 from gemma4_compat._training import whole
 
-#: Tokens of a call, over all rows of a batch: more keep the GPU busy for longer than Python takes.
+#: Tokens of a call, over all rows of a batch, unless more are asked for.
 MAX_TOKENS = 2048
 #: The call of a kind that is captured. Kinds that come once or twice, as in a dataset of texts of any length, are not.
 CAPTURED_AT = 4
@@ -37,8 +37,8 @@ _log = logging.getLogger("gemma4_compat")
 class Known:
     """What is known of a layer."""
 
-    seen: dict[Any, int] = field(default_factory=dict)  # calls of each kind, until it is captured
-    graphs: dict[Any, graphs.Graph] = field(default_factory=dict)
+    seen: dict[Any, int] = field(default_factory=dict)  # calls of each kind without a graph that serves them
+    graphs: dict[Any, list[graphs.Graph]] = field(default_factory=dict)
     weights: list[Any] = field(default_factory=list)
     obstacle: str | None = None
 
@@ -67,12 +67,15 @@ class Training:
 
     Args:
         layers: all of them, in order.
+        max_tokens: of a call that is captured, over all rows of a batch.
         recorders: by device type.
     """
 
-    def __init__(self, layers: list[Any], recorders: Mapping[str, type[Recording]] = RECORDERS) -> None:
+    def __init__(
+        self, layers: list[Any], max_tokens: float, recorders: Mapping[str, type[Recording]] = RECORDERS
+    ) -> None:
         self.statistics = TrainingStatistics()
-        self._recorders = recorders
+        self._max_tokens, self._recorders = max_tokens, recorders
         self._layers = [weakref.ref(layer) for layer in layers]
         self._places = {id(layer): index for index, layer in enumerate(layers)}
         self._known: list[Known] = [Known() for _ in layers]
@@ -122,7 +125,7 @@ class Training:
         except calls.UnknownArgumentError as error:
             self._left(str(error))
             return None
-        if not call.tensors or call.tensors[0].shape[:-1].numel() > MAX_TOKENS:
+        if not call.tensors or call.tensors[0].shape[:-1].numel() > self._max_tokens:
             return None
         if not any(one.requires_grad for one in (*call.tensors, *layer.parameters())):
             return None
@@ -145,14 +148,16 @@ class Training:
         if not self._holds or known.obstacle is not None:
             return None
         kind = call.kind, _stream(call.tensors[0].device)
-        found = known.graphs.get(kind)
-        if found is not None:
-            return found
+        made = known.graphs.get(kind, [])
+        for graph in made:
+            if all(look.finds_the_same(call.tensors) for look in graph.looks):
+                return graph
         known.seen[kind] = known.seen.get(kind, 0) + 1
         if known.seen[kind] < CAPTURED_AT:
             return None
-        if len(known.graphs) >= MAX_KINDS:
-            self.reason(f"{MAX_KINDS} shapes of batches are captured; pad to a few lengths (pad_to_multiple_of)")
+        if sum(map(len, known.graphs.values())) >= MAX_KINDS:
+            what = "layouts of masks" if made else "shapes of batches"
+            self.reason(f"{MAX_KINDS} {what} are captured; pad to a few lengths (pad_to_multiple_of)")
             return None
         return self._captured(known, kind, layer, call, run)
 
@@ -172,7 +177,7 @@ class Training:
             known.obstacle = f"a layer cannot be captured: {type(error).__name__}: {first}"
             self.reason(known.obstacle)
             return None
-        known.graphs[kind] = made
+        known.graphs.setdefault(kind, []).append(made)
         del known.seen[kind]
         self.statistics.captured += 1
         self.statistics.capture_seconds += time.perf_counter() - began

@@ -73,8 +73,9 @@ def plan_training(
             gradients otherwise. None: only if the step otherwise does not fit, leaves less than 0.5 GiB, or has more
             decoder layers streamed.
         train_fast: whether decoder layers are replayed (:func:`gemma4_compat.train_fast`); graphs are counted for
-            sequences of one length. None: where a layer can be replayed, and the graphs fit with no decoder layer
-            streamed. A step in which no layer can be replayed goes without; ``reasons`` says why.
+            sequences of one length. None: in steps of up to 2,048 tokens whose layers can be replayed, if the graphs
+            fit with no decoder layer streamed. A step in which no layer can be replayed goes without; ``reasons`` says
+            why.
         activation_offloading: what checkpointing keeps is in host memory until the backward pass needs it
             (transformers' ``offload``, from 5.17 on).
         quantize: how the base is stored: "4bit", "4bit-double" or None.

@@ -6,6 +6,7 @@ from typing import Any
 
 from gemma4_compat._attention import windows
 from gemma4_compat._engine import settings
+from gemma4_compat._fast_training import layers
 from gemma4_compat._planner import code
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.result import Source
@@ -33,6 +34,12 @@ model.save_pretrained("adapter")"""
 _LENGTHS = "\n# Only lengths that come back are replayed: pad to one or a few (pad_to_multiple_of), or pack."
 
 
+def _replays(step: Step) -> str:
+    tokens = step.max_length * step.batch
+    most = "" if tokens <= layers.MAX_TOKENS else f", max_tokens={tokens}"
+    return f"model = gemma4_compat.train_fast(model{most})\n"
+
+
 def training_code(source: Source, placed: Layout[Any], step: Step) -> str:
     """Python that loads a model as a layout places it, and trains an adapter on it."""
     imports = ("from peft import LoraConfig, get_peft_model", ("Trainer", "TrainingArguments"))
@@ -40,7 +47,7 @@ def training_code(source: Source, placed: Layout[Any], step: Step) -> str:
         r=step.r,
         chunked="model = gemma4_compat.chunked_loss(model)\n" if step.chunked_loss else "",
         pieces="model = gemma4_compat.chunked_mlp(model)\n" if step.chunked_mlp else "",
-        replays="model = gemma4_compat.train_fast(model)\n" if step.train_fast else "",
+        replays=_replays(step) if step.train_fast else "",
         lengths=_LENGTHS if step.train_fast else "",
         targets=TARGETS,
         batch=step.batch,

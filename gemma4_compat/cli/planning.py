@@ -168,7 +168,8 @@ def plan_training(
     train_fast: Annotated[
         bool | None,
         typer.Option(
-            "--train-fast/--no-train-fast", help="Use gemma4_compat.train_fast; default: where it serves and fits."
+            "--train-fast/--no-train-fast",
+            help="Use gemma4_compat.train_fast; default: up to 2,048 tokens, where it serves and fits.",
         ),
     ] = None,
     activation_offloading: Annotated[

@@ -230,25 +230,18 @@ def short_steps_section() -> str:
     if not runs:
         return "No GPU has run `python benchmarks/training/short_steps.py` yet."
     rows = [
-        "| model | tokens | tokens a second | without checkpointing | `train_fast` | times as fast | peak, GiB "
-        "| with `train_fast` |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| model | tokens | with | tokens a second | `train_fast` | times as fast "
+        "| reserved, GiB | with `train_fast` |",
+        "|---|---:|---|---:|---:|---:|---:|---:|",
     ]
-    said = []
+    said, found = [], []
     for _, run in runs:
-        for sequence in sorted({cell["sequence"] for cell in run["cells"].values()}):
-            ways: dict[str, list[Any]] = {"plain": [], "unchecked": [], "fast": []}
-            for cell in run["cells"].values():
-                if cell["sequence"] == sequence:
-                    ways[cell["way"]].append(cell)
-            if not (ways["plain"] and ways["fast"]):
-                continue
-            speeds = {way: [_speed(cell) for cell in cells] for way, cells in ways.items()}
-            times = sorted(fast / plain for fast, plain in zip(speeds["fast"], speeds["plain"]))
-            shown = ["/".join(f"{speed:,.0f}" for speed in speeds[way]) or "-" for way in ways]
-            peaks = [f"{max(cell['memory']['peak_gib'] for cell in ways[way]):.2f}" for way in ("plain", "fast")]
-            faster = " to ".join(dict.fromkeys(f"{time:.1f}" for time in (times[0], times[-1])))
-            rows.append(f"| {run['shape']} | {sequence:,} | {' | '.join(shown)} | {faster} | {' | '.join(peaks)} |")
+        for sequence in {cell["sequence"] for cell in run["cells"].values()}:
+            cells = [cell for cell in run["cells"].values() if cell["sequence"] == sequence]
+            for number, (switches, names) in enumerate(_STEPS.items()):
+                ways = [[cell for cell in cells if cell["way"] == name] for name in names]
+                if all(ways):
+                    found.append((run["shape"], sequence, number, f"{switches} | {_two_ways(*ways)}"))
         if run["bits"]:
             again, fast = run["bits"]["again"], run["bits"]["fast"]
             said.append(
@@ -256,10 +249,28 @@ def short_steps_section() -> str:
                 f"{again['apart']:.2g} of their norm, and those of `train_fast` by {fast['apart']:.2g}, for PyTorch's "
                 "attention adds gradients up in another order each time."
             )
+    rows += [f"| {shape} | {sequence:,} | {text} |" for shape, sequence, _, text in sorted(found)]
     sources = "; ".join(
         f"[{run['shape']}](../{file.relative_to(ROOT).as_posix()}), {run['machine']['device']}" for file, run in runs
     )
-    return "\n".join([*rows, "", " ".join([*said, f"Two turns of each way. Raw: {sources}."])])
+    return "\n".join([*rows, "", " ".join([*said, f"Up to two turns of each way. Raw: {sources}."])])
+
+
+#: The ways of benchmarks/training/short_steps.py that differ in `train_fast` only, by what else they have.
+_STEPS = {
+    "-": ("plain", "fast"),
+    "sliding windows": ("windows", "fast-windows"),
+    "sliding windows, `chunked_mlp`": ("pieces", "fast-pieces"),
+}
+
+
+def _two_ways(plain: list[Any], fast: list[Any]) -> str:
+    """Their speeds, how many times as fast the second is, and what they reserve."""
+    speeds = [[_speed(cell) for cell in cells] for cells in (plain, fast)]
+    times = sorted(second / first for first, second in zip(*speeds))
+    faster = " to ".join(dict.fromkeys(f"{time:.1f}" for time in (times[0], times[-1])))
+    reserved = [f"{max(cell['memory']['peak_reserved_gib'] for cell in cells):.2f}" for cells in (plain, fast)]
+    return " | ".join(["/".join(f"{speed:,.0f}" for speed in each) for each in speeds] + [faster, *reserved])
 
 
 def _speed(cell: dict[str, Any]) -> float:

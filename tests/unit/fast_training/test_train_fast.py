@@ -17,10 +17,12 @@ pytest.importorskip("transformers.modeling_layers")
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._accelerate import attached
+from gemma4_compat._attention import block_layout, products, windows
 from gemma4_compat._decoding import recording
 from gemma4_compat._fast_training import calls, graphs, layers
 from gemma4_compat._models import checkpointing
 from gemma4_compat._planner.training_step import TARGETS
+from gemma4_compat._reproduction import tiny_models
 from gemma4_compat._stand_ins.tape import standing_in
 from tests.patches.training.test_transformers_chunked_loss import CLASSES, batch, built
 
@@ -203,6 +205,57 @@ def test_trainer(workspace: Any, model: Any, given: dict[str, Any], tmp_path: Pa
     assert same(weights, other_weights)
 
 
+def _spied(ran: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: ran.append(name) or function(*args, **kwargs)  # type: ignore[func-returns-value]
+
+
+@pytest.fixture
+def long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, dict[str, Any], list[str]]:
+    """A model with wide heads, a text of which sliding layers see windows and others products, and calls of both."""
+    import torch
+    import transformers
+
+    monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", windows.ID)
+    for module, name in ((windows, "ROUNDED"), (windows, "UNIT"), (block_layout, "UNIT"), (products, "_MOST")):
+        monkeypatch.setattr(module, name, 64)
+    monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cpu": 0})
+    ran: list[str] = []
+    for module, name in ((windows, "_by_windows"), (products, "attention")):
+        monkeypatch.setattr(module, name, _spied(ran, name, getattr(module, name)))
+    folder = tiny_models.build_checkpoint(tmp_path, variant="E2B", full_width=512)
+    model = adapted(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+    ids = torch.randint(3, 90, (1, 320), generator=torch.Generator().manual_seed(1))
+    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}, ran
+
+
+def padded(given: dict[str, Any], tokens: int) -> dict[str, Any]:
+    mask = given["attention_mask"].clone()
+    mask[:, :tokens] = 0
+    return {**given, "attention_mask": mask, "labels": given["labels"].masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.parametrize("padding", [0, 70])
+def test_windows_and_products(long: tuple[Any, dict[str, Any], list[str]], padding: int) -> None:
+    """A graph serves texts in whose masks attention finds what it found in the first."""
+    model, given, ran = long
+    text, another = (padded(given, tokens) if tokens else given for tokens in (padding, 130))
+    right, other = step(model, text), step(model, another)
+    assert set(ran) == {"_by_windows", "attention"}
+    gemma4_compat.train_fast(model)
+    assert all(same(right, step(model, text)) for _ in range(SETTLED + 1))
+    found = layers.decoder_layers(model)
+    sliding = [layer for layer in found if layer.self_attn.is_sliding]
+    before = gemma4_compat.training_statistics(model).replayed
+    assert same(other, step(model, another))
+    again = gemma4_compat.training_statistics(model)
+    assert again.reasons == ()
+    assert again.captured == len(found)
+    assert again.replayed - before == len(sliding)  # full layers see other keys
+    ran.clear()
+    assert same(right, step(model, text))
+    assert ran == []
+
+
 @pytest.mark.parametrize("other", [gemma4_compat.chunked_loss, gemma4_compat.chunked_mlp])
 def test_beside_other_switches(model: Any, given: dict[str, Any], other: Callable[..., Any]) -> None:
     other(model, **({"tokens": 7} if other is gemma4_compat.chunked_mlp else {}))
@@ -383,9 +436,7 @@ def test_lengths_that_do_not_come_back(workspace: Any, model: Any, given: dict[s
     assert "pad to a few lengths" in " ".join(counted.reasons)
 
 
-def test_long_calls_and_calls_without_gradients_are_left_alone(
-    monkeypatch: pytest.MonkeyPatch, model: Any, given: dict[str, Any]
-) -> None:
+def test_long_calls_and_calls_without_gradients_are_left_alone(model: Any, given: dict[str, Any]) -> None:
     import torch
 
     settled(model, given)
@@ -394,9 +445,13 @@ def test_long_calls_and_calls_without_gradients_are_left_alone(
     model.eval()
     assert replayed(model, lambda: model(**given, use_cache=False).loss.backward()) == 0
     model.train()
-    monkeypatch.setattr(layers, "MAX_TOKENS", given["input_ids"].numel() - 1)
-    assert replayed(model, lambda: step(model, given)) == 0
-    assert gemma4_compat.training_statistics(model).reasons == ()
+    tokens = given["input_ids"].numel()
+    for most in (tokens - 1, tokens):
+        gemma4_compat.train_fast(model, max_tokens=most)
+        for _ in range(SETTLED):
+            step(model, given)
+        assert (replayed(model, lambda: step(model, given)) > 0) == (most == tokens)
+        assert gemma4_compat.training_statistics(model).reasons == ()
 
 
 def test_a_layer_that_cannot_be_captured_runs_as_before(
@@ -462,6 +517,16 @@ def test_other_models_are_refused() -> None:
 
     with pytest.raises(Gemma4CompatError, match="Linear"):
         gemma4_compat.train_fast(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("most", [0, -1, 2048.0, True, "2048", None])
+def test_numbers_of_tokens_that_are_none(model: Any, most: Any) -> None:
+    """The model stays as it is."""
+    gemma4_compat.train_fast(model)
+    before = vars(layers.decoder_layers(model)[0])[attached.TRAINING]
+    with pytest.raises(Gemma4CompatError, match=f"max_tokens .* got {most!r}"):
+        gemma4_compat.train_fast(model, max_tokens=most)
+    assert vars(layers.decoder_layers(model)[0])[attached.TRAINING] is before
 
 
 def test_arguments_that_nobody_can_compare() -> None:

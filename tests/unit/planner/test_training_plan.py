@@ -623,7 +623,7 @@ def test_a_plan_replays_layers_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     for options, why in (
         ({"gradient_checkpointing": False}, "no"),
         ({"gradient_checkpointing": False, "train_fast": True}, "no"),
-        ({"max_length": 4096, "train_fast": True}, "above 2,048 tokens"),
+        ({"max_length": 4096}, "above 2,048 tokens"),
     ):
         without_it = gemma4_compat.plan_training("E2B", "12GiB", **options)
         assert not without_it.train_fast
@@ -631,6 +631,10 @@ def test_a_plan_replays_layers_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
         assert "train_fast" not in without_it.code
         assert not any("train-fast" in option for option in without_it.changes)
     assert gemma4_compat.plan_training("E2B", "12GiB", train_fast=False).changes["--train-fast"] == 1 << 30
+    asked = gemma4_compat.plan_training("E2B", "12GiB", max_length=8192, train_fast=True)
+    assert asked.train_fast
+    assert "gemma4_compat.train_fast(model, max_tokens=8192)\n" in asked.code
+    assert asked.changes["--no-train-fast"] == -1 << 30
 
 
 @pytest.mark.parametrize("offloading", [False, True])
