@@ -205,7 +205,8 @@ def test_trainer(workspace: Any, model: Any, given: dict[str, Any], tmp_path: Pa
     assert same(weights, other_weights)
 
 
-def _spied(ran: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def spied(ran: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which notes that it ran."""
     return lambda *args, **kwargs: ran.append(name) or function(*args, **kwargs)  # type: ignore[func-returns-value]
 
 
@@ -221,7 +222,7 @@ def long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, dict[str
     monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cpu": 0})
     ran: list[str] = []
     for module, name in ((windows, "_by_windows"), (products, "attention")):
-        monkeypatch.setattr(module, name, _spied(ran, name, getattr(module, name)))
+        monkeypatch.setattr(module, name, spied(ran, name, getattr(module, name)))
     folder = tiny_models.build_checkpoint(tmp_path, variant="E2B", full_width=512)
     model = adapted(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
     ids = torch.randint(3, 90, (1, 320), generator=torch.Generator().manual_seed(1))

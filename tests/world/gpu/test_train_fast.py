@@ -11,8 +11,10 @@ import torch
 pytest.importorskip("transformers.modeling_layers")
 
 import gemma4_compat
+from gemma4_compat._attention import products, windows
 from gemma4_compat._fast_training import layers
 from gemma4_compat._models import checkpointing
+from tests.unit.fast_training.test_train_fast import spied
 from tests.world.gpu.test_chunked_mlp import DEVICE, adapted, deterministic
 
 __all__ = ["deterministic"]
@@ -52,3 +54,27 @@ def test_bits(dtype: Any) -> None:
         left.append(torch.cuda.memory_allocated())
     assert left[3] < left[2]
     assert left[3] <= left[1]
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("padding", [0, 500])
+def test_bits_of_windows_and_products(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", windows.ID)
+    ran: list[str] = []
+    for module, name in ((windows, "_by_windows"), (products, "attention")):
+        monkeypatch.setattr(module, name, spied(ran, name, getattr(module, name)))
+    model = adapted(torch.bfloat16).train()
+    ids = torch.randint(3, 1024, (1, windows.LEAST_ON_GPU), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[:, :padding] = 0
+    given = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+    right = step(model, given)
+    assert all(one.equal(other) for one, other in zip(right, step(model, given), strict=True))
+    assert set(ran) == {"_by_windows", "attention"}
+    gemma4_compat.train_fast(model, max_tokens=ids.numel())
+    for _ in range(layers.CAPTURED_AT + 2):
+        found = step(model, given)
+        assert all(one.equal(other) for one, other in zip(right, found, strict=True))
+    counted = gemma4_compat.training_statistics(model)
+    assert counted.captured == len(layers.decoder_layers(model))
+    assert counted.reasons == ()
