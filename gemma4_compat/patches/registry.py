@@ -135,6 +135,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_vision_masks",
         "transformers_sliding_cache",
         "transformers_assisted_cache",
+        "transformers_draft_windows",
         "transformers_static_chunks",
         "transformers_paged_cache",
         "transformers_static_images",

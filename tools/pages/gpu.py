@@ -13,6 +13,7 @@ from tools.pages.markers import generated, shorten
 
 #: The newest stack first: pages show it, and of the others what differs.
 RESULTS = ("newest", "thread", "transformers-5.23.0")
+NOT_MEASURED = "not measured"
 
 
 @functools.cache
@@ -57,7 +58,7 @@ def line(patch: Patch) -> str:
     for run, _ in runs():
         if patch.id in run["measured"]:
             said.setdefault(verdict(run["measured"][patch.id]), []).append(run["versions"]["transformers"])
-    return "; ".join(f"{name}: {', '.join(releases)}" for name, releases in said.items()) or "not measured"
+    return "; ".join(f"{name}: {', '.join(releases)}" for name, releases in said.items()) or NOT_MEASURED
 
 
 def summary() -> str:

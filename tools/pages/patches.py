@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import gemma4_compat
 from gemma4_compat._engine.patch import ActsOn, Kind
@@ -59,14 +59,13 @@ def _page(heading: str, patches: Sequence[gemma4_compat.Patch]) -> str:
         "",
         generated("the patch files and what was measured"),
         "",
-        "**On CPUs** counts [stacks](../PATCHES.md#the-matrix), **on a [GPU](../GPU.md)** names releases of",
-        "transformers, **variants** are [those of Gemma 4](../VARIANTS.md) made small. A release newer than the",
+        "**Measured** counts [stacks](../PATCHES.md#the-matrix) on CPUs, and names releases of transformers for a",
+        "[GPU](../GPU.md); variants are [those of Gemma 4](../VARIANTS.md) made small. A release newer than the",
         "measured one gets a patch only where the code that it replaces is the same. Where an entry does not say",
         "otherwise, it is a repair and acts only on Gemma 4.",
         "",
     ]
     for patch in patches:
-        raw = f"../evidence/patches/{patch.id}.json"
         upstream = [*patch.bug, *filter(None, [patch.applied_upstream])]
         parts += [
             f"## {patch.id}",
@@ -80,13 +79,20 @@ def _page(heading: str, patches: Sequence[gemma4_compat.Patch]) -> str:
             *([f"- **Upstream:** {', '.join(f'<{url}>' for url in upstream)}"] if upstream else []),
             *([f"- **Not exact without:** {', '.join(f'`{name}`' for name in patch.needs)}"] if patch.needs else []),
             f"- **Replaces:** {_replaced(patch)}",
-            "- **On CPUs:** " + ", ".join(f"{name}: {len(stacks)}" for name, stacks in matrix.verdicts(patch).items()),
-            f"- **Variants:** {shorten(variants.line(patch.id), 300)}",
-            f"- **On a GPU:** {gpu.line(patch)}",
-            f"- **Measured up to:** {patch.distribution} {patch.measured} ([raw]({raw}))",
+            f"- **Measured** {'; '.join(_measured(patch))}",
             "",
         ]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _measured(patch: gemma4_compat.Patch) -> Iterator[str]:
+    """What was measured, and where."""
+    raw = f"../evidence/patches/{patch.id}.json"
+    yield f"up to {patch.distribution} {patch.measured} ([raw]({raw}))"
+    yield "on CPUs " + ", ".join(f"{name}: {len(stacks)}" for name, stacks in matrix.verdicts(patch).items())
+    yield f"variants {shorten(variants.line(patch.id), 160)}"
+    if (on_a_gpu := gpu.line(patch)) != gpu.NOT_MEASURED:
+        yield f"on a GPU {on_a_gpu}"
 
 
 def _replaced(patch: gemma4_compat.Patch) -> str:
