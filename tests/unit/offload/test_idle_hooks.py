@@ -183,6 +183,35 @@ def test_who_looks_at_a_model_sees_its_hooks_whoever_is_in_it(model: Any) -> Non
     assert states(model) == in_place
 
 
+def test_a_model_that_is_looked_at_inside_its_wrapper(tmp_path: Path) -> None:
+    """As replays look at a model in a dispatched PeftModel, while another thread is in that."""
+    import torch
+    from accelerate import dispatch_model
+
+    class Model(torch.nn.Sequential):
+        def generate(self) -> None:
+            """As transformers' models."""
+
+    inner = Model(*(torch.nn.Linear(4, 4) for _ in range(3))).eval()
+    placement = {"0.0": "cpu", "0.1": "cpu", "0.2": "disk"}
+    wrapper = dispatch_model(torch.nn.Sequential(inner), placement, offload_dir=str(tmp_path))
+    assert idle_hooks.install(wrapper)
+    seen = []
+
+    def look(*_: Any) -> None:
+        seen.append(states(inner))
+        with idle_hooks.put_back(inner):
+            seen.append(states(inner))
+
+    inner[1].register_forward_hook(look)
+    wrapper(x())
+    assert seen == [[True, True, False], [False] * 3]
+    idle_hooks.uninstall(wrapper)
+    with idle_hooks.put_back(inner):
+        wrapper(x())
+    assert seen[2:] == [[False] * 3] * 2
+
+
 def test_a_deep_copy_keeps_its_hooks(model: Any) -> None:
     import torch
 
