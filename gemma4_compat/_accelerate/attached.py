@@ -249,7 +249,7 @@ LAYOUT = _mark(
 )
 WINDOWS = _mark(
     *("windows", "transformers-sliding-windows", "an attention mask"),
-    "What it shows these queries of these keys, until the mask is written to.",
+    "The parts of it that blocks of queries need, until the mask is written to.",
 )
 CANDIDATES = _mark(
     *("candidates", "transformers-assistant-keys", "a generator of candidates"),

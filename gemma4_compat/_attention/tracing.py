@@ -1,4 +1,8 @@
-"""Looks at the values of a mask where attention is computed: whether they are possible, and one for all layers."""
+"""Reading the values of a mask where attention is computed: whether that is possible, and once for all layers.
+
+A CUDA graph cannot read values. So what a layer reads in a mask is noted before it is captured (:func:`noted`), and
+given back during the capture (:func:`told`). The graph then serves masks in which the layer would read the same.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,18 @@ from gemma4_compat._models import prefill
 
 _Found = TypeVar("_Found")
 
-#: Per thread: ``noted``, the tensors whose looks are noted, and their list; ``told``, what looks have found already.
+#: Per thread: ``noted``, the tensors to watch and the list of looks at them; ``told``, the looks to answer from.
 _inside = threading.local()
 
 
 @dataclass
 class Look:
-    """A look at one of the tensors of a call.
+    """What a layer has read in one of the tensors of its call.
 
     Attributes:
-        place: of the mask among them.
-        arguments: of :func:`once`, without the mask.
-        found: what it found. Kernels depend on it.
+        place: which of the tensors it is.
+        arguments: those of :func:`once`, without the mask.
+        found: what :func:`once` returned. The kernels that are launched depend on it.
     """
 
     place: int
@@ -31,13 +35,13 @@ class Look:
     found: Any
 
     def finds_the_same(self, tensors: Sequence[Any]) -> bool:
-        """Whether it does in these tensors of another call."""
+        """Whether these tensors of another call give the same."""
         return bool(once(tensors[self.place], *self.arguments) == self.found)
 
 
 @contextlib.contextmanager
 def noted(tensors: Sequence[Any]) -> Iterator[list[Look]]:
-    """Inside, this thread notes what it finds in the masks among ``tensors``."""
+    """Inside, this thread notes what :func:`once` returns for the masks among ``tensors``."""
     found: list[Look] = []
     with _as(noted=(tensors, found)):
         yield found
@@ -45,7 +49,7 @@ def noted(tensors: Sequence[Any]) -> Iterator[list[Look]]:
 
 @contextlib.contextmanager
 def told(looks: Sequence[Look]) -> Iterator[None]:
-    """Inside, this thread finds this, in this order, without a look: a capture cannot look."""
+    """Inside, :func:`once` returns what these looks found, in their order, and reads nothing."""
     with _as(told=iter(looks)):
         yield
 
@@ -69,8 +73,8 @@ def is_real(tensor: Any) -> bool:
 
 
 def is_traced(tensor: Any) -> bool:
-    """Whether something follows what is computed that a look at the mask would disturb. Inside :func:`told` a capture
-    does not.
+    """Whether something records what is computed, and reading the mask would disturb it. Inside :func:`told`, a
+    capture is no obstacle.
     """
     import torch
 
@@ -89,14 +93,17 @@ def once(mask: Any, mark: str, look: Callable[..., _Found], *key: Any) -> _Found
     Args:
         mask: has it as an attribute.
         mark: the name of the attribute.
-        look: looks at the mask. Gives no tensor, which :func:`made` does.
+        look: reads the mask; called with it and ``key``. What it returns is compared, so no tensor: see :func:`made`.
         key: its other arguments.
+
+    Raises:
+        RuntimeError: inside :func:`told`, the layer reads something else than it did before.
     """
     answers = getattr(_inside, "told", None)
     if answers is not None:
         known: Look | None = next(answers, None)
         if known is None or known.arguments != (mark, look, *key):
-            raise RuntimeError("attention looks at a mask that is no argument of the layer")
+            raise RuntimeError("attention reads a mask that is no argument of the layer")
         return known.found  # type: ignore[no-any-return]
     found = made(mask, mark, look, *key)
     tensors, looks = getattr(_inside, "noted", None) or ((), list[Look]())
@@ -105,7 +112,7 @@ def once(mask: Any, mark: str, look: Callable[..., _Found], *key: Any) -> _Found
 
 
 def made(mask: Any, mark: str, make: Callable[..., _Found], *key: Any) -> _Found:
-    """What ``make`` makes of a mask, kept in the same way."""
+    """What ``make`` computes from a mask, kept in the same way. It may be a tensor."""
     if mask.is_inference():  # it has no version
         return make(mask, *key)
     kept, version = getattr(mask, mark, None), (mask._version, *key)

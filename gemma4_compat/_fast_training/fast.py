@@ -37,15 +37,14 @@ def train_fast(model: _Model, *, max_tokens: int = layers.MAX_TOKENS, enabled: b
     takes more memory until a shape is captured. Batches of more than ``max_tokens``, and calls without gradients, run
     as before without a word. A deep copy and a pickle of the model train without replays.
 
-    With ``GEMMA4_COMPAT_ENABLE=transformers-sliding-windows``, what a layer computes depends on which keys its mask
-    shows, and a graph serves batches whose masks show the same blocks of keys. In packed batches they differ: full
-    layers then run as before.
+    With ``GEMMA4_COMPAT_ENABLE=transformers-sliding-windows``, layers leave out blocks of keys that no query sees. A
+    graph then serves only batches whose masks show the same blocks. In packed batches these differ, so full layers run
+    as before.
 
     Args:
         model: a transformers model, quantized, dispatched or not, or a PEFT model, DDP or another wrapper around one.
-        max_tokens: of a batch that is replayed, over all its rows. The faster the GPU, the longer the steps that wait
-            for Python: up to 8,192 tokens on an H200. The memory of graphs grows with their tokens
-            (``gemma4-compat plan-training MODEL --max-length NUMBER --train-fast`` says how much they take).
+        max_tokens: the most tokens of a batch that is replayed, over all its rows. Longer steps gain less, and their
+            graphs take more memory (``gemma4-compat plan-training MODEL --max-length NUMBER --train-fast``).
         enabled: False undoes it, and releases the graphs and their memory.
 
     Returns:

@@ -16,6 +16,7 @@ from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._decoding import obstacles
 from gemma4_compat._decoding.dependencies import Dependencies
 from gemma4_compat._decoding.recording import RECORDERS, Recording
+from gemma4_compat._engine import settings
 from gemma4_compat._fast_training import calls, graphs
 from gemma4_compat._models import checkpointing
 from gemma4_compat._training import whole
@@ -82,6 +83,7 @@ class Training:
         self._is_read = any(getattr(layer.self_attn, "is_kv_shared_layer", False) for layer in layers)
         self._memory: dict[Any, graphs.Memory] = {}
         self._dependencies: Dependencies | None = None
+        self._enabled: Any = None
         self._last, self._holds = len(layers), False
         self._served = self._in_vain = 0
         self._mutex = threading.RLock()
@@ -185,8 +187,10 @@ class Training:
 
     def _begin(self) -> None:
         """A step begins: look whether the layers are what they were."""
+        enabled = settings.enabled()[0]  # kernels depend on it
         held = self._dependencies is not None and self._dependencies.hold() and self._dependencies.hold_in_full()
-        if not held:
+        if not held or enabled != self._enabled:
+            self._enabled = enabled
             self._renew()
         self._holds = self._dependencies is not None
 

@@ -21,7 +21,7 @@ from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._offload import torch_internals
 
 _HOOKS = attached.IDLE
-#: By the module that calls it, which keeps it alive: it holds that module's parts. Also by a model that this wraps.
+#: By the module that calls it, which keeps it alive: it holds that module's parts. Also by the models inside it.
 _bypasses: weakref.WeakKeyDictionary[Any, weakref.ref[Bypass]] = weakref.WeakKeyDictionary()
 
 
@@ -42,7 +42,7 @@ def install(model: Any) -> bool:
         own = [part for part in hooked if part is not model and inside.get(id(part), model) is root]
         bypass = Bypass(root, [HookedForward(part) for part in own if _only_moves_inputs(part)])
         if bypass.forwards:
-            wrapped = [part for part in root.modules() if hasattr(type(part), "generate")]  # looked at by itself
+            wrapped = [part for part in root.modules() if hasattr(type(part), "generate")]  # as in a PeftModel
             _bypasses.update(dict.fromkeys([root, *wrapped], weakref.ref(bypass)))
             before, after = bypass.pre_forward, bypass.post_forward
             _HOOKS.add(

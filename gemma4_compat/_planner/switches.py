@@ -88,7 +88,7 @@ def never_used(step: Step, switch: str) -> str:
     if switch == "sliding_windows" and step.max_length < windows.LEAST_ON_GPU:
         return f"not used on a GPU below {windows.LEAST_ON_GPU:,} tokens"
     if switch == "train_fast" and tokens > layers.MAX_TOKENS and not step.train_fast:
-        return f"above {layers.MAX_TOKENS:,} tokens only a fast GPU waits for Python, so you have to ask for it"
+        return f"above {layers.MAX_TOKENS:,} tokens it gains less and takes more memory, so you have to ask for it"
     patch = _PATCHES.get(switch)
     return "" if patch is None or sleep.is_installed(patch) else f"the patch {patch} is off"
 

@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 
+from gemma4_compat._engine import versions
 from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat.patches.generation.transformers_draft_windows import PATCH, draft_always
+from tests.helpers import without
 from tests.patches.promise import Promise
+
+#: Whether the release removes one token after a draft, however many were rejected.
+ONE_TOKEN = versions.admits(PATCH.targets[-1].affected, versions.installed("transformers"))
 
 
 class TestPromise(Promise):
@@ -34,6 +39,24 @@ def test_tokens_are_those_without_drafts(workspace: Any, variant: str, length: i
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 16, "do_sample": False}
     expected = model.generate(ids, **options)
     assert torch.equal(expected, model.generate(ids, **options, assistant_model=drafts))
+
+
+@pytest.mark.skipif(not ONE_TOKEN, reason="this release removes all rejected tokens")
+def test_without_the_patch_rejected_tokens_stay_in_the_cache(workspace: Any) -> None:
+    """In a window as long as that of a released model, which the text does not fill."""
+    import torch
+
+    checkpoints = [workspace.cached(tiny_models.build_checkpoint, seed=seed) for seed in (0, 1)]
+    model, drafts = (tiny.load(checkpoint, device=workspace.main).float() for checkpoint in checkpoints)
+    for one in (model, draft_always(drafts)):
+        one.config.get_text_config().sliding_window = 512
+    ids = torch.arange(12, device=model.device)[None] + 3
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 16, "do_sample": False}
+    expected = model.generate(ids, **options)
+    for _ in range(2):
+        assert torch.equal(expected, model.generate(ids, **options, assistant_model=drafts))
+        with without(PATCH.id), pytest.raises(RuntimeError, match="cannot reshape tensor of 0 elements"):
+            model.generate(ids, **options, assistant_model=drafts)
 
 
 def test_layers_keep_what_they_record(workspace: Any) -> None:

@@ -257,6 +257,18 @@ def test_windows_and_products(long: tuple[Any, dict[str, Any], list[str]], paddi
     assert ran == []
 
 
+def test_a_switch_is_turned_off(long: tuple[Any, dict[str, Any], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given, ran = long
+    settled(model, given)
+    monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", "")
+    ran.clear()
+    found = [step(model, given) for _ in range(SETTLED)]
+    gemma4_compat.train_fast(model, enabled=False)
+    right = step(model, given)
+    assert all(same(right, one) for one in found)
+    assert ran == []
+
+
 @pytest.mark.parametrize("other", [gemma4_compat.chunked_loss, gemma4_compat.chunked_mlp])
 def test_beside_other_switches(model: Any, given: dict[str, Any], other: Callable[..., Any]) -> None:
     other(model, **({"tokens": 7} if other is gemma4_compat.chunked_mlp else {}))
@@ -521,7 +533,7 @@ def test_other_models_are_refused() -> None:
 
 
 @pytest.mark.parametrize("most", [0, -1, 2048.0, True, "2048", None])
-def test_numbers_of_tokens_that_are_none(model: Any, most: Any) -> None:
+def test_max_tokens_that_is_no_positive_integer(model: Any, most: Any) -> None:
     """The model stays as it is."""
     gemma4_compat.train_fast(model)
     before = vars(layers.decoder_layers(model)[0])[attached.TRAINING]

@@ -29,6 +29,14 @@ def step(model: Any, given: dict[str, Any]) -> list[Any]:
     return [loss.detach(), *(weight.grad.clone() for weight in model.parameters() if weight.grad is not None)]
 
 
+def replays_have_the_bits(model: Any, given: dict[str, Any], right: list[Any]) -> None:
+    for _ in range(layers.CAPTURED_AT + 2):
+        assert all(one.equal(other) for one, other in zip(right, step(model, given), strict=True))
+    counted = gemma4_compat.training_statistics(model)
+    assert counted.captured == len(layers.decoder_layers(model))
+    assert counted.reasons == ()
+
+
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_bits(dtype: Any) -> None:
@@ -40,13 +48,7 @@ def test_bits(dtype: Any) -> None:
     left = []
     for _ in range(2):  # cuBLAS keeps its workspaces of the stream that captures
         gemma4_compat.train_fast(model)
-        for _ in range(layers.CAPTURED_AT + 2):
-            found = step(model, given)
-            assert all(one.equal(other) for one, other in zip(right, found, strict=True))
-        counted = gemma4_compat.training_statistics(model)
-        assert counted.captured == len(layers.decoder_layers(model))
-        assert counted.reasons == ()
-        del found
+        replays_have_the_bits(model, given, right)
         gc.collect()
         left.append(torch.cuda.memory_allocated())
         gemma4_compat.train_fast(model, enabled=False)
@@ -72,9 +74,4 @@ def test_bits_of_windows_and_products(padding: int, monkeypatch: pytest.MonkeyPa
     assert all(one.equal(other) for one, other in zip(right, step(model, given), strict=True))
     assert set(ran) == {"_by_windows", "attention"}
     gemma4_compat.train_fast(model, max_tokens=ids.numel())
-    for _ in range(layers.CAPTURED_AT + 2):
-        found = step(model, given)
-        assert all(one.equal(other) for one, other in zip(right, found, strict=True))
-    counted = gemma4_compat.training_statistics(model)
-    assert counted.captured == len(layers.decoder_layers(model))
-    assert counted.reasons == ()
+    replays_have_the_bits(model, given, right)
