@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import gemma4_compat
-from gemma4_compat._common import notice
+from gemma4_compat._common import locks, notice
 from gemma4_compat._diagnostics import children
 from gemma4_compat._engine import versions
 from gemma4_compat._reproduction.workspace import never_wait_for_the_disk
@@ -123,6 +123,16 @@ def _a_patch_that_could_not_apply_is_a_failure() -> Iterator[None]:
     yield
     said, _shown[:] = _shown[:], []
     assert not said
+
+
+@pytest.fixture(autouse=True)
+def _locks_are_taken_in_order() -> Iterator[None]:
+    """Of every thread of every test: the order is in :mod:`gemma4_compat._common.locks`."""
+    found = []
+    locks.watch = lambda lock, held: found.extend((rank, lock.rank) for rank in held if rank > lock.rank)
+    yield
+    locks.watch = None
+    assert not found, "a lock was taken while one further down was held"
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -51,17 +50,15 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor"
 
 @contextlib.contextmanager
 def unlocked(model: Any) -> Iterator[None]:
-    """The model without its lock: no hooks of it, and streamed layers do not ask for it."""
-    from gemma4_compat._offload import model_lock, streaming
+    """The model without its lock."""
+    from gemma4_compat._offload import model_lock
 
-    (lock,) = (lock for lock in model_lock._locks if model in lock.modules)
-    model_lock.uninstall(model)
-    with mock.patch.multiple(model_lock.ModelLock, pre_forward=_nothing, post_forward=_nothing):
-        yield
-    model_lock.install(model, lock, streamed=streaming.is_streamed)
-
-
-def _nothing(*_: Any) -> None: ...
+    known = {module: lock for module in model.modules() if (lock := model_lock.of(module)) is not None}
+    for module in known:
+        model_lock.release(module)
+    yield
+    for module, lock in known.items():
+        model_lock.guard(module, lock)
 
 
 def block(forward: Callable[[], Any], clock: Callable[[], float]) -> float:
@@ -121,8 +118,7 @@ def measure(model: Any, clock: str, rounds: int, until: float) -> Data:
     """One case."""
     import torch
 
-    from gemma4_compat._accelerate import attached
-    from gemma4_compat._offload import streaming
+    from gemma4_compat._offload import model_lock, streaming
 
     ids = small_card_models.prompt(model, 1)
 
@@ -133,7 +129,7 @@ def measure(model: Any, clock: str, rounds: int, until: float) -> Data:
     for _ in range(3):
         forward()
     entry: Data = {
-        "hooks": attached.LOCK.count(model),
+        "hooks": sum(model_lock.of(module) is not None for module in model.modules()),
         "streamed_layers": sum(streaming.is_streamed(module) for module in model.modules()),
         "calls": counted(model, forward),
         "rounds": [],

@@ -97,9 +97,9 @@ IDLE = Hooks(
     *("bypass hooks", "accelerate-paged-layers", "_offload.idle_hooks", "a dispatched model or tower"),
     "During a forward they take accelerate's hooks that have nothing to move out of the way.",
 )
-LOCK = Hooks(
-    *("lock hooks", "accelerate-paged-layers", "_offload.model_lock", "a module with offloaded weights in it"),
-    "They let one thread at a time into a model with offloaded weights.",
+_method(
+    *("_call_impl", "accelerate-paged-layers", "_offload.model_lock", "a module with offloaded weights in it"),
+    "It lets one thread at a time into a model with offloaded weights.",
 )
 LOADING_HOOKS = Hooks(
     *("loading hooks", "accelerate-load-offloaded", "_offload.state_loading", "an offloaded module"),

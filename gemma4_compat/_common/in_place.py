@@ -170,6 +170,12 @@ def replacements(value: Any) -> list[Callable[..., Any]]:
     return [layer.function for layer in value.layers] if isinstance(value, _Method) else []
 
 
+def replacement(value: Any, function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What replaces a method by this function, as it was given to :func:`replace`; None if nothing does."""
+    layers = value.layers if isinstance(value, _Method) else []
+    return next((layer.replacement for layer in layers if layer.function is function), None)
+
+
 def own(owner: Any, name: str) -> Any:
     """The object's own attribute of that name, without what replaces it; :data:`ABSENT` if it has none."""
     method = _method(owner, name)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
+import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._decoding import advancing, decoder, embedded, obstacles, pieces, prompts, static_caches, steps
@@ -63,17 +62,19 @@ class Decoder:
         if step.obstacle is not None:
             self._decoding.reason(step.obstacle)
             return None
-        with self._held(sys._getframe()):
-            first, self._first = self._first, False
-            return self._decoding.run(self.model, step, first=first, following=self.following)
+        first, self._first = self._first, False
+        run = functools.partial(self._decoding.run, self.model, step, first=first, following=self.following)
+        return self.alone(run)
 
     def follow(self, ids: Any) -> Any:
         """Return what the model returns for the token that ends ``ids``, [batch, length], if ``following.ready``."""
         assert self.following is not None
-        with self._held(sys._getframe()):
-            self.following.advance(ids)
-            outputs = self._decoding.follow(self.model, self.following)
+        outputs = self.alone(functools.partial(self._follow, self.following, ids))
         return self(**self.following.stop()) if outputs is None else outputs
+
+    def _follow(self, following: advancing.Following, ids: Any) -> Any:
+        following.advance(ids)
+        return self._decoding.follow(self.model, following)
 
     def _read(self, inputs: dict[str, Any]) -> Any:
         """Read a prompt, or whatever has several tokens."""
@@ -98,7 +99,7 @@ class Decoder:
             if outputs is not None:
                 self._first = False
                 return outputs
-        with decoding.lock:
+        with decoding.lock.held():
             prompts.make_room(decoding, model, inputs)
         outputs = below(**inputs)
         if prompt is not None and prompt.obstacle is None:
@@ -114,13 +115,13 @@ class Decoder:
 
         cache = cache_names.cache_in(inputs)
         if not merged:  # or it is asked for later, without a replay
-            with self._decoding.lock:
+            with self._decoding.lock.held():
                 prompts.make_room(self._decoding, self.model, inputs)
         again = static_caches.is_static(cache) and static_caches.held(cache) == 0
         try:
             return self._embedded_reads(inputs) if merged else self._model_reads(inputs)
         except torch.OutOfMemoryError:
-            with self._decoding.lock:
+            with self._decoding.lock.held():
                 if not prompts.release(self._decoding) or not again:
                     raise
         static_caches.empty(cache)  # not in the handler: the error holds what the forward had
@@ -144,7 +145,7 @@ class Decoder:
             return True
         if first and next(obstacles.in_a_prompt(model), None) is not None:
             return False
-        with decoding.lock:
+        with decoding.lock.held():
             prompts.make_room(decoding, model, piece.inputs)
         with decoding.reading(piece.device, piece.cache):
             piece.forward(model, piece.inputs)
@@ -164,20 +165,10 @@ class Decoder:
 
     def alone(self, function: Callable[[], Any]) -> Any:
         """Call ``function`` while other threads run no step of this model."""
-        with self._held(sys._getframe()):
-            return function()
-
-    @contextlib.contextmanager
-    def _held(self, frame: Any) -> Iterator[None]:
-        """Inside, other threads run no step of this model."""
         lock = model_lock.of(self.model)
-        held = lock is not None and lock.hold(frame)
-        try:
-            with self._decoding.lock:
-                yield
-        finally:
-            if lock is not None and held:
-                lock.release()
+        if lock is None:
+            return self._decoding.lock.run(function)
+        return lock.run(self._decoding.lock.run, function)
 
 
 def may_replay(model: Any, cache: Any) -> bool:

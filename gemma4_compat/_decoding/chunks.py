@@ -96,7 +96,7 @@ def read(
             before.restore()
             model_kwargs.clear()
             model_kwargs.update(given)
-            with decoding.lock:
+            with decoding.lock.held():
                 prompts.release(decoding)
             smaller = _smaller(room, size)
             if smaller:

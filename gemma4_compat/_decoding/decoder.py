@@ -6,13 +6,13 @@ import collections
 import contextlib
 import logging
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._accelerate import attached
+from gemma4_compat._common import locks
 from gemma4_compat._decoding import advancing, deferral, fused_steps, obstacles, static_caches, steps
 from gemma4_compat._decoding.dependencies import Dependencies
 from gemma4_compat._decoding.graphs import REMEMBERED, Graph, Variant
@@ -45,7 +45,7 @@ class Decoding:
         self.paces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # `pace.Known`, by assistant
         self.own = False  # whether kernels may have an arithmetic of their own
         self.fuses = True
-        self.lock = threading.RLock()
+        self.lock = locks.Lock(locks.DECODING)
         self.memories: list[static_caches.Memory] = []
         self._variants: list[Variant] = []
         self.waiting: weakref.ref[Any] | None = None  # the `call.Decoder` that was made last
@@ -145,7 +145,7 @@ class Decoding:
 
     def tidy(self, cache: Any) -> None:
         """Before a ``generate``: release caches that are gone, except one, which lends its memory to ``cache``."""
-        with self.lock:
+        with self.lock.held():
             idle = [memory for memory in self.memories if not memory.in_use]
             for memory in idle[:-1]:
                 self.drop(memory)
@@ -154,7 +154,7 @@ class Decoding:
 
     def drop(self, memory: static_caches.Memory) -> None:
         """Release the memory of a cache, and the graphs that hold its addresses."""
-        with self.lock:
+        with self.lock.held():
             self.memories = [other for other in self.memories if other is not memory]
             for variant in self._variants:
                 for graphs in (variant.graphs, variant.prompts):
@@ -163,7 +163,7 @@ class Decoding:
 
     def clear(self) -> None:
         """Release all graphs and caches; the next call captures anew."""
-        with self.lock:
+        with self.lock.held():
             if self._variants:
                 self._lost = Recapture(Cause.TURNED_OFF, "")
             self._variants, self.memories, self.shapes = [], [], None
@@ -180,7 +180,7 @@ class Decoding:
 
     def give_back(self) -> None:
         """Release all graphs where memory is short. The next call captures anew."""
-        with self.lock:
+        with self.lock.held():
             self._lost = Recapture(Cause.MEMORY, "a prompt needed what they take")
             self._variants = []
             self.prompt_pool, self.prompt_bytes = None, 0
@@ -368,7 +368,7 @@ class Decoding:
                         stack.enter_context(streamer.settled(settle))
                 return step.forward(model, static)
 
-        with capturing, static_caches.capturable(step.cache, step.tokens), streaming.captured(streamers):
+        with capturing.held(), static_caches.capturable(step.cache, step.tokens), streaming.captured(streamers):
             outputs = recording.capture(forward)
         return recording, steps.kept(outputs, step.cache)
 

@@ -282,7 +282,7 @@ def make_room_for_chunks(decoding: Decoding, model: Any, cache: Any, rows: int, 
         rows: of a batch.
         size: tokens of a chunk, for each row.
     """
-    with decoding.lock:
+    with decoding.lock.held():
         kinds = [kind for variant in decoding.variants for _, kind in variant.prompts]
         if any(shape == (rows, size) for kind in kinds for shape, *_ in kind[1]):
             return  # these had room for their masks

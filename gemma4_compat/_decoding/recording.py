@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
+
+from gemma4_compat._common import locks
 
 _Result = TypeVar("_Result")
 
@@ -125,7 +126,7 @@ def _private(names: tuple[str, ...]) -> Callable[[int, Any], None] | None:
 _streams: dict[Any, Any] = {}
 
 #: Held during a capture: a process runs one at a time.
-capturing = threading.Lock()
+capturing = locks.Lock(locks.CAPTURING)
 
 #: By device type. Tests add one for the CPU.
 RECORDERS: dict[str, type[Recording]] = {"cuda": CudaRecording}

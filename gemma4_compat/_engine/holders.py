@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import FrameType, FunctionType
@@ -83,13 +82,15 @@ def _suspects(sets: list[set[Any]]) -> tuple[list[Any], list[Any]]:
 
 
 def _calling() -> bool:
-    """Whether a thread is in an installed function: then its original is in a tuple with the arguments."""
-    frames = sys._current_frames()
-    frames[threading.get_ident()] = sys._getframe(1)  # not this frame, which would then hold itself
-    for innermost in frames.values():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_globals is vars(changes) and "original" in frame.f_code.co_freevars:
-                return True
-            frame = frame.f_back
+    """Whether a thread may be in an installed function: then its original is in a tuple with the arguments.
+
+    Where other threads are is not looked at: while they run, their stacks change under the eyes of who walks them.
+    """
+    if len(sys._current_frames()) > 1:
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals is vars(changes) and "original" in frame.f_code.co_freevars:
+            return True
+        frame = frame.f_back
     return False

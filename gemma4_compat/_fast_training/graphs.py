@@ -169,7 +169,7 @@ class Graph:
         ]
         del tried, found, leaves
         self._forward, self._backward = (memory.recorder(memory.device, memory.pool) for _ in range(2))
-        with capturing:
+        with capturing.held():
             self._forward.capture(functools.partial(self._run_forward, run))
             self._backward.capture(functools.partial(self._run_backward, run, weights))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._common import locks
 from gemma4_compat._decoding import obstacles
 from gemma4_compat._decoding.dependencies import Dependencies
 from gemma4_compat._decoding.recording import RECORDERS, Recording
@@ -86,7 +86,7 @@ class Training:
         self._enabled: Any = None
         self._last, self._holds = len(layers), False
         self._served = self._in_vain = 0
-        self._mutex = threading.RLock()
+        self._lock = locks.Lock(locks.TRAINING)
 
     def __deepcopy__(self, _memo: Any) -> None:
         return None
@@ -100,7 +100,7 @@ class Training:
         if call is None:
             return below(*given, **named)
         run = functools.partial(call.form.call, layer, below)
-        with self._mutex:
+        with self._lock.held():
             place = self._places[id(layer)]
             graph = self._graph(place, layer, call, run)
             known = self._known[place]
@@ -228,7 +228,7 @@ class Training:
 
     def clear(self) -> None:
         """Release every graph, and their memory."""
-        with self._mutex:
+        with self._lock.held():
             self._known, self._memory, self._dependencies = [Known() for _ in self._layers], {}, None
             self._last, self._served, self._in_vain = len(self._layers), 0, 0
 

@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._accelerate import attached, module_hooks
-from gemma4_compat._offload import expert_lookup, torch_internals
+from gemma4_compat._offload import expert_lookup, model_lock, torch_internals
 from gemma4_compat._offload.copy_stream import CopyStream
 from gemma4_compat._offload.model_lock import ModelLock
 from gemma4_compat._offload.module_groups import ModuleGroup
@@ -74,6 +74,7 @@ def install(model: Any, lock: ModelLock | None = None) -> int:
                 before = torch_internals.uncompiled(streamer.pre_forward)
                 after = torch_internals.uncompiled(streamer.post_forward)
                 _streamers[layer] = weakref.ref(streamer)
+                model_lock.guard(layer, lock)
                 _HOOKS.add(
                     layer,
                     layer.register_forward_pre_hook(before, prepend=True),
@@ -91,12 +92,13 @@ def uninstall(model: Any) -> None:
 
 def forget(layer: Any) -> None:
     """Remove the streaming hooks of one layer. If accelerate's hook is also gone, it can be pickled again."""
-    _streamers.pop(layer, None)
+    if _streamers.pop(layer, None) is not None:
+        model_lock.release(layer)
     _HOOKS.remove(layer)
 
 
 def is_streamed(layer: Any) -> bool:
-    """Whether a layer has the streaming hooks, which take the model's lock."""
+    """Whether a layer has the streaming hooks. Its calls take the model's lock."""
     return layer in _HOOKS
 
 
@@ -164,7 +166,6 @@ class LayerStreamer:
         """The hook before a layer's forward: onload its group, prefetch the next one."""
         import torch
 
-        self._lock.pre_forward(layer, _inputs)
         recomputed = _in_backward()
         position = self._positions.get(layer)
         group = None if position is None else self._group(position, layer)
@@ -183,12 +184,6 @@ class LayerStreamer:
 
     def post_forward(self, layer: Any, _inputs: Any, output: Any) -> None:
         """The hook after a layer's forward, also after a failed one (``output`` is None then): offload its group."""
-        try:
-            self._offload(layer, output)
-        finally:
-            self._lock.post_forward(layer, _inputs, output)
-
-    def _offload(self, layer: Any, output: Any) -> None:
         position = self._positions.get(layer)
         group = self._groups[position] if position is not None and self._groups else None
         if position is None or group is None or not group.onloaded:

@@ -41,6 +41,13 @@ def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
     return hook  # type: ignore[no-any-return]
 
 
+def skipped(function: Callable[..., Any]) -> None:
+    """Have torch.compile run this function as Python, and compile what it calls."""
+    from torch._dynamo import decorators
+
+    decorators.skip(function)
+
+
 def resize(tensor: Any, size: int) -> None:
     """Give a byte tensor's memory ``size`` bytes. Views of the tensor stay views of it."""
     tensor.untyped_storage().resize_(size)

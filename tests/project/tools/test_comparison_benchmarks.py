@@ -73,10 +73,9 @@ def test_the_lock_is_counted_and_timed_in_turns(run: Callable[..., dict[str, Any
         assert [list(entry) for entry in model["rounds"]] == [["A1", "b1", "b2", "A2"], ["A2", "b2", "b1", "A1"]]
         assert set(model["cost"]["ratios"]) == {"cost", "with", "without"}
         calls = model["calls"]
-        with_lock, without = calls["differing"]["gemma4_compat/_offload/model_lock.py pre_forward"]
-        assert (with_lock > 2, without) == (True, 0)
-        # Every hooked module once, and the one forward that takes the lock: not a walk of the stack for each.
-        assert calls["differing"]["gemma4_compat/_offload/model_lock.py _call"] == [2, 0]
+        with_lock, without = calls["differing"]["gemma4_compat/_offload/model_lock.py _call"]
+        assert 2 < with_lock <= model["hooks"]  # a tower is not called
+        assert without == 0
 
 
 def test_the_alternatives_are_compared_with_the_same_weights_on_one_device(run: Callable[..., dict[str, Any]]) -> None:

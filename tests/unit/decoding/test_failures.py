@@ -95,9 +95,8 @@ def nothing_is_left(model: Any) -> None:
             assert not group.onloaded
             assert not group.on_device or group is streamer._prefetched
     lock = model_lock.of(model)
-    assert lock is None or lock._thread is None
-    assert decoder.of(model).lock.acquire(blocking=False)
-    decoder.of(model).lock.release()
+    assert lock is None or not lock.holders()
+    assert not decoder.of(model).lock.holders()
 
 
 @pytest.mark.parametrize(

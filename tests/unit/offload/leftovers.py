@@ -54,7 +54,8 @@ def now(folder: Path) -> dict[str, Any]:
     import torch
 
     from gemma4_compat._accelerate import attached
-    from gemma4_compat._offload import host_memory, model_lock
+    from gemma4_compat._common import locks
+    from gemma4_compat._offload import host_memory
 
     for _ in range(2):
         gc.collect()
@@ -70,8 +71,8 @@ def now(folder: Path) -> dict[str, Any]:
         "files mapped": sum(str(folder) in line for line in maps.splitlines()),
         "files open": len(files),
         "pinned": len(host_memory._registered),
-        "hooks": sum(map(len, (attached.STREAMING, attached.IDLE, attached.LOCK, attached.LOADING_HOOKS))),
-        "locks": len(model_lock._locks),
+        "hooks": sum(map(len, (attached.STREAMING, attached.IDLE, attached.LOADING_HOOKS))),
+        "locks": len(locks._locks),
         "threads": threading.active_count(),
     }
     if torch.cuda.is_available():

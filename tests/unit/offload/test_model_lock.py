@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
+import random
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gemma4_compat import Gemma4CompatError
+from gemma4_compat._common import locks
 from gemma4_compat._offload import model_lock
 from tests.unit.offload.threads import run_together
 
@@ -49,8 +53,7 @@ def x() -> Any:
 
 
 def is_free(model: Any) -> bool:
-    lock = model.lock
-    return lock._thread is None and not lock._entered and not lock._backwards and not lock._queue
+    return not model.lock.holders() and not model.lock._queue
 
 
 def in_thread(work: Callable[[], Any]) -> None:
@@ -63,26 +66,29 @@ def in_thread(work: Callable[[], Any]) -> None:
 def test_what_takes_the_lock(model: Any) -> None:
     seen = []
     for module in (model, *model):
-        module.register_forward_hook(lambda *_: seen.append(model.lock._thread))
+        module.register_forward_pre_hook(lambda *_: seen.append(model.lock.holders()))
+        module.register_forward_hook(lambda *_: seen.append(model.lock.holders()))
     model(x())
-    me = threading.get_ident()
-    assert seen == [me, me, me, None], "the last hook is that of the model, after the lock's"
+    me = {threading.get_ident()}
+    assert seen == [me] * 8, "the model's own hooks run inside, too"
     seen.clear()
     for module in model:
         module(x())
-    assert seen == [None, None, None]
-    assert [len(module._forward_pre_hooks) for module in (model, *model)] == [1, 0, 1, 1]
+    assert seen == [set(), set(), me, me, me, me]
+    assert [model_lock.of(module) for module in (model, *model)] == [model.lock, None, model.lock, model.lock]
     assert is_free(model)
+    model_lock.uninstall(model[1])
+    assert model_lock.of(model[1]) is model.lock, "a module inside it keeps the lock"
     model_lock.uninstall(model)
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any("_call_impl" in vars(module) for module in model.modules())
 
 
-def test_a_model_without_offloaded_parts_gets_no_hooks() -> None:
+def test_a_model_without_offloaded_parts_has_no_lock() -> None:
     import torch
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     model_lock.install(model, model_lock.ModelLock(), streamed=lambda _: False)
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any("_call_impl" in vars(module) for module in model.modules())
 
 
 def test_one_thread_at_a_time_in_the_order_of_their_coming(model: Any) -> None:
@@ -114,91 +120,89 @@ def test_one_thread_at_a_time_in_the_order_of_their_coming(model: Any) -> None:
 def test_after_an_exception_another_thread_gets_it(model: Any, kind: type[BaseException]) -> None:
     import torch
 
-    expected = model(x())
+    expected, kept = model(x()), []
 
     def fail(*_: Any) -> None:
         raise kind("stop")
 
     for module in (model, model[1]):
-        handle = model[1].register_forward_pre_hook(fail)
-        with pytest.raises(kind, match="stop"):
-            module(x())
-        handle.remove()
-        assert is_free(model) == (kind is ValueError), "no hook runs after Ctrl-C"
-        answers = []
-        in_thread(lambda answers=answers: answers.append(model(x())))
-        assert torch.equal(answers[0], expected)
-        assert is_free(model)
+        for prepend in (False, True):  # also before accelerate's hook
+            handle = model[1].register_forward_pre_hook(fail, prepend=prepend)
+            with pytest.raises(kind, match="stop") as raised:
+                module(x())
+            handle.remove()
+            kept.append(raised.value)  # with its traceback, as a notebook keeps it
+            assert is_free(model)
+            answers = []
+            in_thread(lambda answers=answers: answers.append(model(x())))
+            assert torch.equal(answers[0], expected)
+            assert is_free(model)
 
 
-def test_a_forward_after_an_interrupted_one_is_not_taken_for_it(model: Any) -> None:
-    """The thread whose forward was interrupted is in another one: nobody else may enter."""
-
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    handle = model[1].register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        model(x())
-    handle.remove()
-    seen = []
-    other = threading.Thread(target=lambda: model(x()))
-
-    def wait(*_: Any) -> None:
-        if threading.current_thread() is not other:
-            other.start()
-            time.sleep(4 * model_lock.POLL)
-            seen.append(other.is_alive())
-
-    model[2].register_forward_pre_hook(wait)
-    model[2](x())
-    other.join(20)
-    assert seen == [True]
-    assert not other.is_alive()
-    assert is_free(model)
-
-
-def interrupt(model: Any) -> None:
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    handle = model[1].register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        model(x())
-    handle.remove()
-    assert not is_free(model)
-
-
-def test_the_model_called_in_a_layer_after_an_interrupted_forward(model: Any) -> None:
-    """Only the layer's end gives the lock back, not that of the model inside it."""
-    interrupt(model)
-    seen = []
-
-    def again(*_: Any) -> None:
-        handle.remove()
-        model(x())
-        seen.append(model.lock._thread)
-
-    handle = model[2].register_forward_pre_hook(again)
-    model[2](x())
-    assert seen == [threading.get_ident()]
-    assert is_free(model)
-
-
-def test_a_wrapped_model_after_an_interrupted_forward(model: Any) -> None:
-    """A module around it, such as PEFT's, is none of the model's."""
+def test_ctrl_c_anywhere_leaves_it_free() -> None:
+    """A signal is handled between any two instructions: of the lock, too, and while it is waited for."""
     import torch
 
-    class Wrapper(torch.nn.Module):
-        def forward(self, inputs: Any) -> Any:
-            return model(inputs)
+    model, lock = torch.nn.Sequential(torch.nn.Linear(4, 4)), model_lock.ModelLock()
+    model_lock.guard(model, lock)
+    chance, stop = random.Random(0), threading.Event()
 
-    interrupt(model)
-    seen = []
-    model[1].register_forward_hook(lambda *_: seen.append(len(model.lock._entered)))
-    Wrapper()(x())
-    assert seen == [1]
-    assert is_free(model)
+    def hold() -> None:
+        while not stop.is_set():
+            lock.run(time.sleep, 0.001)
+
+    interrupted = 0
+    with ctrl_c_raises():
+        for waits in (False, True):
+            stop.clear()
+            other = threading.Thread(target=hold if waits else lambda: None)
+            other.start()
+            for _ in range(200):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 2e-3))
+                    for _ in range(20):
+                        model(x())
+                    time.sleep(0.003)
+                except KeyboardInterrupt:
+                    interrupted += 1
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                assert threading.get_ident() not in {*lock.holders(), *lock._queue.values()}
+            stop.set()
+            other.join(20)
+            assert not other.is_alive()
+    assert interrupted > 300
+    assert not lock.holders()
+
+
+@contextlib.contextmanager
+def ctrl_c_raises() -> Iterator[None]:
+    """Inside, the alarm of ``setitimer`` is Ctrl-C."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_nobody_else_enters_while_a_generator_yields_in_a_forward(model: Any) -> None:
+    """Once the waiters walked the stack of the thread that was inside, and a generator's frame ended the walk."""
+    inside, most = set(), [0]
+
+    def numbers(seconds: float) -> Iterator[int]:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            yield sum(range(50))
+
+    def work(*_: Any) -> None:
+        inside.add(threading.get_ident())
+        for _ in numbers(6 * locks.POLL):
+            most[0] = max(most[0], len(inside))
+
+    model[1].register_forward_pre_hook(work)
+    model[1].register_forward_hook(lambda *_: inside.discard(threading.get_ident()))
+    assert run_together([lambda: [model(x()) for _ in range(3)]] * 3, limit=60) == [None] * 3
+    assert most == [1]
 
 
 def test_a_forward_in_itself_that_fails_leaves_the_outer_one_its_lock(model: Any) -> None:
@@ -215,40 +219,11 @@ def test_a_forward_in_itself_that_fails_leaves_the_outer_one_its_lock(model: Any
             with pytest.raises(ValueError, match="stop"):
                 model(x())
             failing.remove()
-            seen.append(model.lock._thread)
+            seen.append(model.lock.holders())
 
     handle = model[0].register_forward_hook(again)
     model(x())
-    assert seen == [threading.get_ident()] * 2
-    assert is_free(model)
-
-
-def test_forwards_inside_another_are_not_recorded(model: Any) -> None:
-    """The lock's price for each layer of a model."""
-    import sys
-
-    called: list[str] = []
-
-    def profile(frame: Any, event: str, _argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename == model_lock.__file__:
-            called.append(frame.f_code.co_name)
-
-    model.lock.pre_forward(model, ())
-    sys.setprofile(profile)
-    try:
-        model.lock.pre_forward(model[1], ())
-        model.lock.post_forward(model[1], (), None)
-    finally:
-        sys.setprofile(None)
-    assert called == ["pre_forward", "post_forward"]
-    model.lock.post_forward(model, (), None)
-    assert is_free(model)
-
-
-def test_a_thread_that_ended_holds_nothing(model: Any) -> None:
-    in_thread(lambda: model.lock.pre_forward(model, ()))
-    assert not is_free(model)
-    model(x())
+    assert seen == [{threading.get_ident()}] * 2
     assert is_free(model)
 
 
@@ -260,7 +235,7 @@ def test_a_forward_in_a_forward(model: Any) -> None:
     def again(*_: Any) -> None:
         handle.remove()
         answers.append(model(x()))
-        assert model.lock._thread == threading.get_ident()
+        assert model.lock.holders() == {threading.get_ident()}
 
     handle = model[0].register_forward_hook(again)
     answers.append(model(x()))
@@ -350,8 +325,7 @@ def test_a_forked_child_has_no_lock_of_another_thread(model: Any) -> None:
     child = os.fork()
     if child == 0:
         free = is_free(model)
-        model.lock.pre_forward(model, ())
-        os._exit(0 if free and model.lock._thread == threading.get_ident() else 1)
+        os._exit(0 if free and model.lock.run(model.lock.holders) == {threading.get_ident()} else 1)
     go_on.set()
     other.join(20)
     handle.remove()
@@ -370,4 +344,4 @@ def test_a_deep_copy_and_a_pickle_without_accelerates_hooks(model: Any) -> None:
     model_lock.uninstall(model)
     remove_hook_from_submodules(model)
     assert torch.equal(pickle.loads(pickle.dumps(model))(x()), expected)
-    assert lock._thread is None
+    assert not lock.holders()

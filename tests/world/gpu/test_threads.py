@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._offload import model_lock
+from gemma4_compat._common import locks
 from tests.patches.offload.streamed_models import adapted, assert_as_accelerate_left_it
 from tests.unit.offload import leftovers, threads
 
@@ -94,8 +94,7 @@ def test_a_failed_backward_pass_gives_the_lock_back(workspace: Any) -> None:
                 output.float().square().mean().backward()
 
     assert threads.run_together([fail], limit=60) == [None]
-    locks = [lock for lock in model_lock._locks if lock._thread is not None or lock._backwards]
-    assert locks == []
+    assert [lock for lock in locks._locks if lock.holders()] == []
     with torch.no_grad():
         model(**workspace.inputs(text_only=True))
 
