@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._offload import model_lock
 
 
 @contextlib.contextmanager
@@ -14,9 +15,12 @@ def onloaded(head: Any) -> Iterator[None]:
     """Inside, the offloaded weights of ``head`` and of the modules in it are on the device they compute on.
 
     Each call of an offloaded module onloads its weights and offloads them again, so without this the head would be
-    copied once per chunk. Does nothing if nothing is offloaded.
+    copied once per chunk. Other threads wait: the backward pass of a loss comes here before any layer takes the lock.
+    Does nothing if nothing is offloaded.
     """
     with contextlib.ExitStack() as stack:
+        for lock in filter(None, map(model_lock.of, head.modules())):
+            stack.enter_context(lock.held())
         for module in list(head.modules()):
             hook = module_hooks.offload_hook(module)
             if hook is not None and module_hooks.is_offloaded(module):

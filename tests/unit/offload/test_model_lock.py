@@ -300,6 +300,34 @@ def test_a_backward_pass_holds_it_until_it_is_over(model: Any, fails: bool) -> N
     assert is_free(model)
 
 
+def test_a_loss_in_chunks_holds_it_in_its_backward_pass(model: Any) -> None:
+    """It brings the head to its device without a call of the head."""
+    import torch
+
+    from gemma4_compat._training import head
+
+    held = []
+
+    class Loss(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, value: Any) -> Any:
+            return value * 2
+
+        @staticmethod
+        def backward(_: Any, gradient: Any) -> Any:
+            with head.onloaded(model[2]):
+                held.append((model.lock.holders(), model[2].weight.device.type))
+            held.append(model.lock.holders())
+            return gradient * 2
+
+    Loss.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    me = {threading.get_ident()}
+    assert held == [(me, "cpu"), me]
+    with head.onloaded(model[2]):
+        assert model.lock.holders() == me
+    assert is_free(model)
+
+
 def test_what_is_for_later_is_done_when_it_is_free(model: Any) -> None:
     done: list[int] = []
     model.lock.when_free(lambda: done.append(0))
