@@ -18,7 +18,7 @@ THREAD = ("-c", "constraints/thread.txt")
 MATRIX = (
     "torch",
     "uv",
-    "pytest>=8",
+    "pytest>=9",
     "msgspec>=0.19",
     "packaging>=22",
     "typer>=0.12",

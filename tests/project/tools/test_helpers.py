@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import conftest, helpers
-from tests.helpers import pairwise
+from tests.helpers import ROOT, pairwise
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 2, 2), (3, 4, 5), (9, 3, 3, 2)], ids=str)
@@ -82,3 +83,21 @@ def test_signals_that_the_tests_were_started_to_ignore_still_end_their_children(
 
 def test_what_an_sdist_leaves_out_of_the_tests_exists() -> None:
     assert [name for name in conftest.NEEDS_EVIDENCE if not (helpers.ROOT / "tests" / name).is_file()] == []
+
+
+def test_a_test_that_waits_forever_ends_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
+    """By the settings of pyproject.toml, with less patience."""
+    test = tmp_path / "test_waits.py"
+    test.write_text(
+        "import threading\n"
+        "def waits_here():\n    threading.Event().wait()\n"
+        "def test_it():\n    threading.Thread(target=waits_here, daemon=True).start()\n    threading.Event().wait()\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-o", "faulthandler_timeout=1"]
+    done = subprocess.run(
+        [*command, "--rootdir", str(tmp_path), "-p", "no:xdist", str(test)],
+        capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "in waits_here" in done.stderr
+    assert "in test_it" in done.stderr
