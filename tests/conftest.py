@@ -26,7 +26,7 @@ from gemma4_compat._common import locks, notice
 from gemma4_compat._diagnostics import children
 from gemma4_compat._engine import versions
 from gemma4_compat._reproduction.workspace import never_wait_for_the_disk
-from tests import collecting, torch_state, warm
+from tests import collecting, tiers, torch_state, warm
 from tests.helpers import ROOT, Finished, Library, child
 
 # A shell ignores Ctrl-C for what it starts in the background, and nohup ignores a closed terminal. Children inherit
@@ -57,12 +57,15 @@ notice.show = lambda warning, file, line: _shown.append(f"{file}:{line}: {warnin
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every test, not only those of the fast suite")
     parser.addoption("--sample", metavar="COUNT:SEED", help="of COUNT parts of the tests, the one that SEED chooses")
+    parser.addoption("--record", action="store_true", help="write what each test costs to tests/durations.json")
     parser.addoption("--case", metavar="TEXT", action="append", default=[], help="of tests that look at many patches "
                      "or files in one go, only those whose name contains TEXT")  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
     collecting.chosen[:] = config.getoption("--case")
+    if config.getoption("--record"):
+        config.pluginmanager.register(tiers.Recorder(config))
     if importlib.util.find_spec("numpy") is not None:
         never_wait_for_the_disk()
 

@@ -29,6 +29,14 @@ thread runs it. And a model that is whole on one device has no lock: threads beh
 forwards of text, a batch, and text with an image and sound, in turn, from several threads that Python switches as
 often as it can. Each answer is compared, bit by bit, with that of one device.
 """
+_SOAK = """\
+## Threads that do different things
+
+`python -m tests.unit.offload.threads_soak --minutes 60 --out docs/evidence/soak/STACK.json`: two, four or ten threads
+forward, `generate` (replayed, by a stand-in for CUDA graphs) and compute gradients on one model or two, in some rounds
+beside a thread that trains another with `train_fast`. Python switches between them every microsecond or every 5 ms.
+Each answer is compared, bit by bit, with that of one thread; a thread that does not end would end the run.
+"""
 _LEFTOVERS = """\
 ## What deleted models leave behind
 
@@ -56,6 +64,12 @@ def page() -> str:
         rows += [_gpu_row(name, found) for name, found in sorted(run["measured"].items()) if name.startswith(_GPU)]
         if len(rows) > 2:
             parts += [f"On a GPU, from 4 threads, {title.replace('PAGE', '')}", "", *rows, ""]
+    parts.append(_SOAK)
+    for file, run in _runs("soak"):
+        rows = ["| what a thread did | calls, all exact |", "|---|---:|"]
+        rows += [f"| {name} | {count:,} |" for name, count in run["measured"]["calls"].items()]
+        what = f"{run['minutes']:g} minutes, {run['measured']['rounds']:,} rounds, load {run['load'][2]:.0f} on two cores"
+        parts.append(_part(file, run, what, rows))
     parts.append(_LEFTOVERS)
     for file, run in _runs("leftovers"):
         rows = ["| offloaded to, weights | left behind | files mapped | memory a load |", "|---|---|---|---|"]
