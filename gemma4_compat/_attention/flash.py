@@ -86,6 +86,7 @@ def full_mask(original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             if (given := arguments.get("and_mask_function")) is None
             else lambda *at: given(*at) & sequences(*at)
         )
+        arguments["position_ids"] = None  # from 5.23 on upstream would ask these functions about positions in a text
     return original(**{**arguments, "config": Sdpa(arguments["config"])})
 
 

@@ -33,8 +33,10 @@ def attention(
     """
     import torch
 
-    output, weights = whole(module, query, key, value, attention_mask, **kwargs)
     eager = _eager(type(module))
+    if eager is not None:
+        kwargs.pop("output_attentions", None)  # transformers' function for sdpa would say that it gives none
+    output, weights = whole(module, query, key, value, attention_mask, **kwargs)
     if eager is None or (weights is not None and weights.ndim == 4):  # flex attention gives sums of exponentials
         return output, weights
     mask = _seen(module, query, key, attention_mask, kwargs)

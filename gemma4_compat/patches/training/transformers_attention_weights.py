@@ -8,9 +8,9 @@ Cause: Kernels return no weights. ``capture_outputs`` collects what attention la
 passes over None. Only ``config.output_attentions = True`` is refused with such an attention.
 
 Fix: While attentions are collected, the layers of a Gemma 4, also those of its vision tower and its draft models,
-compute their weights beside the kernel, with the function for ``eager``. The output is still the kernel's, so logits keep
-their bits; the weights are those of ``eager`` up to rounding, without dropout. They take the memory that ``eager``
-takes: a number for each pair of tokens. Inside gradient checkpointing they have no gradient.
+compute their weights beside the kernel, with the function for ``eager``. The output is still the kernel's, so logits
+keep their bits; the weights are those of ``eager`` up to rounding, without dropout. They take the memory that
+``eager`` takes: a number for each pair of tokens. Inside gradient checkpointing they have no gradient.
 
 Remove when: transformers returns the weights, or an error, when it is asked for those of ``sdpa``.
 """
