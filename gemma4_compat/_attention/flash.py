@@ -132,8 +132,13 @@ def _packed_rows(arguments: dict[str, Any]) -> bool:
     """Whether a row has several sequences, which a flash kernel tells apart only in one row without padding."""
     from transformers import masking_utils
 
-    embeds, mask, positions = (arguments.get(name) for name in ("inputs_embeds", "attention_mask", "position_ids"))
-    cache, rows = cache_names.cache_in(arguments), embeds.shape[0]
+    mask: Any = arguments.get("attention_mask")
+    embeds, positions, cache = (
+        arguments["inputs_embeds"],
+        arguments.get("position_ids"),
+        cache_names.cache_in(arguments),
+    )
+    rows = embeds.shape[0]
     if positions is None or (rows == 1 and mask is None):
         return False
     if mask is None and cache is None:

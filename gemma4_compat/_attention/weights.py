@@ -33,7 +33,8 @@ def attention(
     """
     import torch
 
-    eager = _eager(type(module))
+    layer: Any = type(module)
+    eager = _eager(layer)
     if eager is not None:
         kwargs.pop("output_attentions", None)  # transformers' function for sdpa would say that it gives none
     output, weights = whole(module, query, key, value, attention_mask, **kwargs)
@@ -49,7 +50,7 @@ def attention(
 
 
 @functools.cache
-def _eager(layer: type) -> Callable[..., Any] | None:
+def _eager(layer: type[Any]) -> Callable[..., Any] | None:
     """``eager`` in the file of the layer's class, or of the one that it is made from; None for another model's."""
     homes = [sys.modules[kind.__module__] for kind in layer.__mro__ if kind.__module__.startswith(_FAMILY)]
     return getattr(homes[0], "eager_attention_forward", None) if homes else None
