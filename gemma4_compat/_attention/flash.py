@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._attention import layers
+from gemma4_compat._attention import layers, packing
 from gemma4_compat._models import cache_names
 
 #: The widest head that flash kernels take.
@@ -86,6 +86,7 @@ def full_mask(original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             if (given := arguments.get("and_mask_function")) is None
             else lambda *at: given(*at) & sequences(*at)
         )
+        arguments["position_ids"] = None  # from 5.23 on upstream would ask these functions about positions in a text
     return original(**{**arguments, "config": Sdpa(arguments["config"])})
 
 
@@ -105,7 +106,7 @@ def sliding_mask(original: Callable[..., Any], arguments: dict[str, Any]) -> Any
         blocks = None
     elif any(arguments.get(name) is not None for name in ("or_mask_function", "and_mask_function")):
         return original(**{**arguments, "config": Sdpa(arguments["config"])})
-    if (blocks is not None and bool((blocks >= 0).any())) or (batch > 1 and _packed_rows(arguments)):
+    if (blocks is not None and bool((blocks >= 0).any())) or _packed_rows(arguments):
         return original(**{**arguments, "config": Sdpa(arguments["config"])})
     arguments = {name: value for name, value in arguments.items() if name != "block_sequence_ids"}
     if not getattr(cache, "is_compileable", False):
@@ -128,13 +129,22 @@ def _unwritten(cache: Any, length: int, written: int) -> bool:
 
 
 def _packed_rows(arguments: dict[str, Any]) -> bool:
-    """Whether the positions show a row with several sequences, in a case where sdpa's masks look at them."""
+    """Whether a row has several sequences, which a flash kernel tells apart only in one row without padding."""
     from transformers import masking_utils
 
-    positions = arguments.get("position_ids")
-    if positions is None or arguments.get("attention_mask") is not None or cache_names.cache_in(arguments) is not None:
+    mask: Any = arguments.get("attention_mask")
+    embeds, positions, cache = (
+        arguments["inputs_embeds"],
+        arguments.get("position_ids"),
+        cache_names.cache_in(arguments),
+    )
+    rows = embeds.shape[0]
+    if positions is None or (rows == 1 and mask is None):
         return False
-    return masking_utils.find_packed_sequence_indices(positions) is not None
+    if mask is None and cache is None:
+        return masking_utils.find_packed_sequence_indices(positions) is not None
+    found = packing.numbers(arguments["config"], embeds, mask, cache, positions)
+    return found is not None and (rows > 1 or not bool(mask.all()))
 
 
 def _packed(arguments: dict[str, Any]) -> Callable[..., Any] | None:

@@ -53,12 +53,13 @@ def image_numbers(kinds: Any) -> Any:
     return torch.where(vision, (vision & ~before).cumsum(dim=1) - 1, -1)
 
 
-def of_images(images: Any, *, config: Any, inputs_embeds: Any, **arguments: Any) -> dict[str, Any]:
+def of_images(images: Any, texts: Any = None, *, config: Any, inputs_embeds: Any, **arguments: Any) -> dict[str, Any]:
     """The masks of transformers 5.13 and newer: causal in full attention; in sliding layers the tokens of an image
     also attend to each other, within the window.
 
     Args:
         images: see :func:`image_numbers`, from the start of the text.
+        texts: for each token the number of its text, if a row holds several and there is nothing before them.
         config: of the text model.
         inputs_embeds: for its shape, dtype and device.
         arguments: for transformers' functions that create masks.
@@ -67,6 +68,8 @@ def of_images(images: Any, *, config: Any, inputs_embeds: Any, **arguments: Any)
     from transformers import masking_utils
 
     arguments |= {"config": config, "inputs_embeds": inputs_embeds}
+    if texts is not None:
+        arguments |= {"position_ids": None, "and_mask_function": masking_utils.packed_sequence_mask_function(texts)}
     full = masking_utils.create_causal_mask(**arguments)
     if inputs_embeds.shape[1] > 1:  # a token on its own sees no later token
         images, last = images.to(inputs_embeds.device), images.shape[1] - 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,7 @@ from gemma4_compat._decoding.dependencies import Dependencies
 from gemma4_compat._decoding.recording import RECORDERS, Recording
 from gemma4_compat._engine import settings
 from gemma4_compat._fast_training import calls, graphs
-from gemma4_compat._models import checkpointing
+from gemma4_compat._models import capturing, checkpointing
 from gemma4_compat._training import whole
 
 #: Tokens of a call, over all rows of a batch, unless more are asked for.
@@ -30,7 +29,6 @@ MAX_KINDS = 4
 #: How often in turn a model may change before its graphs have served as many steps.
 _MAX_IN_VAIN, _WORTH = 3, 10
 _NAMES = ("Gemma4TextDecoderLayer", "Gemma4UnifiedTextDecoderLayer")
-_CAPTURING = "transformers.utils.output_capturing"
 _log = logging.getLogger("gemma4_compat")
 
 
@@ -297,9 +295,7 @@ def _of_a_call(
 
 def _collects() -> bool:
     """Whether transformers collects what parts of a layer return."""
-    collector = getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
-    found = None if collector is None else collector.get()
-    return any(name != "hidden_states" and not name.startswith("_") for name in found or ())
+    return any(name != "hidden_states" and not name.startswith("_") for name in capturing.collected())
 
 
 def _checkpoints_plainly(layer: Any) -> bool:

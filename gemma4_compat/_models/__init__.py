@@ -9,5 +9,6 @@
 * :mod:`attention_memory`: what attention allocates beside its inputs and output.
 * :mod:`rotary`: buffers of rotary embeddings. :mod:`autocast`: what autocast does on a device.
 * :mod:`checkpointing`: whether a cache survives it.
+* :mod:`capturing`: what transformers collects of a forward.
 * :mod:`config_names`, :mod:`cache_config`, :mod:`cache_names`: names that differ between releases.
 """

@@ -41,6 +41,8 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_cudnn_padding",
         "transformers_sliding_windows",
         "transformers_flash_attention",
+        "transformers_packed_texts",
+        "transformers_attention_weights",
         "transformers_qat_gradients",
         "transformers_reentrant_checkpointing",
         "transformers_generate_checkpointing",

@@ -121,11 +121,18 @@ def test_packing_by_positions(pair: Pair, mask: bool, cache: bool) -> None:
     same(_alone(plain, tokens), forward(model, **batch))
 
 
-def test_packing_by_positions_in_several_rows(pair: Pair) -> None:
+@pytest.mark.parametrize(("rows", "mask"), [(2, False), (2, True), (1, True)], ids=str)
+def test_packing_by_positions_in_several_rows_or_with_padding(pair: Pair, rows: int, mask: bool) -> None:
+    import torch
+
     plain, model = pair()
-    tokens = ids(plain, 2)
-    positions = _positions(plain.device).expand(2, -1)
-    found = forward(model, input_ids=tokens, position_ids=positions, use_cache=False)
+    tokens = ids(plain, rows)
+    positions = _positions(plain.device).expand(rows, -1)
+    given = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+    if mask:
+        given = {name: torch.nn.functional.pad(each, (0, 3)) for name, each in given.items() if name != "use_cache"}
+        given["attention_mask"] = torch.nn.functional.pad(torch.ones_like(tokens), (0, 3))
+    found = forward(model, **given)[:, :TOTAL]
     assert not flash.called  # a flash kernel would not separate them
     assert (_alone(plain, tokens) - found).abs().max() <= BOUNDS[str(found.dtype)] * found.abs().max()
 
