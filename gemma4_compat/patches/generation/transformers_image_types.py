@@ -1,9 +1,9 @@
 """The tokens of an image see each other without ``mm_token_type_ids`` as well (12B, 26B-A4B, 31B).
 
-Symptom: silent: an image or a video without ``mm_token_type_ids``, as in prompts built by hand, or from collators that
-drop names they do not know, gives other logits on the 12B, the 26B-A4B and the 31B than with them. The loss of such
-training is that of another model. The same happens with types that do not mark the image: all zero, shifted by padding,
-or counted from the last turn instead of the beginning.
+Symptom: silent: an image or a video without ``mm_token_type_ids``, as in prompts built by hand, or from collators
+that drop names they do not know, gives other logits on the 12B, the 26B-A4B and the 31B than with them, and other
+gradients. The same happens with types that do not mark the image: all zero, shifted by padding, or counted from the
+last turn instead of the beginning.
 
 Cause: In these models the tokens of one image attend to each other in both directions. The forward knows its tokens by
 their ids, but makes that mask only from ``mm_token_type_ids``, whose values it does not compare with the tokens.
@@ -101,9 +101,9 @@ def _compare(given: Any, expected: Any, held: int) -> None:
     shown = "" if given.is_meta or bool(given.any()) else ", all zero,"
     raise Gemma4CompatError(
         f"mm_token_type_ids of shape {tuple(given.shape)}{shown} do not mark the image tokens of {rows} text(s) of "
-        f"{length} tokens, of which the cache holds {held}. Leave mm_token_type_ids out, and they are derived from the "
-        "tokens; or pass a row for each text and a column for each of its tokens, those in the cache included: 1 where "
-        "input_ids are config.image_token_id, 2 where they are config.video_token_id."
+        f"{length} tokens, of which the cache holds {held}. Leave mm_token_type_ids out, and they are derived from "
+        "the tokens; or pass a row for each text and a column for each of its tokens, those in the cache included: 1 "
+        "where input_ids are config.image_token_id, 2 where they are config.video_token_id."
     )
 
 

@@ -1,4 +1,4 @@
-"""F118: images without ``mm_token_type_ids``, and with types that do not mark them, where image tokens see each other."""
+"""F118: images without ``mm_token_type_ids``, and with types that do not mark them (12B, 26B-A4B, 31B)."""
 
 from __future__ import annotations
 
@@ -97,6 +97,7 @@ def test_rows_with_images_and_without(model: Any) -> None:
     assert torch.equal(model.generate(**untyped(batch), **beams), model.generate(**batch, **beams))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [{"cache_implementation": "static"}, {"use_cache": False}, {"prompt_lookup_num_tokens": 2}],
@@ -111,6 +112,7 @@ def test_every_way_to_generate(model: Any, options: dict[str, Any]) -> None:
     assert torch.allclose(found, generated(model, batch), atol=1e-4)
 
 
+@pytest.mark.full
 def test_chunks(model: Any) -> None:
     import torch
 
@@ -118,8 +120,7 @@ def test_chunks(model: Any) -> None:
     try:
         found = generated(model, untyped(batch), prefill_chunk_size=6)  # which ends inside the image
     except Gemma4CompatError as error:
-        assert "cannot be read in chunks" in str(error)  # before transformers 5.23.0
-        return
+        pytest.skip(f"before transformers 5.23.0: {error}")
     assert torch.allclose(found, generated(model, batch), atol=1e-4)
 
 
@@ -138,6 +139,7 @@ def test_videos(model: Any) -> None:
     assert torch.equal(logits(model, untyped(batch)), logits(model, batch))
 
 
+@pytest.mark.full
 def test_embeddings_and_arguments_by_position(model: Any) -> None:
     import torch
 
@@ -182,7 +184,7 @@ def test_types_that_leave_an_image_out_are_refused(model: Any) -> None:
     types = batch[TYPES]
     wrong = {"zeros": torch.zeros_like(types), "shifted": types.roll(1), "short": types[:, :6], "rows": types[:0]}
     for value in wrong.values():
-        with pytest.raises(Gemma4CompatError, match="do not mark the image tokens of 1 .* 24 tokens"):
+        with pytest.raises(Gemma4CompatError, match=r"do not mark the image tokens of 1 .* 24 tokens"):
             logits(model, batch | {TYPES: value})
     with pytest.raises(Gemma4CompatError, match=r"shape \(1, 24\), all zero, .* Leave mm_token_type_ids out"):
         generated(model, batch | {TYPES: wrong["zeros"]}, cache_implementation="static")
@@ -222,6 +224,7 @@ def test_where_types_do_not_matter_nothing_is_asked(workspace: Any, large: Any) 
         assert torch.equal(logits(large, text | types), before)
 
 
+@pytest.mark.full
 def test_gradients(model: Any) -> None:
     import torch
 
@@ -264,6 +267,7 @@ def test_a_split_model(tmp_path: Path, variant: str, quantization: str | None) -
         assert torch.equal(generated(model, untyped(batch)), expected[1])
 
 
+@pytest.mark.full
 def test_prefix_tuning(workspace: Any) -> None:
     """Its keys and values are in the cache before the text, whose types do not count them."""
     import peft
