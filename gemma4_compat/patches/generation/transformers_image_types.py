@@ -102,13 +102,13 @@ def _compare(given: Any, expected: Any, held: int) -> None:
     raise Gemma4CompatError(
         f"mm_token_type_ids of shape {tuple(given.shape)}{shown} do not mark the image tokens of {rows} text(s) of "
         f"{length} tokens, of which the cache holds {held}. Leave mm_token_type_ids out, and they are derived from "
-        "the tokens; or pass a row for each text and a column for each of its tokens, those in the cache included: 1 "
+        "the tokens; or pass a row for each text and a column for each of its tokens, also of those in the cache: 1 "
         "where input_ids are config.image_token_id, 2 where they are config.video_token_id."
     )
 
 
 def _neighbours(types: Any) -> Any:
-    """Whether a token and the next one are of images or videos, [batch, tokens - 1]."""
+    """Whether a token and the next one both belong to images or videos, bool [batch, tokens - 1]."""
     vision = (types == 1) | (types == 2)
     return vision[:, 1:] & vision[:, :-1]
 

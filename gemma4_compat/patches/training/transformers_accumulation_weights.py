@@ -2,7 +2,7 @@
 
 Symptom: silent: with ``gradient_accumulation_steps`` above 1, loss and gradients of a multimodal Gemma 4 depend on how
 a batch is cut into microbatches. A token in a short microbatch counts more than one in a long microbatch; with one of
-20 and one of 200 trained tokens, ten times more. With ``label_smoothing_factor``, before transformers 5.19, the
+20 and one of 200 trained tokens, ten times more. With ``label_smoothing_factor``, before transformers 5.15, the
 language model by itself has that fault as well, and its gradient is as many times too large as there are microbatches.
 
 Cause: ``Gemma4ForConditionalGeneration`` and ``Gemma4UnifiedForConditionalGeneration`` have ``accepts_loss_kwargs =
@@ -60,7 +60,7 @@ def trainer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any)
 
 
 def _weight_smoothed_losses(trainer: Any) -> None:
-    """Before 5.19 a smoothed loss is the mean over its microbatch: multiply it by the microbatch's share of tokens."""
+    """Before 5.15 a smoothed loss is the mean over its microbatch: multiply it by the microbatch's share of tokens."""
     compute, smoother = trainer.compute_loss, trainer.label_smoother
 
     @functools.wraps(compute)
