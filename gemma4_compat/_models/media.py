@@ -17,6 +17,30 @@ MEDIA = (
 _IN_ROWS = tuple(entry for entry in MEDIA if entry[0] != "video")
 
 
+def has_pictures(given: Mapping[str, Any]) -> bool:
+    """Whether images or videos are among the arguments of a forward, encoded or not."""
+    encoded = given.get("mm_encoder_outputs") or {}
+    return any(given.get(names[0]) is not None or encoded.get(kind) is not None for kind, names in MEDIA[:2])
+
+
+def token_types(model: Any, ids: Any, embeds: Any = None, *, before: int = 0) -> Any:
+    """The ``mm_token_type_ids`` that the processor returns: 1 for images, 2 for videos, 3 for sounds, 0 for text.
+
+    Args:
+        model: a ``Gemma4Model``, or the 12B's.
+        ids: tokens, int64 [batch, tokens], or None.
+        embeds: their embeddings, [batch, tokens, width], if there are no ids.
+        before: tokens before them, which count as text.
+
+    Returns:
+        int64 [batch, before + tokens].
+    """
+    import torch
+
+    masks = model.get_placeholder_mask(None if embeds is not None else ids, embeds)
+    return torch.nn.functional.pad(sum(number * mask.long() for number, mask in enumerate(masks, 1)), (before, 0))
+
+
 def sizes(model: Any, kind: str, last: Any) -> list[int]:
     """The number of tokens of each image, video or sound; ``last`` is its positions, or its audio mask."""
     unified = model.config.model_type.startswith("gemma4_unified")

@@ -152,6 +152,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_generate_embeddings",
         "transformers_graph_decoding",
         "transformers_image_masks_unified",
+        "transformers_image_types",
         "transformers_deferred_stop",
         "transformers_reuse_prefix",
     ),

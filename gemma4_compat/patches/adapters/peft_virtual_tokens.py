@@ -6,7 +6,8 @@ with images, tokens other than those of the image attend to each other on the 12
 
 Cause: ``PeftModelForCausalLM`` has the tokens, but passes the model only their embeddings, after those of the virtual
 tokens. E2B and E4B search for the tokens of embeddings, to look up per-layer embeddings; a virtual token has no such
-token. ``mm_token_type_ids``, which mark the tokens of images, are passed on unchanged, too far to the left.
+token. ``mm_token_type_ids``, which mark the tokens of images, are passed on unchanged, too far to the left, also after
+the keys and values of prefix tuning.
 
 Fix: The model also gets the per-layer embeddings, found by token. A virtual token gets those of the padding token, as
 image tokens do; a virtual token of CPT, which starts from a real token, gets that token's. The types of virtual tokens
@@ -29,9 +30,14 @@ if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
 
+_TYPES = "mm_token_type_ids"
+#: Kinds of adapters whose virtual tokens are keys and values.
+_IN_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
+
+
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if not _inserts_tokens(self):
-        return original(self, *args, **kwargs)
+        return original(self, *args, **kwargs | _types_after_prefix(self, kwargs))
     arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
     tokens, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
     return original(self, *args, **kwargs | _beside(self, kwargs, tokens, embeds))
@@ -44,13 +50,25 @@ def prepare_inputs_for_generation(original: Callable[..., Any], self: Any, *args
         embeds = inputs["inputs_embeds"][:, self.active_peft_config.num_virtual_tokens :]
         tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         inputs |= _beside(self, inputs, tokens[:, -embeds.shape[1] :], None)
-    return inputs
+    return inputs | _types_after_prefix(self, inputs)
 
 
 def _inserts_tokens(model: Any) -> bool:
     config = model.active_peft_config
-    in_cache = config.peft_type in ("PREFIX_TUNING", "CARTRIDGE")
-    return config.is_prompt_learning and not in_cache and family.is_gemma4(model)
+    return config.is_prompt_learning and config.peft_type not in _IN_CACHE and family.is_gemma4(model)
+
+
+def _types_after_prefix(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The types of tokens after those that PEFT puts into the cache."""
+    if given.get(_TYPES) is None or model.active_peft_config.peft_type not in _IN_CACHE or not family.is_gemma4(model):
+        return {}
+    return {_TYPES: _after_virtual(model, given[_TYPES])}
+
+
+def _after_virtual(model: Any, types: Any) -> Any:
+    import torch
+
+    return torch.nn.functional.pad(types, (model.active_peft_config.num_virtual_tokens, 0))
 
 
 def _beside(model: Any, given: dict[str, Any], tokens: Any, embeds: Any) -> dict[str, Any]:
@@ -61,8 +79,8 @@ def _beside(model: Any, given: dict[str, Any], tokens: Any, embeds: Any) -> dict
 
     config, base = model.active_peft_config, model.get_base_model()
     found: dict[str, Any] = {}
-    if (types := given.get("mm_token_type_ids")) is not None:
-        found["mm_token_type_ids"] = torch.nn.functional.pad(types, (config.num_virtual_tokens, 0))
+    if (types := given.get(_TYPES)) is not None:
+        found[_TYPES] = _after_virtual(model, types)
     text = per_layer.text_model(base)
     if text is None:
         return found

@@ -2,7 +2,8 @@
 
 Symptom: silent: with ``gradient_accumulation_steps`` above 1, loss and gradients of a multimodal Gemma 4 depend on how
 a batch is cut into microbatches. A token in a short microbatch counts more than one in a long microbatch; with one of
-20 and one of 200 trained tokens, ten times more.
+20 and one of 200 trained tokens, ten times more. With ``label_smoothing_factor``, before transformers 5.15, the
+language model by itself has that fault as well, and its gradient is as many times too large as there are microbatches.
 
 Cause: ``Gemma4ForConditionalGeneration`` and ``Gemma4UnifiedForConditionalGeneration`` have ``accepts_loss_kwargs =
 False``, from the time when their loss did not take ``num_items_in_batch``. So the Trainer does not count tokens, and
@@ -11,16 +12,17 @@ loss, which ignores it.
 
 Fix: A Trainer (including TRL's) of such a model counts tokens, as it does for ``Gemma4ForCausalLM``. Before 5.6 the
 loss of ``forward`` is multiplied by the number of tokens in its mean. Before 5.10 a Trainer also counts the first
-label of each sequence, which is never trained on; with this patch it does not. Models whose class or instance sets
+label of each sequence, which is never trained on; with this patch it does not. Smoothed losses are weighted by the
+tokens of their microbatch. Models whose class or instance sets
 ``accepts_loss_kwargs`` itself, or that have another ``forward``, are not changed. Neither is sequence parallelism,
-where the Trainer counts by itself, or label smoothing, whose loss is not the model's. Without accumulation, losses
-stay the same.
+where the Trainer counts by itself. Without accumulation, losses stay the same.
 
 Remove when: transformers drops ``accepts_loss_kwargs = False`` from both classes.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 _NAME = "accepts_loss_kwargs"
+_ITEMS = "num_items_in_batch"
 #: Trained tokens in the reproduction's two microbatches.
 _LENGTHS = (4, 20)
 _IGNORED = -100
@@ -43,14 +46,46 @@ def trainer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any)
     original(self, *args, **kwargs)
     model: Any = getattr(self, "model", None)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not family.is_gemma4(model) or _is_sequence_parallel(self) or self.label_smoother is not None:
+    if not family.is_gemma4(model) or _is_sequence_parallel(self):
         return
+    smooths = self.label_smoother is not None and self.compute_loss_func is None
     if _is_stale(model):
         self.model_accepts_loss_kwargs = True
-    elif not _has_own_loss(type(model).forward):
+    elif not (smooths and self.model_accepts_loss_kwargs) and not _has_own_loss(type(model).forward):
         return
     if not hasattr(self, "_loss_shifts_labels") and self.compute_loss_func is None:
         _leave_first_labels_out(self)
+    if smooths and self.model_accepts_loss_kwargs and _ITEMS not in inspect.signature(self.label_smoother).parameters:
+        _weight_smoothed_losses(self)
+
+
+def _weight_smoothed_losses(trainer: Any) -> None:
+    """Before 5.15 a smoothed loss is the mean over its microbatch: multiply it by the microbatch's share of tokens."""
+    compute, smoother = trainer.compute_loss, trainer.label_smoother
+
+    @functools.wraps(compute)
+    def computed(
+        model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **more: Any
+    ) -> Any:
+        if num_items_in_batch is None or trainer.label_smoother is not smoother:
+            return compute(model, inputs, return_outputs, num_items_in_batch, **more)
+        trainer.label_smoother = functools.partial(_weighted, smoother, num_items_in_batch)
+        try:
+            return compute(model, inputs, return_outputs, num_items_in_batch, **more)
+        finally:
+            trainer.label_smoother = smoother
+
+    trainer.compute_loss = computed
+
+
+def _weighted(smoother: Any, items: Any, outputs: Any, labels: Any, shift_labels: bool = False) -> Any:
+    """The smoothed loss of a microbatch, as its part of the mean over all ``items``."""
+    counted = ((labels[..., 1:] if shift_labels else labels) != smoother.ignore_index).sum()
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+    if not counted:
+        return 0.0 * logits.sum()  # the mean over no tokens is NaN
+    loss = smoother(outputs, labels, shift_labels=shift_labels)
+    return loss * counted.to(loss.device) / (items.to(loss.device) if hasattr(items, "to") else items)
 
 
 def _has_own_loss(forward: Callable[..., Any]) -> bool:
@@ -88,7 +123,7 @@ def _is_sequence_parallel(trainer: Any) -> bool:
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Before 5.6: the mean over a microbatch, weighted by its share of all items."""
-    items = kwargs.get("num_items_in_batch")
+    items = kwargs.get(_ITEMS)
     if items is None or not _has_own_loss(original):
         return original(self, *args, **kwargs)
     outputs = original(self, *args, **kwargs)
@@ -169,7 +204,7 @@ PATCH = Patch(
     id="transformers-accumulation-weights",
     kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
-    failure_points=("F60",),
+    failure_points=("F60", "F116"),
     distribution="transformers",
     affected=">=5.5",
     acts_on=ActsOn.GEMMA4,

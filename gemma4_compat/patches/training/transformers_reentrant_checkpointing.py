@@ -1,23 +1,23 @@
-"""Reentrant gradient checkpointing gives correct gradients on models whose layers share keys and values.
+"""Reentrant gradient checkpointing gives correct gradients in towers, and where layers share keys and values.
 
-Symptom: silent: with ``use_reentrant=True`` the loss is right, but gradients of keys and values are wrong. Keys and
-values that later layers share lose the gradient from those layers (cosine with the correct gradient down to 0.4),
-and so does every layer before them. Adapters in the vision tower get no gradient. PEFT's
+Symptom: silent: with ``use_reentrant=True`` the loss is right, but what is trained in the vision and audio towers gets
+no gradient, on every model that has towers. On E2B and E4B, keys and values that later layers share lose the gradient
+from those layers (cosine with the correct gradient down to 0.4), and so does every layer before them. PEFT's
 ``prepare_model_for_kbit_training`` requests reentrant checkpointing by default, because it does not pass
 ``use_reentrant``.
 
 Cause: A reentrant ``torch.utils.checkpoint`` passes gradients through its positional arguments only. Gemma 4's
 KV-shared layers read the keys and values of an earlier layer from a container, where the first run, which has no
-gradients, left them. The first layer of the tower gets pixels, which require no gradient.
+gradients, left them. The first layer of a tower gets pixels or sound, which require no gradient, and
+``enable_input_require_grads`` only reaches embeddings of tokens.
 
 Fix: ``PreTrainedModel._set_gradient_checkpointing`` enables non-reentrant checkpointing for a Gemma 4 model with
 KV-shared layers, whether the model, PEFT or the Trainer requests it. This saves the same memory. If the caller passed
-``use_reentrant=True`` explicitly, a ``Gemma4CompatWarning`` says so. Other arguments of the checkpoint function are
-kept.
+``use_reentrant=True`` explicitly, a ``Gemma4CompatWarning`` says so. In other models, only the layers of towers are
+checkpointed this way; the others are as requested. Other arguments of the checkpoint function are kept. Custom
+checkpoint functions are not changed.
 
-Models without KV-shared layers, towers that are enabled on their own, and custom checkpoint functions are not changed.
-
-Remove when: transformers refuses or fixes reentrant checkpointing of KV-shared layers.
+Remove when: transformers refuses or fixes reentrant checkpointing of KV-shared layers and of towers.
 """
 
 from __future__ import annotations
@@ -49,15 +49,22 @@ def set_gradient_checkpointing(
     import torch
 
     function = gradient_checkpointing_func or torch.utils.checkpoint.checkpoint  # upstream's default
-    if enable and _is_reentrant(function) and _shares_keys_and_values(self):
+    if not enable or not _is_reentrant(function):
+        return original(self, enable, function, *args, **kwargs)
+    right = functools.partial(function, use_reentrant=False)
+    if _shares_keys_and_values(self):
         if getattr(function, "keywords", {}).get(_KEYWORD):
             notice.warn_user(
                 f"use_reentrant=True gives wrong gradients in {type(self).__name__}, whose layers share keys and "
                 "values: it is checkpointed with use_reentrant=False, which saves the same memory. Pass "
                 "gradient_checkpointing_kwargs={'use_reentrant': False} to say so yourself."
             )
-        function = functools.partial(function, use_reentrant=False)
-    return original(self, enable, function, *args, **kwargs)
+        return original(self, enable, right, *args, **kwargs)
+    result = original(self, enable, function, *args, **kwargs)
+    for module in self.modules():
+        if hasattr(module, "gradient_checkpointing") and _is_of_a_tower(module):
+            module._gradient_checkpointing_func = right
+    return result
 
 
 def _is_reentrant(function: Any) -> bool:
@@ -73,6 +80,10 @@ def _shares_keys_and_values(model: Any) -> bool:
     return any(
         getattr(module, "is_kv_shared_layer", False) and family.is_gemma4_module(module) for module in model.modules()
     )
+
+
+def _is_of_a_tower(module: Any) -> bool:
+    return any(kind.__name__.startswith(("Gemma4Vision", "Gemma4Audio")) for kind in type(module).__mro__)
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -107,7 +118,7 @@ PATCH = Patch(
     id="transformers-reentrant-checkpointing",
     kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
-    failure_points=("F19",),
+    failure_points=("F19", "F117"),
     distribution="transformers",
     affected=">=5.5",
     acts_on=ActsOn.GEMMA4,

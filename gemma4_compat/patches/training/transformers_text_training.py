@@ -7,7 +7,8 @@ Cause: Until 5.5.4, in training, ``create_causal_mask_mapping`` requires the typ
 A tokenizer does not return ``mm_token_type_ids``; only the processor does.
 
 Fix: Without ``pixel_values``, a missing ``mm_token_type_ids`` means that no token belongs to an image, as upstream
-does it from 5.6.0 on. Masks, and so logits and gradients, are the same as with zeros. With images the error remains.
+does it from 5.6.0 on. Masks, and so logits and gradients, are the same as with zeros. Types of images are another
+patch's.
 
 Remove when: transformers below 5.6.0 is no longer supported.
 """

@@ -1,4 +1,4 @@
-"""F60: microbatches of unequal lengths have the loss and the gradients of one batch."""
+"""F60, F116: microbatches of unequal lengths have the loss and the gradients of one batch."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def training(workspace: Any, model: Any, folder: Path, size: int, **options: Any
     )
 
 
-def step(workspace: Any, model: Any, folder: Path, size: int) -> tuple[float, dict[str, Any]]:
+def step(workspace: Any, model: Any, folder: Path, size: int, **options: Any) -> tuple[float, dict[str, Any]]:
     """The loss, and what a step changed."""
     before = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
-    loss = training(workspace, model, folder, size).train().training_loss
+    loss = training(workspace, model, folder, size, **options).train().training_loss
     after = dict(model.named_parameters())
     return loss, {name: after[name].detach() - weight for name, weight in before.items()}
 
@@ -149,7 +149,7 @@ def test_without_accumulation_and_in_evaluation_losses_are_upstreams(
 ) -> None:
     def losses(folder: str, steps: int) -> tuple[float, float]:
         given = {"gradient_accumulation_steps": steps, "per_device_eval_batch_size": 1, **options}
-        trainer = training(workspace, workspace.load(), tmp_path / folder, 1, **given)
+        trainer = training(workspace, workspace.load().float(), tmp_path / folder, 1, **given)
         for row in trainer.train_dataset:
             row["labels"] = row["input_ids"].clone()  # the first token has a label
         trainer.eval_dataset = trainer.train_dataset
@@ -161,11 +161,47 @@ def test_without_accumulation_and_in_evaluation_losses_are_upstreams(
     assert losses("on", 1) == pytest.approx(upstream, rel=1e-6)
 
 
-def test_smoothed_losses_are_divided_by_the_microbatches(workspace: Any, tmp_path: Path) -> None:
-    def loss() -> float:
-        trainer = training(workspace, workspace.load(), tmp_path, 1, label_smoothing_factor=0.1)
-        return float(trainer.train().training_loss)
-
+@pytest.mark.parametrize("name", ["gemma4", "unified", "text", "unified text"])
+def test_smoothed_losses(workspace: Any, tmp_path: Path, name: str) -> None:
+    """F116: of any microbatches, as of one batch, whose loss is upstream's."""
+    smoothed = {"label_smoothing_factor": 0.1}
     with without(PATCH.id):
-        upstream = loss()
-    assert loss() == pytest.approx(upstream, rel=0.5), "of four microbatches, not their sum"
+        upstream = step(workspace, load(workspace, name), tmp_path, len(LENGTHS), **smoothed)
+    for size in (len(LENGTHS), 2, 1):
+        loss, found = step(workspace, load(workspace, name), tmp_path, size, **smoothed)
+        assert loss == pytest.approx(upstream[0], rel=1e-5)
+        off = sum((upstream[1][name] - found[name]).norm() ** 2 for name in found) ** 0.5
+        assert off <= BOUND * sum(change.norm() ** 2 for change in upstream[1].values()) ** 0.5
+
+
+def test_a_smoothed_step_of_fewer_microbatches_and_one_without_trained_tokens(workspace: Any, tmp_path: Path) -> None:
+    import torch
+
+    changes = []
+    for size, steps in ((len(LENGTHS), 1), (1, 3 * len(LENGTHS))):  # an epoch ends before that many
+        model = load(workspace, "gemma4")
+        before = {path: weight.detach().clone() for path, weight in model.named_parameters()}
+        options = {"gradient_accumulation_steps": steps, "max_steps": -1, "num_train_epochs": 1}
+        trainer = training(workspace, model, tmp_path, size, label_smoothing_factor=0.1, **options)
+        trainer.train_dataset[1]["labels"] = torch.full_like(trainer.train_dataset[1]["labels"], -100)
+        trainer.train()
+        changes.append({path: weight.detach() - before[path] for path, weight in model.named_parameters()})
+    norm = sum(change.norm() ** 2 for change in changes[0].values()) ** 0.5
+    assert norm > 0
+    assert sum((changes[0][path] - changes[1][path]).norm() ** 2 for path in changes[0]) ** 0.5 <= BOUND * norm
+
+
+def test_a_loss_of_the_callers_own(workspace: Any, tmp_path: Path) -> None:
+    """Which wins over smoothing, and gets the count of transformers."""
+    import torch
+
+    def sums(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+    losses = []
+    for size in (len(LENGTHS), 1):
+        trainer = training(workspace, load(workspace, "gemma4"), tmp_path, size, label_smoothing_factor=0.1)
+        trainer.compute_loss_func = sums
+        losses.append(trainer.train().training_loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -1,4 +1,4 @@
-"""F19: checkpointing of either kind gives the gradients of no checkpointing."""
+"""F19, F117: checkpointing of either kind gives the gradients of no checkpointing."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatWarning
 from gemma4_compat._engine import versions
+from gemma4_compat._models import variants
 from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from gemma4_compat.patches.training.transformers_reentrant_checkpointing import PATCH
 from tests.patches.promise import Promise
@@ -43,9 +44,11 @@ def enable(model: Any, **kwargs: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
 
 
-def step(model: Any, main: Any, *, text_only: bool = False) -> tuple[float, dict[str, Any]]:
+def step(
+    model: Any, main: Any, *, text_only: bool = False, variant: str | None = None
+) -> tuple[float, dict[str, Any]]:
     """Loss, and gradients (float32, flat, on the CPU) of whatever is trained."""
-    batch = tiny.inputs(main, text_only=text_only)
+    batch = tiny.inputs(main, text_only=text_only, variant=variant)
     model.train()
     loss = model(**batch, labels=batch["input_ids"]).loss
     loss.backward()
@@ -158,13 +161,94 @@ def test_the_unified_models(workspace: Any) -> None:
     same(*(step(model.to(workspace.main), workspace.main, text_only=True) for model in models))
 
 
-def kinds(model: Any) -> set[Any]:
-    """``use_reentrant`` of every checkpointed layer."""
+def kinds(model: Any, part: str = "") -> set[Any]:
+    """``use_reentrant`` of every checkpointed layer, in modules with ``part`` in their names."""
     return {
         module._gradient_checkpointing_func.keywords.get("use_reentrant")
-        for module in model.modules()
-        if getattr(module, "gradient_checkpointing", False)
+        for name, module in model.named_modules()
+        if part in name and getattr(module, "gradient_checkpointing", False)
     }
+
+
+def large(workspace: Any, variant: str) -> Any:
+    """A model none of whose layers shares keys and values: with both towers, or the 12B."""
+    if variant == variants.UNIFIED:
+        pytest.importorskip("transformers.models.gemma4_unified", reason="this transformers has no 12B")
+        return workspace.unified().load()
+    folder = workspace.cached(tiny_models.build_checkpoint, text_variant=variant)
+    return tiny.load(folder, device=workspace.main)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kwargs", ASKED, ids=str)
+@pytest.mark.parametrize("variant", ["12B", "26B-A4B", "31B"])
+def test_every_weight_of_a_model_that_shares_nothing(workspace: Any, variant: str, kwargs: dict[str, Any]) -> None:
+    unified = variant if variant == variants.UNIFIED else None
+    expected = step(large(workspace, variant), workspace.main, variant=unified)
+    model = large(workspace, variant)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Gemma4CompatWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    if kwargs == REENTRANT:
+        assert kinds(model, "language_model") == {True}
+    same(expected, step(model, workspace.main, variant=unified))
+
+
+def tower_step(workspace: Any, asked: Any, way: str, folder: Path) -> dict[str, Any]:
+    """Gradients of adapters in both towers and the language model of a 31B, float32."""
+    import torch
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    model = large(workspace, "31B").float()
+    with quiet():
+        if way == "PEFT":
+            model.is_loaded_in_4bit = True
+            model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=asked)
+        torch.manual_seed(0)
+        targets = r".*(tower.*\.[qv]_proj\.linear|language_model.*\.q_proj)"
+        model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
+        if way == "split":
+            main = torch.device(workspace.main)
+            placement = tiny.device_map(model.get_base_model(), "both", main=main, offloaded="disk")
+            tiny.dispatch(model.get_base_model(), placement, folder)
+        if way in ("model", "split"):
+            model.enable_input_require_grads()
+            model.get_base_model().gradient_checkpointing_enable(gradient_checkpointing_kwargs=asked)
+    return step(model, workspace.main)[1]
+
+
+@pytest.mark.parametrize(("way", "asked"), [
+    ("model", REENTRANT), ("PEFT", None), ("PEFT", REENTRANT), ("PEFT", {"use_reentrant": False}),
+    ("split", REENTRANT),
+    *[pytest.param(way, {}, marks=pytest.mark.full) for way in ("model", "PEFT", "split")],
+], ids=str)  # fmt: skip
+def test_adapters_in_towers_learn(workspace: Any, tmp_path: Path, way: str, asked: Any) -> None:
+    expected = tower_step(workspace, None, "none", tmp_path)
+    found = tower_step(workspace, asked, way, tmp_path)
+    towers = [name for name, value in found.items() if "tower" in name and value.abs().max() > 0]
+    assert {name.split("tower")[0].rsplit(".", 1)[-1] for name in towers} == {"vision_", "audio_"}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (value - found[name]).abs().max() <= 1e-4 * max(value.abs().max(), 1e-6), name
+
+
+def test_a_trainer_teaches_towers(workspace: Any, tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    batch = {name: value.cpu()[0] for name, value in tiny.inputs().items()}
+    norms = []
+    for options in ({}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": REENTRANT}):
+        model = large(workspace, "31B").float()
+        for name, weight in model.named_parameters():
+            weight.requires_grad_("vision_tower.encoder" in name)
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=1, logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, **options
+        )
+        trainer = Trainer(model, arguments, train_dataset=[{**batch, "labels": batch["input_ids"]}])
+        trainer.train()
+        norms += [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert norms[0] > 0
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
 def unshared(workspace: Any) -> Any:
@@ -203,14 +287,15 @@ def test_a_model_that_shares_nothing_is_checkpointed_as_asked(workspace: Any, sp
     same(step(whole, workspace.main, text_only=True), step(model, workspace.main, text_only=True))
 
 
-def test_a_tower_by_itself_and_other_models_are_checkpointed_as_asked(workspace: Any) -> None:
+def test_a_tower_by_itself_learns_and_other_models_are_checkpointed_as_asked(workspace: Any) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tower = workspace.load().model.vision_tower
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    for model in (tower, LlamaForCausalLM(LlamaConfig(**shape, vocab_size=8))):
+    tower, other = workspace.load().model.vision_tower, LlamaForCausalLM(LlamaConfig(**shape, vocab_size=8))
+    for model in (tower, other):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=REENTRANT)
-        assert kinds(model) == {True}
+    assert kinds(tower) == {False}
+    assert kinds(other) == {True}
 
 
 def test_only_who_asked_by_name_is_told(workspace: Any) -> None:

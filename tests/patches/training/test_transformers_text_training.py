@@ -10,6 +10,7 @@ import pytest
 from gemma4_compat._engine import versions
 from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat.patches.training.transformers_text_training import PATCH
+from tests.helpers import without
 from tests.patches.promise import Promise
 
 
@@ -39,10 +40,10 @@ def test_gradients_are_those_with_zeros_given(workspace: Any, tmp_path: Path, va
     not versions.admits(PATCH.affected, versions.installed("transformers") or "0"),
     reason="transformers 5.6 does not ask for it",
 )
-def test_with_an_image_it_is_asked_for(workspace: Any, tmp_path: Path) -> None:
+def test_an_image_without_types_is_left_to_another_patch(workspace: Any, tmp_path: Path) -> None:
     tiny_models.build_checkpoint(tmp_path / "model", variant="31B")
     model = tiny.load(tmp_path / "model", device=workspace.main).train()
     batch = tiny.inputs(workspace.main, variant="31B")
     del batch["mm_token_type_ids"]
-    with pytest.raises(ValueError, match="`mm_token_type_ids` is required"):
+    with without("transformers-image-types"), pytest.raises(ValueError, match="`mm_token_type_ids` is required"):
         model(**batch, labels=batch["input_ids"])

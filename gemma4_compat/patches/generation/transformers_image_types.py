@@ -1,0 +1,171 @@
+"""The tokens of an image see each other without ``mm_token_type_ids`` as well (12B, 26B-A4B, 31B).
+
+Symptom: silent: an image or a video without ``mm_token_type_ids``, as in prompts built by hand, or from collators
+that drop names they do not know, gives other logits on the 12B, the 26B-A4B and the 31B than with them, and other
+gradients. The same happens with types that do not mark the image: all zero, shifted by padding, or counted from the
+last turn instead of the beginning.
+
+Cause: In these models the tokens of one image attend to each other in both directions. The forward knows its tokens by
+their ids, but makes that mask only from ``mm_token_type_ids``, whose values it does not compare with the tokens.
+
+Fix: Beside images and videos, missing types are those of the processor, which are no more than the ids of image, video
+and audio tokens; with ``inputs_embeds`` the embeddings of those tokens. ``generate`` has them before it cuts a prompt
+or makes a mask. Given types that leave neighbouring tokens of an image unmarked are refused with an error (not inside
+``torch.compile``, which cannot read values). Prompts without images or videos, masks made by the caller, and E2B and
+E4B, whose images are read from left to right, stay as they are.
+
+Remove when: transformers derives the types of tokens from ``input_ids``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import cache_names, media
+from gemma4_compat._models import prefill as prefill_of
+from gemma4_compat._models.family import is_gemma4_config
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_TYPES = "mm_token_type_ids"
+
+
+def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if args:
+        names = list(inspect.signature(original).parameters)[1:]  # without self
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    if media.has_pictures(kwargs) and _both_ways(self.config) and not isinstance(kwargs.get("attention_mask"), dict):
+        ids, embeds, cache = kwargs.get("input_ids"), kwargs.get("inputs_embeds"), cache_names.cache_in(kwargs)
+        if (ids is None) != (embeds is None):  # others are refused there
+            held = 0 if cache is None else int(cache.get_seq_length())
+            expected = media.token_types(self, ids, embeds, before=held)
+            if kwargs.get(_TYPES) is None:
+                kwargs[_TYPES] = expected
+            else:
+                _compare(kwargs[_TYPES], expected, held)
+    return original(self, **kwargs)
+
+
+def prefill(
+    original: Callable[..., Any],
+    self: Any,
+    input_ids: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if (
+        model_kwargs.get(_TYPES) is None
+        and media.has_pictures(model_kwargs)
+        and is_gemma4_config(self.config)
+        and _both_ways(self.config)
+    ):
+        embeds, cache, before = model_kwargs.get("inputs_embeds"), cache_names.cache_in(model_kwargs), 0
+        if embeds is None and cache is not None:
+            read = prefill_of.new_tokens(input_ids, generation_config, model_kwargs)
+            before = max(int(cache.get_seq_length()) + read - input_ids.shape[1], 0)
+        model_kwargs[_TYPES] = media.token_types(self.model, input_ids, embeds, before=before)
+    return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _both_ways(config: Any) -> bool:
+    return getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+
+
+def _compare(given: Any, expected: Any, held: int) -> None:
+    """Refuse types that leave neighbouring tokens of an image unmarked.
+
+    Args:
+        given: ``mm_token_type_ids``, from the beginning of the text; what they do not reach is text.
+        expected: int64 [batch, held + tokens].
+        held: how many tokens the cache holds.
+
+    Raises:
+        Gemma4CompatError: they do, or they have fewer rows.
+    """
+    import torch
+
+    rows, length = expected.shape
+    if given.ndim == 2 and len(given) >= rows:
+        if torch.compiler.is_compiling() or given.is_meta or expected.is_meta:
+            return
+        reached = torch.nn.functional.pad(given[:rows].to(expected.device), (0, max(length - given.shape[1], 0)))
+        if not bool((_neighbours(expected[:, held:]) & ~_neighbours(reached[:, held:length])).any()):
+            return
+    shown = "" if given.is_meta or bool(given.any()) else ", all zero,"
+    raise Gemma4CompatError(
+        f"mm_token_type_ids of shape {tuple(given.shape)}{shown} do not mark the image tokens of {rows} text(s) of "
+        f"{length} tokens, of which the cache holds {held}. Leave mm_token_type_ids out, and they are derived from "
+        "the tokens; or pass a row for each text and a column for each of its tokens, also of those in the cache: 1 "
+        "where input_ids are config.image_token_id, 2 where they are config.video_token_id."
+    )
+
+
+def _neighbours(types: Any) -> Any:
+    """Whether a token and the next one both belong to images or videos, bool [batch, tokens - 1]."""
+    vision = (types == 1) | (types == 2)
+    return vision[:, 1:] & vision[:, :-1]
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._models import variants
+    from gemma4_compat._reproduction import tiny, tiny_models
+
+    if workspace.variant is None:
+        models = {"31B": tiny.load(workspace.cached(tiny_models.build_checkpoint, text_variant="31B"))}
+        unified = workspace.unified()
+        if unified is not None:
+            models[variants.UNIFIED] = unified.load()
+    else:
+        models = {workspace.variant: workspace.load()}
+    models = {name: model for name, model in models.items() if _both_ways(model.config)}
+    off = {}
+    for name, model in models.items():
+        model = model.to(workspace.main).float()
+        batch = tiny.inputs(workspace.main, variant=name if name == variants.UNIFIED else None)
+        without = {key: value for key, value in batch.items() if key != _TYPES}
+        with torch.no_grad():
+            off[name] = (model(**batch).logits - model(**without).logits).abs().max().item()
+    if not off:
+        return Outcome(False, "images are read from left to right by this model", applicable=False)
+    worst = max(off.values())
+    said = ", ".join(f"{value:.2g} on the {name}" for name, value in off.items())
+    return Outcome(worst > 0, f"the logits of an image without mm_token_type_ids are off by {said}", worst)
+
+
+_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
+
+PATCH = Patch(
+    id="transformers-image-types",
+    kind=Kind.REPAIR,
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F118",),
+    distribution="transformers",
+    affected=">=5.5.0",
+    acts_on=ActsOn.GEMMA4,
+    after=("transformers-image-masks-unified",),
+    targets=(
+        Target(
+            module="transformers.models.gemma4.modeling_gemma4",
+            name="Gemma4Model.forward",
+            replacement=forward,
+            group="gemma4",
+        ),
+        Target(module=_UNIFIED, name="Gemma4UnifiedModel.forward", replacement=forward, group="unified"),
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin._prefill",
+            replacement=prefill,
+            group="generate",
+        ),
+    ),
+    reproduce=reproduce,
+)
