@@ -52,14 +52,14 @@ class Call:
         modules = () if self.model is None else self.model.named_modules()
         self._of_tokens = {id(module) for name, module in modules if not {*name.split(".")}.isdisjoint(_OF_TOKENS)}
 
-    def read(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def read(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """Before a forward of the model.
 
         Raises:
             ValueError: the batch has another number of rows than names.
         """
-        if _current.get() is not self:
-            return
+        if kwargs is None or _current.get() is not self:
+            return  # another thread's
         self.prompt = (args[0] if args else kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         if (rows := self._rows()) is not None and len(self._repeated(rows)) != rows:
             raise ValueError(
@@ -160,7 +160,10 @@ def alone(call: Call, name: str) -> Iterator[None]:
 
 
 def by_adapter(
-    call: Call, names: Sequence[str], run: Callable[[list[int]], Any], join: Callable[[list[Any], list[list[int]]], Any]
+    call: Call,
+    names: Sequence[str],
+    run: Callable[[list[int]], Any],
+    join: Callable[[list[Any], list[list[int]]], Any],
 ) -> Any:
     """What ``run`` returns for the places of each name, with that adapter alone, joined.
 

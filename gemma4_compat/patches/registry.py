@@ -104,6 +104,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "peft_hotswap_offloaded",
         "peft_virtual_tokens",
         "peft_adapter_names",
+        "peft_frozen_adapters",
         "transformers_adapter_names",
         "transformers_peft_release",
         "transformers_adapter_placement",

@@ -76,12 +76,12 @@ def _remove(tuner: Any, given: dict[str, Any]) -> None:
             kept.pop().remove()
 
 
-def give_names(original: Callable[..., Any], target: Any, args: Any, kwargs: Any, adapter_names: Any) -> Any:
+def give_names(original: Callable[..., Any], target: Any, args: Any, kwargs: Any = None, *, adapter_names: Any) -> Any:
     call = getattr(adapter_names, "call", None)
     if call is None:
         return original(target, args, kwargs, adapter_names=adapter_names)
-    if rows.current() is not call:
-        return None  # another thread's
+    if kwargs is None or rows.current() is not call:
+        return None  # another thread's; torch leaves ``kwargs`` out while that thread adds or removes the hook
     names = call.of(target, args)
     known = vars(target).get("_adapters")  # of `modules_to_save` and trainable tokens
     if known is not None:
@@ -128,10 +128,17 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     model = PeftModel.from_pretrained(workspace.load(), workspace.adapter("language"), adapter_name="one")
     expected = workspace.outputs(model)
-    with contextlib.suppress(IndexError), torch.no_grad():
-        tokens = torch.full((1, 3), 10**6, device=workspace.main)
-        model(input_ids=tokens, attention_mask=torch.ones_like(tokens), adapter_names=[rows.BASE])
-    return Outcome.of_parity(difference(expected, workspace.outputs(model)), "after a call for the base model that failed")
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(fail)
+    with contextlib.suppress(MemoryError), torch.no_grad():
+        model(**workspace.inputs(), adapter_names=[rows.BASE])
+    handle.remove()
+    return Outcome.of_parity(
+        difference(expected, workspace.outputs(model)), "after a call for the base model that failed"
+    )
 
 
 _TUNERS = ("lora", "road", "glora")
@@ -146,9 +153,7 @@ PATCH = Patch(
     acts_on=ActsOn.EVERY_MODEL,
     bug=("https://github.com/huggingface/peft/issues/3475",),
     targets=(
-        Target(
-            module="peft.peft_model", name="PeftModel._enable_peft_forward_hooks", replacement=of_any_tuner
-        ),
+        Target(module="peft.peft_model", name="PeftModel._enable_peft_forward_hooks", replacement=of_any_tuner),
         *(
             Target(
                 module=f"peft.tuners.{tuner}.model",

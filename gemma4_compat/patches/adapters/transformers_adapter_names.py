@@ -84,7 +84,9 @@ def _encode(kind: str, original: Callable[..., Any], model: Any, args: tuple[Any
 
 def _is_adapted(call: rows.Call, model: Any, kind: str) -> bool:
     """Whether PEFT's hooks of this call are in the part that encodes ``kind``."""
-    for name in ("audio_tower", "embed_audio") if kind == "audio" else ("vision_tower", "embed_vision", "vision_embedder"):
+    for name in (
+        ("audio_tower", "embed_audio") if kind == "audio" else ("vision_tower", "embed_vision", "vision_embedder")
+    ):
         part = getattr(model, name, None)
         for module in () if part is None else part.modules():
             for hook in module._forward_pre_hooks.values():
