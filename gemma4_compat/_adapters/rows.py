@@ -35,7 +35,7 @@ class Call:
 
     Attributes:
         names: one for each row that the caller passed.
-        model: the Gemma 4 inside the PEFT model; None if it is another one.
+        model: the Gemma 4 inside the PEFT model; None if it is of another family.
         times: how often ``generate`` repeats each row.
         prompt: ``input_ids`` and ``inputs_embeds`` of the forward that runs, or else of ``generate``.
         alone: the adapter of all that runs now, if it is one.
@@ -82,8 +82,8 @@ class Call:
             return self.names
         if not args[0].shape:
             raise ValueError(
-                "With `adapter_names`, a prompt in `inputs_embeds` cannot be searched for images: its adapters change the "
-                "embeddings. Pass `input_ids`."
+                "With `adapter_names`, a prompt in `inputs_embeds` cannot be searched for images: its adapters change "
+                "the embeddings. Pass `input_ids`."
             )
         count = len(args[0])
         if self.alone is not None:
@@ -107,7 +107,8 @@ class Call:
         ids, embeds = self.prompt
         masks = model.get_placeholder_mask(ids, None if ids is not None else embeds)
         asked = masks[[name for name, _ in media.MEDIA].index(kind)].sum(-1).tolist()
-        names, found = self._of_prompts(len(asked)), []
+        names = self._of_prompts(len(asked))
+        found: list[str] = []
         ends = list(itertools.accumulate(sizes, initial=0))
         for name, end in zip(names, itertools.accumulate(asked)):
             while len(found) < len(sizes) and ends[len(found) + 1] <= end:
@@ -116,10 +117,31 @@ class Call:
                 break
         if len(found) != len(sizes) or ends[-1] != sum(asked):
             raise ValueError(
-                f"With `adapter_names`, each {kind} belongs to one row. These have {list(sizes)} tokens, and the rows have "
-                f"{asked} placeholders."
+                f"With `adapter_names`, each {kind} belongs to one row. These have {list(sizes)} tokens, and the rows "
+                f"have {asked} placeholders."
             )
         return found
+
+    def check_padding(self, model: Any) -> None:
+        """Before media are encoded: where they go, per-layer inputs come from the padding token's embedding.
+
+        Raises:
+            ValueError: it differs between adapters, and the model takes that of the active ones for all rows.
+        """
+        import torch
+
+        embed, config = model.get_input_embeddings(), model.config.get_text_config()
+        if not getattr(config, "hidden_size_per_layer_input", 0) or not hasattr(embed, "_adapters"):
+            return
+        padding, found = torch.full((1, 1), config.pad_token_id, device=embed.weight.device), []
+        for name in dict.fromkeys([*self.names, *embed.active_adapters]):
+            with alone(self, name):
+                found.append(embed(padding))
+        if any(not torch.equal(one, found[0]) for one in found):
+            raise ValueError(
+                "With `adapter_names`, images, videos and sounds need the same embedding of the padding token in all "
+                "adapters. Pass the rows of each adapter by themselves."
+            )
 
     def _of_prompts(self, rows: int) -> list[str]:
         names = self._repeated(rows)
@@ -128,8 +150,8 @@ class Call:
         groups = [{*names[index * len(names) // rows : (index + 1) * len(names) // rows]} for index in range(rows)]
         if len(names) % rows or any(len(group) != 1 for group in groups):
             raise ValueError(
-                f"`adapter_names` has {len(names)} names for {rows} prompts with images, videos or sounds. Pass one for "
-                "each prompt."
+                f"`adapter_names` has {len(names)} names for {rows} prompts with images, videos or sounds. Pass one "
+                "for each prompt."
             )
         return [name for group in groups for name in group]
 
@@ -165,7 +187,7 @@ def by_adapter(
     run: Callable[[list[int]], Any],
     join: Callable[[list[Any], list[list[int]]], Any],
 ) -> Any:
-    """What ``run`` returns for the places of each name, with that adapter alone, joined.
+    """What ``run`` returns for the places of each name, with only that adapter, joined.
 
     Args:
         call: the running one.

@@ -1,19 +1,20 @@
 """A call with ``adapter_names`` ends with the call, also if it fails, and gives each row its own adapter.
 
-Symptom: silent: after a call with ``adapter_names`` that raised (a token out of range, no memory, Ctrl-C), every later
-call computes with these names, or raises ``ValueError: Length of `adapter_names` should be the same as the number of
-inputs, but got 2 and 1 respectively``. The same with ``num_return_sequences``, with beams from a generation config, and
-in the 26B-A4B if its router is adapted; adapted experts are ``ValueError: lora.ParamWrapper does not support mixed
-adapter batches yet``. Two threads in one model get each other's adapters. Tuners without this feature, such as IA3, give
-all rows the active adapter.
+Symptom: silent: after a call with ``adapter_names`` that raised (a token out of range, no memory, Ctrl-C), every
+later call computes with these names, or raises ``ValueError: Length of `adapter_names` should be the same as the
+number of inputs, but got 2 and 1 respectively``. The same with ``num_return_sequences``, with beams from a generation
+config, and in the 26B-A4B if its router is adapted; adapted experts are ``ValueError: lora.ParamWrapper does not
+support mixed adapter batches yet``. Two threads in one model get each other's adapters. Tuners without this feature,
+such as IA3, give all rows the active adapter.
 
 Cause: ``_enable_peft_forward_hooks`` puts hooks on the layers and removes them after a ``yield`` without ``finally``.
 Every thread runs these hooks. They give each layer one name per row that the caller passed, whatever the layer gets.
 
-Fix: The hooks are removed however the call ends, and act in its own thread only. In a Gemma 4 they repeat the names as
-``generate`` repeats the rows, and for the tokens of a row in router and experts. Experts compute the rows of each adapter
-by themselves. A row whose adapter has no part in ``modules_to_save`` gets the base's. Where a tuner has no such feature,
-names other than the active adapter's are an error. `transformers-adapter-names` does the same for towers.
+Fix: The hooks are removed however the call ends, and act in its own thread only. In a Gemma 4 they repeat the names
+as ``generate`` repeats the rows, and for the tokens of a row in router and experts. Experts compute the rows of each
+adapter by themselves. A row whose adapter has no part in ``modules_to_save`` gets the base's. Where a tuner has no
+such feature, names other than the active adapter's are an error. `transformers-adapter-names` does the same for
+towers.
 
 Remove when: PEFT removes these hooks in ``finally`` and gives each layer the names of what it gets.
 """
@@ -109,15 +110,26 @@ def adapted_parameter(original: Callable[..., Any], self: Any, x: Any, *args: An
 
 def of_any_tuner(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """``PeftModel._enable_peft_forward_hooks``, which tuners without ``adapter_names`` never hear of."""
-    names = kwargs.get(_NAMES)
-    if names is not None and not hasattr(self.base_model, "_enable_peft_forward_hooks"):
-        active = list(self.active_adapters)
-        if self.has_active_enabled_adapter and any([name] != active for name in names):
-            raise ValueError(
-                f"{type(self.base_model).__name__} takes no `adapter_names`: every row would get {active}, the active "
-                "adapter. Call `set_adapter` and pass the rows of each adapter by themselves."
-            )
+    known = hasattr(self.base_model, "_enable_peft_forward_hooks") or not self.has_active_enabled_adapter
+    if kwargs.get(_NAMES) is not None and not known:
+        _refuse(self, kwargs[_NAMES])
     return original(self, *args, **kwargs)
+
+
+def mixed_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``PeftMixedModel.forward``, which hands the names on to a model that ignores them."""
+    if kwargs.get(_NAMES) is not None:
+        _refuse(self, kwargs[_NAMES])
+    return original(self, *args, **kwargs)
+
+
+def _refuse(model: Any, names: Any) -> None:
+    active = list(model.active_adapters)
+    if any([name] != active for name in names):
+        raise ValueError(
+            f"{type(model.base_model).__name__} takes no `adapter_names`: every row would get {active}, the active "
+            "adapter. Call `set_adapter` and pass the rows of each adapter by themselves."
+        )
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -154,6 +166,7 @@ PATCH = Patch(
     bug=("https://github.com/huggingface/peft/issues/3475",),
     targets=(
         Target(module="peft.peft_model", name="PeftModel._enable_peft_forward_hooks", replacement=of_any_tuner),
+        Target(module="peft.mixed_model", name="PeftMixedModel.forward", replacement=mixed_forward),
         *(
             Target(
                 module=f"peft.tuners.{tuner}.model",

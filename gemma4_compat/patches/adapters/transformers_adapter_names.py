@@ -2,14 +2,14 @@
 
 Symptom: silent: with an adapter in a tower, an embedder or a projection of images, videos or sounds, and PEFT's
 ``adapter_names``, rows are answered with another row's adapter if there are as many images as rows; otherwise
-``ValueError: Length of `adapter_names` should be the same as the number of inputs, but got 2 and 3 respectively``. The
-latter also with ``num_return_sequences``, or with beams from a generation config.
+``ValueError: Length of `adapter_names` should be the same as the number of inputs, but got 2 and 3 respectively``.
+The latter also with ``num_return_sequences``, or with beams from a generation config.
 
 Cause: PEFT gives every adapted layer one name for each row of the batch. A tower's batch is images, and a projection
 gets the tokens of all of them in one dimension.
 
-Fix: The placeholders of each row say which images are its own. Those of each adapter are encoded by themselves. A batch
-whose media are not those of whole rows is an error.
+Fix: The placeholders of each row say which images are its own. Those of each adapter are encoded by themselves. A
+batch whose media are not those of whole rows is an error.
 
 Remove when: PEFT and transformers encode the media of each row with its adapter.
 """
@@ -57,6 +57,8 @@ def audio_features(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 
 def _encode(kind: str, original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = rows.current()
+    if call is not None and call.alone is None:
+        call.check_padding(model)
     if call is None or call.alone is not None or not _is_adapted(call, model, kind):
         return original(model, *args, **kwargs)
     given = inspect.signature(original).bind(model, *args, **kwargs).arguments

@@ -1,17 +1,17 @@
 """A Gemma 4 drafts with its own first layers: ``generate(assistant_early_exit=N)``.
 
 Symptom: ``AttributeError: 'Gemma4Config' object has no attribute 'num_hidden_layers'`` from ``generate`` with
-``assistant_early_exit``. A text model with per-layer embeddings (E2B, E4B) raises ``RuntimeError: shape '[1, 24, 3, 64]'
-is invalid for input of size 9216`` instead, and other text models from 5.20 on ``ValueError: The set of layer types
-producing a cache is different than the set of layer types using them``. After the error the model still exits early:
-all later texts are wrong.
+``assistant_early_exit``. A text model with per-layer embeddings (E2B, E4B) raises ``RuntimeError: shape '[1, 24, 3,
+64]' is invalid for input of size 9216`` instead, and in newer releases other text models ``ValueError: The set of
+layer types producing a cache is different than the set of layer types using them``. After the error the model still
+exits early: all later texts are wrong.
 
-Cause: ``EarlyExitCandidateGenerator`` writes the number of layers into the outer configuration, which a multimodal model
-does not have. In the text model's own configuration that number also gives the width of the per-layer embeddings and
-the layers of the cache. It is put back only if the draft succeeds.
+Cause: ``EarlyExitCandidateGenerator`` writes the number of layers into the outer configuration, which a multimodal
+model does not have. In the text model's own configuration that number also gives the width of the per-layer
+embeddings and the layers of the cache. It is put back only if the draft succeeds.
 
-Fix: While it drafts, the text model of a Gemma 4 runs only its first N layers, in this thread. The configuration stays
-as it is. The tokens are those of ``generate`` without ``assistant_early_exit``.
+Fix: While it drafts, the text model of a Gemma 4 runs only its first N layers, in this thread. The configuration
+stays as it is. The tokens are those of ``generate`` without ``assistant_early_exit``.
 
 Remove when: ``EarlyExitCandidateGenerator`` can draft with a Gemma 4 of every size in all supported releases.
 """
@@ -45,14 +45,14 @@ def get_candidates(original: Callable[..., Any], self: Any, input_ids: Any, **kw
     with _first_layers(getattr(text, "language_model", text), self.assistant_early_exit):
         found = candidate_generator.AssistedCandidateGenerator.get_candidates(self, input_ids)
     cache = cache_names.cache_in(self.assistant_kwargs)
-    if cache is not None:  # without its layers that hold nothing, which 5.20 and newer cannot crop
+    if cache is not None:  # without its layers that hold nothing, which newer releases cannot crop
         del cache.layers[self.assistant_early_exit :]
     return found
 
 
 @contextlib.contextmanager
 def _first_layers(text: Any, number: int) -> Iterator[None]:
-    """In this thread, forwards of the text model run its first ``number`` layers. The tree of modules stays the same."""
+    """In this thread, forwards of the text model run its first ``number`` layers. Its modules stay the same."""
     thread = threading.get_ident()
     with _swapping:
         layers = text.layers
