@@ -4,5 +4,6 @@
 * :mod:`fitting`: both loaders, PEFT's and transformers', fit adapters with this; it calls ``translation.translate``.
 * :mod:`clipped`: Gemma 4's own linears. :mod:`matching`: which modules a configuration names.
 * :mod:`rollback`: a model as it was before a failed load.
+* :mod:`rows`: calls in which each row has an adapter of its own (``adapter_names``).
 * :mod:`creation`, :mod:`state`, :mod:`mersenne`: a load without the work that it undoes (``peft_adapter_load``).
 """
