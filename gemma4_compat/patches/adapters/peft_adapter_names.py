@@ -78,7 +78,7 @@ def _remove(tuner: Any, given: dict[str, Any]) -> None:
 
 
 def give_names(original: Callable[..., Any], target: Any, args: Any, kwargs: Any = None, *, adapter_names: Any) -> Any:
-    call = getattr(adapter_names, "call", None)
+    call: rows.Call | None = getattr(adapter_names, "call", None)
     if call is None:
         return original(target, args, kwargs, adapter_names=adapter_names)
     if kwargs is None or rows.current() is not call:

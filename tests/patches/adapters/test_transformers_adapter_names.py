@@ -113,6 +113,8 @@ def test_what_no_row_owns_is_an_error(workspace: Any) -> None:
         torch.no_grad(),
     ):
         model(**batch, adapter_names=["one", "other"])
+    if "mm_encoder_outputs" not in inspect.signature(model.get_base_model().forward).parameters:
+        return  # images are encoded after the rows are repeated, and each copy can have its own adapter
     batch = tiny.several_media(workspace.inputs())
     with pytest.raises(ValueError, match="4 names for 2 prompts"), torch.no_grad():
         model.generate(**batch, adapter_names=["one", "other"] * 2, num_return_sequences=2, do_sample=True)
