@@ -28,7 +28,8 @@ def decode_fast(
 
     Applies to ``generate`` calls that set no cache and use no assistant model. They keep keys and values in a static
     cache of fixed size from then on, and the patch ``transformers-graph-decoding`` replays the step that reads one
-    token. ``disable_compile=True`` turns the replay off for one call, and PyTorch's kernels compute its tokens. The
+    token. With ``return_dict_in_generate=True`` they return the dynamic cache that they would return without this, for a
+    next turn. ``disable_compile=True`` turns the replay off for one call, and PyTorch's kernels compute its tokens. The
     step is also replayed where transformers would compile it (nothing quantized, nothing offloaded): a replay needs no
     minute of compiling. ``model.generation_config`` stays as it is, and a copy of the model decodes without replays.
 

@@ -39,8 +39,8 @@ class Call:
 
     Attributes:
         tensors: all tensors among the arguments, and the keys and values of earlier layers if this one reads them.
-            Of those that were made in inference mode a copy: autograd keeps none of them, and nothing counts what is
-            written to them.
+            Tensors that were made in inference mode are copied: autograd keeps none of them, and nothing counts what
+            is written to them.
         shared: where layers hand on keys and values; None if none do.
         cache: an empty dynamic cache, which this layer writes into; None without one.
         form: the call without its tensors.
@@ -139,9 +139,9 @@ def _written(layer: Any, cache: Any) -> Any:
         return None  # checkpointed layers get none
     attention = layer.self_attn
     reads = getattr(attention, "is_kv_shared_layer", False)
-    if reads or getattr(attention, "store_full_length_kv", False):
-        if shared_kv.NAME not in inspect.signature(type(attention).forward).parameters:
-            raise UnknownArgumentError(f"layers share keys and values through the cache; {_REMEDY}")
+    shares = reads or getattr(attention, "store_full_length_kv", False)
+    if shares and shared_kv.NAME not in inspect.signature(type(attention).forward).parameters:  # before 5.5.2
+        raise UnknownArgumentError(f"layers share keys and values through the cache; {_REMEDY}")
     if reads:
         return None
     if type(cache).__name__ != "DynamicCache" or getattr(cache, "offloading", False):

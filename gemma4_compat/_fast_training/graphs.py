@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from gemma4_compat._attention import tracing
 from gemma4_compat._decoding.recording import Recording, capturing
 from gemma4_compat._fast_training import calls
+from gemma4_compat._training import whole
 
 #: Held while a graph's inputs are filled, it is launched, and its results are copied: layers share this memory.
 _launching = threading.Lock()
@@ -228,7 +229,7 @@ class Graph:
     ) -> list[Any]:
         """The same, to be differentiated in turn: they depend on the tensors and weights as upstream's do."""
         inputs = [tensor.view_as(tensor) for tensor in tensors]
-        with _as_views(layer, weights) as views:
+        with whole.as_views(layer, weights) as views:
             step = Step.of(run, inputs, self._autocast)
             return step.gradients(incoming, views, recorded=True)
 
@@ -298,22 +299,6 @@ def _replayed() -> Any:
             return None, None, *ctx.replay.gradients(ctx.saved_tensors, incoming)
 
     return Replayed
-
-
-@contextlib.contextmanager
-def _as_views(layer: Any, weights: Sequence[Any]) -> Iterator[list[Any]]:
-    """Inside, the layer computes with views of its trained weights: a gradient of a view is that of this one use."""
-    import torch
-
-    with torch.enable_grad(), contextlib.ExitStack() as stack:
-        views = [weight.view_as(weight) for weight in weights]
-        own = {id(weight): view for weight, view in zip(weights, views)}
-        for module in layer.modules():
-            for name, weight in module._parameters.items():
-                if id(weight) in own:
-                    module._parameters[name] = own[id(weight)]
-                    stack.callback(module._parameters.__setitem__, name, weight)
-        yield views
 
 
 @contextlib.contextmanager

@@ -108,7 +108,9 @@ def test_what_the_first_turn_returns(plain: Any, options: dict[str, Any]) -> Non
     assert_same(cache_of(found), cache_of(expected))
     if "num_beams" not in options and "num_return_sequences" not in options:  # of these, the cache has other rows
         next_one = later(expected, given["attention_mask"])
-        again = [ask(one, next_one, past_key_values=cache_of(made)) for one, made in ((model, found), (plain, expected))]
+        again = [
+            ask(one, next_one, past_key_values=cache_of(made)) for one, made in ((model, found), (plain, expected))
+        ]
         assert again[0].sequences.tolist() == again[1].sequences.tolist()
 
 
