@@ -1,8 +1,8 @@
 """The cache that ``generate`` returns after ``decode_fast``: a dynamic one, in which a next turn has room.
 
-Called by ``patches/generation/transformers_graph_decoding.py``. The static cache that a call decodes with is as long as
-its text, and its memory serves the next call. So its contents are copied into the cache that ``generate`` would have
-made.
+Called by ``patches/generation/transformers_graph_decoding.py``. The static cache that a call decodes with is as long
+as its text, and its memory serves the next call. So its contents are copied into the cache that ``generate`` would
+have made.
 """
 
 from __future__ import annotations

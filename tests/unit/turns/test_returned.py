@@ -115,7 +115,7 @@ def test_what_the_first_turn_returns(plain: Any, options: dict[str, Any]) -> Non
 
 
 def test_it_is_the_callers(plain: Any) -> None:
-    """Other calls do not write to it, nor does a graph lose its memory. It can be copied, saved and read by a forward."""
+    """Other calls do not write to it, nor does a graph lose its memory. It can be copied, saved and read."""
     import torch
 
     model, given = fast(plain), text(plain)
