@@ -78,8 +78,8 @@ def _function() -> Any:
         @staticmethod
         def backward(ctx: Any, gradient: Any) -> Any:
             if torch.is_grad_enabled():
-                first, *of_trained = _recorded(ctx, gradient)
-                return (first, None, None, None, None, None, *of_trained)
+                of_inputs, *others = _recorded(ctx, gradient)
+                return (of_inputs, None, None, None, None, None, *others)
             (inputs,) = ctx.saved_tensors
             first = (
                 torch.empty_like(inputs, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None

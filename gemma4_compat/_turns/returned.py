@@ -31,7 +31,8 @@ class Call:
     """
 
     def __init__(self, model: Any, *, is_own: bool) -> None:
-        self.model, self.is_own, self.cache = model, is_own, None
+        self.model, self.is_own = model, is_own
+        self.cache: Any = None
 
     def output(self, output: Any) -> Any:
         """What ``generate`` returns, with that cache."""
