@@ -71,6 +71,11 @@ def is_given(cache: Any) -> bool:
     return bool(getattr(cache, "_is_user_defined", False))
 
 
+def keeps_all(config: Any) -> bool:
+    """Whether the call returns the cache of transformers' loop for assistants, which no static one can become."""
+    return bool(config.return_dict_in_generate) and config.cache_implementation == _OF_ASSISTANTS
+
+
 def _of_call(config: Any, given: dict[str, Any]) -> str | None:
     """What only transformers' loop for assistants has; None if the call asks for none of it."""
     reasons = {

@@ -28,9 +28,11 @@ def decode_fast(
 
     Applies to ``generate`` calls that set no cache and use no assistant model. They keep keys and values in a static
     cache of fixed size from then on, and the patch ``transformers-graph-decoding`` replays the step that reads one
-    token. ``disable_compile=True`` turns the replay off for one call, and PyTorch's kernels compute its tokens. The
-    step is also replayed where transformers would compile it (nothing quantized, nothing offloaded): a replay needs no
-    minute of compiling. ``model.generation_config`` stays as it is, and a copy of the model decodes without replays.
+    token. With ``return_dict_in_generate=True`` they return the dynamic cache that they would return without this, for
+    a next turn. ``disable_compile=True`` turns the replay off for one call, and PyTorch's kernels compute its tokens.
+    The step is also replayed where transformers would compile it (nothing quantized, nothing offloaded): a replay
+    needs no minute of compiling. ``model.generation_config`` stays as it is, and a copy of the model decodes without
+    replays.
 
     A prompt that does not fit into the memory that is left is read in chunks, which round otherwise; with ``exact``
     only after a forward ran out of memory. ``prefill_chunk_size`` wins.

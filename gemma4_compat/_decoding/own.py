@@ -191,7 +191,8 @@ class Own(Repeats):
 
     def _valid_keys(self, query: Any, key: Any, value: Any, mask: Any, scale: float, gqa: bool) -> Any:
         """Where the keys of each query begin and end: found once for all layers with this mask."""
-        what = (mask.data_ptr(), mask._version, mask.shape, mask.stride(), query.shape[:3], key.shape[1])
+        version = None if mask.is_inference() else mask._version
+        what = (mask.data_ptr(), version, mask.shape, mask.stride(), query.shape[:3], key.shape[1])
         if what not in self._valid:
             found = self._computed(torch.ops.gemma4_compat.valid_keys, query, key, value, mask, scale, gqa)
             self._valid[what] = mask, found

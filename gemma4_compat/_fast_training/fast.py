@@ -33,7 +33,8 @@ def train_fast(model: _Model, *, max_tokens: int = layers.MAX_TOKENS, enabled: b
 
     A layer runs as before, and a warning in the log says why, if its weights are offloaded, sharded or 8-bit, if it
     draws random numbers (dropout), if a hook of yours looks into it, if experts are chosen on the host, if
-    checkpointing offloads what it keeps, and without a GPU. Before transformers 5.23 checkpointing must be off, which
+    checkpointing offloads what it keeps, if the call has a cache that holds tokens, and without a GPU. A backward pass
+    with ``create_graph=True`` runs without graphs as well. Before transformers 5.23 checkpointing must be off, which
     takes more memory until a shape is captured. Batches of more than ``max_tokens``, and calls without gradients, run
     as before without a word. A deep copy and a pickle of the model train without replays.
 

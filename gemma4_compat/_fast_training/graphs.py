@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from gemma4_compat._attention import tracing
 from gemma4_compat._decoding.recording import Recording, capturing
 from gemma4_compat._fast_training import calls
+from gemma4_compat._training import whole
 
 #: Held while a graph's inputs are filled, it is launched, and its results are copied: layers share this memory.
 _launching = threading.Lock()
@@ -68,7 +69,8 @@ class Memory:
         return sum(buffer.tensor.nbytes for buffer in self._buffers.values())
 
 
-#: Calls a layer with tensors in the places of the call's: what it returns, and what it hands on to later layers.
+#: Calls a layer with tensors in the places of the call's: what it returns, what it hands on to later layers, and what
+#: it gives to a cache.
 Run = Callable[[Sequence[Any]], Any]
 
 
@@ -77,14 +79,16 @@ class Step(NamedTuple):
 
     Attributes:
         inputs: the call's tensors, as leaves of the graph.
-        outputs: the tensors that the layer returns, and then those that it hands on to later layers.
+        outputs: the tensors that the layer returns, then those that it hands on to later layers or gives to a cache.
         returned: how many it returns.
-        form: what it returns and hands on, without tensors.
+        read: the same number and that of those that it hands on.
+        form: all of that without tensors.
     """
 
     inputs: list[Any]
     outputs: list[Any]
     returned: int
+    read: int
     form: Any
 
     @classmethod
@@ -98,11 +102,14 @@ class Step(NamedTuple):
         """
         with _as_in_a_step(inputs[0].device.type, autocast):
             found = call(inputs)
-        returned = len(list(calls.tensors_in(found[0])))
-        return cls(inputs, list(calls.tensors_in(found)), returned, calls.without_tensors(found))
+        returned, read = (len(list(calls.tensors_in(part))) for part in (found[0], found[:2]))
+        return cls(inputs, list(calls.tensors_in(found)), returned, read, calls.without_tensors(found))
 
-    def gradients(self, incoming: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
-        """Backpropagate these gradients of the outputs: gradients of the inputs, then of the weights, or None."""
+    def gradients(self, incoming: Sequence[Any], weights: Sequence[Any], *, recorded: bool = False) -> list[Any]:
+        """Backpropagate these gradients of the outputs: gradients of the inputs, then of the weights, or None.
+
+        ``recorded``: they can be differentiated in turn.
+        """
         import torch
 
         leaves = [*self.inputs, *weights]
@@ -112,7 +119,7 @@ class Step(NamedTuple):
         outputs, gradients = [one for one, _ in given], [gradient for _, gradient in given]
         with torch.autocast(leaves[0].device.type, enabled=False):
             asked = [one for one in leaves if one.requires_grad]
-            found = iter(torch.autograd.grad(outputs, asked, gradients, allow_unused=True))
+            found = iter(torch.autograd.grad(outputs, asked, gradients, allow_unused=True, create_graph=recorded))
         return [next(found) if one.requires_grad else None for one in leaves]
 
 
@@ -129,7 +136,7 @@ class Graph:
 
     Attributes:
         looks: what the layer has found in masks. The graph serves calls in whose masks it finds the same.
-        form: what the layer returns and hands on, without tensors.
+        form: of a :class:`Step`.
         differentiable: which of the tensors in it require gradients.
         expected: which of them get one where the backward pass is replayed.
 
@@ -157,7 +164,8 @@ class Graph:
             tried = Step.of(run, leaves, self._autocast)
         self.form, self.differentiable = tried.form, [one.requires_grad for one in tried.outputs]
         self.expected = [
-            wanted and (is_read or index < tried.returned) for index, wanted in enumerate(self.differentiable)
+            wanted and index < (tried.read if is_read else tried.returned)
+            for index, wanted in enumerate(self.differentiable)
         ]
         incoming = [one.detach() if wanted else None for one, wanted in zip(tried.outputs, self.expected)]
         found = tried.gradients(incoming, weights)
@@ -216,6 +224,15 @@ class Graph:
         """The same without a graph, also where an output has no gradient."""
         return Step.of(run, self._leaves(tensors), self._autocast).gradients(incoming, weights)
 
+    def recorded_gradients(
+        self, run: Run, layer: Any, tensors: Sequence[Any], incoming: Sequence[Any], weights: Sequence[Any]
+    ) -> list[Any]:
+        """The same, to be differentiated in turn: they depend on the tensors and weights as upstream's do."""
+        inputs = [tensor.view_as(tensor) for tensor in tensors]
+        with whole.as_views(layer, weights) as views:
+            step = Step.of(run, inputs, self._autocast)
+            return step.gradients(incoming, views, recorded=True)
+
     def _fill(self, tensors: Sequence[Any]) -> None:
         for buffer, tensor in zip(self._inputs, tensors):
             buffer.fill(tensor)
@@ -231,6 +248,8 @@ class Replay:
         tensors: of the call.
         weights: those that ``graph`` was made with.
         may_replay: asked in the backward pass: whether the layer is as it was.
+        layer: itself.
+        tell: called with a reason if its backward pass runs without a graph.
     """
 
     graph: Graph
@@ -238,6 +257,8 @@ class Replay:
     tensors: Sequence[Any]
     weights: Sequence[Any]
     may_replay: Callable[[], bool]
+    layer: Any
+    tell: Callable[[str], None]
 
     def outputs(self) -> Any:
         """Those of the layer. Their backward pass is replayed as well."""
@@ -246,6 +267,11 @@ class Replay:
 
     def gradients(self, tensors: Sequence[Any], incoming: Sequence[Any]) -> list[Any]:
         """Those of the tensors and weights, for these gradients of the outputs."""
+        import torch
+
+        if torch.is_grad_enabled():
+            self.tell("create_graph=True asks for gradients of gradients, which graphs do not have")
+            return self.graph.recorded_gradients(self.run, self.layer, tensors, incoming, self.weights)
         if [gradient is not None for gradient in incoming] == self.graph.expected and self.may_replay():
             return self.graph.gradients(tensors, incoming)
         return self.graph.gradients_without(self.run, tensors, incoming, self.weights)
@@ -269,7 +295,6 @@ def _replayed() -> Any:
             return found
 
         @staticmethod
-        @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
         def backward(ctx: Any, *incoming: Any) -> Any:
             return None, None, *ctx.replay.gradients(ctx.saved_tensors, incoming)
 

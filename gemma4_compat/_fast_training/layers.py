@@ -108,10 +108,13 @@ class Training:
             return below(*given, **named)
         self.statistics.replayed += 1
         self._served += 1
-        outputs = graphs.Replay(graph, run, call.tensors, weights, dependencies.weights_hold).outputs()
-        found, handed_on = calls.with_tensors(graph.form, iter(outputs))
+        may_replay = dependencies.weights_hold
+        outputs = graphs.Replay(graph, run, call.tensors, weights, may_replay, layer, self.reason).outputs()
+        found, handed_on, cached = calls.with_tensors(graph.form, iter(outputs))
         if call.shared is not None:
             call.shared.update(handed_on)
+        if call.cache is not None:
+            call.cache.update(*cached, layer.self_attn.layer_idx)
         return found
 
     def _call(self, layer: Any, given: Any, named: dict[str, Any]) -> calls.Call | None:

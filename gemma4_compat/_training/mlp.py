@@ -31,7 +31,7 @@ def chunked_mlp(model: _Model, *, tokens: int | None = None, enabled: bool = Tru
     The intermediates of an MLP (gate, activation, product, what LoRA adds, and their gradients) are the largest part
     of a layer in training. Here those of one piece exist at once. The backward pass computes each piece again, so an
     MLP runs forward once more per step (docs/TRAINING.md has what that saves).
-    It needs no gradient checkpointing, and goes with it.
+    It needs no gradient checkpointing, and goes with it. With ``create_graph=True`` it computes all tokens at once.
 
     Outputs and gradients differ from upstream's by rounding, where a matrix product of fewer rows is summed in another
     order; gradients of weights are sums over pieces. LoRA's dropout draws other random numbers, and the same ones when
@@ -135,5 +135,10 @@ def forward(mlp: Any, original: Callable[..., Any], x: Any) -> Any:
             )
         return original(x)
     return pieces.apply(
-        original, x, tokens=tokens, trained=head.trained(mlp), around=functools.partial(head.onloaded, mlp)
+        original,
+        x,
+        tokens=tokens,
+        trained=head.trained(mlp),
+        around=functools.partial(head.onloaded, mlp),
+        module=mlp,
     )

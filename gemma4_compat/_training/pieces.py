@@ -15,8 +15,9 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._common import notice
 from gemma4_compat._offload import torch_internals
+from gemma4_compat._training import whole
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +31,9 @@ def apply(
     trained: tuple[torch.Tensor, ...] = (),
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     draws: bool = True,
+    module: Any = None,
 ) -> torch.Tensor:
-    """``function(inputs)``, a piece at a time; differentiable once.
+    """``function(inputs)``, a piece at a time. A backward pass with ``create_graph=True`` computes it as a whole.
 
     Args:
         function: (1, n, features) -> (1, n, other features), of any floating dtype, each token by itself.
@@ -40,14 +42,12 @@ def apply(
         trained: the weights that get a gradient. No other gradient leaves ``function``.
         around: entered once for all pieces of the forward, and once for those of the backward pass.
         draws: False if ``function`` draws no random numbers and autocast changes nothing in it.
+        module: has the weights in ``trained``.
 
     Returns:
         (..., other features), of the dtype and on the device of what ``function`` returns.
-
-    Raises:
-        Gemma4CompatError: in a backward pass with ``create_graph=True``.
     """
-    found: torch.Tensor = _function().apply(inputs, function, tokens, around, draws, *trained)
+    found: torch.Tensor = _function().apply(inputs, function, tokens, around, draws, module, *trained)
     return found
 
 
@@ -59,9 +59,11 @@ def _function() -> Any:
         """Keeps the inputs, and the state of the random numbers and of autocast for what is computed again."""
 
         @staticmethod
-        def forward(ctx: Any, inputs: Any, function: Any, tokens: int, around: Any, draws: bool, *trained: Any) -> Any:
+        def forward(
+            ctx: Any, inputs: Any, function: Any, tokens: int, around: Any, draws: bool, module: Any, *trained: Any
+        ) -> Any:
             ctx.save_for_backward(inputs)
-            ctx.function, ctx.tokens, ctx.around, ctx.trained = function, tokens, around, trained
+            ctx.function, ctx.tokens, ctx.around, ctx.trained, ctx.module = function, tokens, around, trained, module
             ctx.again = _Again(inputs) if draws else contextlib.nullcontext
             outputs = None
             with around(), _graph_of_its_own():
@@ -76,15 +78,13 @@ def _function() -> Any:
         @staticmethod
         def backward(ctx: Any, gradient: Any) -> Any:
             if torch.is_grad_enabled():
-                raise Gemma4CompatError(
-                    "create_graph=True asks for a second derivative, but an MLP in pieces has only the first. Call "
-                    "gemma4_compat.chunked_mlp(model, enabled=False) for it."
-                )
+                of_inputs, *others = _recorded(ctx, gradient)
+                return (of_inputs, None, None, None, None, None, *others)
             (inputs,) = ctx.saved_tensors
             first = (
                 torch.empty_like(inputs, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
             )
-            wanted = [weight for weight, needed in zip(ctx.trained, ctx.needs_input_grad[5:]) if needed]
+            wanted = [weight for weight, needed in zip(ctx.trained, ctx.needs_input_grad[6:]) if needed]
             sums: list[Any] = [None] * len(wanted)
             gradient = gradient.reshape(-1, gradient.shape[-1])
             with ctx.again(), ctx.around(), _graph_of_its_own():
@@ -103,10 +103,33 @@ def _function() -> Any:
             given = iter(
                 None if total is None else total.to(weight.dtype) for total, weight in zip(sums, wanted, strict=True)
             )
-            of_trained = (next(given) if needed else None for needed in ctx.needs_input_grad[5:])
-            return (first, None, None, None, None, *of_trained)
+            of_trained = (next(given) if needed else None for needed in ctx.needs_input_grad[6:])
+            return (first, None, None, None, None, None, *of_trained)
 
     return InPieces
+
+
+def _recorded(ctx: Any, gradient: Any) -> list[Any]:
+    """The gradients of the inputs and of each trained weight, to be differentiated in turn. They need all tokens."""
+    import torch
+
+    _tell()
+    (inputs,) = ctx.saved_tensors
+    with ctx.again(), ctx.around(), whole.as_views(ctx.module, ctx.trained) as views:
+        given = inputs.view_as(inputs)
+        outputs = ctx.function(given.reshape(1, -1, given.shape[-1])).view(gradient.shape)
+        needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[6:]]
+        asked = [one for one, wanted in zip((given, *views), needed) if wanted]
+        found = iter(torch.autograd.grad(outputs, asked, gradient, allow_unused=True, create_graph=True))
+    return [next(found) if wanted else None for wanted in needed]
+
+
+@functools.cache
+def _tell() -> None:
+    notice.warn_user(
+        "create_graph=True asks for gradients of gradients: MLPs in pieces are computed again as a whole, and take "
+        "the memory of all tokens. Call chunked_mlp(model, enabled=False) if this is intended."
+    )
 
 
 def _wide(gradient: Any) -> Any:

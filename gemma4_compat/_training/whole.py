@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gemma4_compat._engine import changes
@@ -44,3 +46,19 @@ def obstacle(module: Any) -> str:
         if hasattr(weight, "device_mesh"):
             return "tensor parallelism shards their weights"
     return ""
+
+
+@contextlib.contextmanager
+def as_views(module: Any, weights: Sequence[Any]) -> Iterator[list[Any]]:
+    """Inside, the module computes with views of these weights: the gradient of a view is that of this one use."""
+    import torch
+
+    with torch.enable_grad(), contextlib.ExitStack() as stack:
+        views = [weight.view_as(weight) for weight in weights]
+        own = {id(weight): view for weight, view in zip(weights, views)}
+        for part in module.modules() if own else ():
+            for name, weight in part._parameters.items():
+                if id(weight) in own:
+                    part._parameters[name] = own[id(weight)]
+                    stack.callback(part._parameters.__setitem__, name, weight)
+        yield views

@@ -8,6 +8,7 @@ finds the longest common prefix, gives transformers a cache that holds this pref
 * :mod:`session`: one ``generate``: whether it may reuse anything, and how much.
 * :mod:`conversation`: a text, the cache that holds it, and how both are cut.
 * :mod:`rows`: the keys and values in the layers of a cache, by position.
+* :mod:`returned`: the cache that a call returns after ``decode_fast``, with or without ``reuse_prefix``.
 * :mod:`weights`: whether the model still computes what it computed before.
 """
 

@@ -209,7 +209,7 @@ class Session:
         _log.debug("gemma4_compat: a prompt of %d tokens, %d of them held", len(self._ids), self._reused)
         cache, self._cache = self._cache, None
         returned = not isinstance(output, torch.Tensor)
-        if cache is None or (returned and rows.length(cache) is not None):
+        if cache is None or (returned and rows.length(cache) is not None and not _has_another(output, cache)):
             return  # a static cache that the caller has is the caller's
         self._take_over(cache)
         sequences = output.sequences if returned else output
@@ -219,3 +219,8 @@ class Session:
                 self._kept.settled, self._seen = True, weights.seen(self.model)
             ids = sequences[0, :held].detach().cpu()
             self._kept.put(conversation.Conversation(ids, self._items, self._seen, cache, self._copies, self._window))
+
+
+def _has_another(output: Any, cache: Any) -> bool:
+    """Whether the caller gets another cache, as after ``decode_fast``."""
+    return isinstance(output, dict) and cache_names.cache_in(output) is not cache

@@ -16,9 +16,10 @@ images or sounds, the text model's part is replayed. After ``decode_fast(assista
 model or prompt lookup are decoded in rounds that are replayed, with the tokens of calls without; where no draft could
 have them (experts, a cache that holds the beginning of the text), nothing is drafted. Weights, hooks, adapters and the
 cache are checked before each replay. A new static cache is a copy of an unused one while the configuration stays as it
-was (transformers 5.19 and newer). Models that transformers compiles itself are left to it, unless ``decode_fast``
-asked for a replay. What cannot be captured (8-bit layers, weights on disk, user hooks, several devices) runs as
-before, and the log says why. ``disable_compile=True`` turns it off.
+was (transformers 5.19 and newer). A call after ``decode_fast`` that returns its cache returns a dynamic one, as
+without. Models that transformers compiles itself are left to it, unless ``decode_fast`` asked for a replay. What
+cannot be captured (8-bit layers, weights on disk, user hooks, several devices) runs as before, and the log says why.
+``disable_compile=True`` turns it off.
 
 Remove when: transformers decodes quantized and offloaded models with a static cache faster than one Python call per
 kernel.
@@ -52,6 +53,7 @@ from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names
 from gemma4_compat._planner import reading
+from gemma4_compat._turns import returned
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -65,6 +67,10 @@ _OF_THE_LOOP = (
     *("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer", "inputs_tensor"),
     *("assistant_model", "assistant_tokenizer", "tokenizer"),
 )
+_GROWS = (
+    "the call was given a cache that grows; pass the whole text instead, after reuse_prefix(model), or a StaticCache "
+    "that has room for it"
+)
 _AS_TRANSFORMERS = "decoding with an assistant as transformers does"
 _TOKENS = 8
 #: TRL's trainers make such a configuration.
@@ -72,6 +78,14 @@ _BY_TRAINERS = (
     "disable_compile is set, as TRL's trainers do (trainer.generation_config.disable_compile = False lets rollouts "
     "replay)"
 )
+
+
+def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not decoder.is_preferred(self):
+        return original(self, *args, **kwargs)
+    with returned.running(self, is_own=callable(kwargs.get("custom_generate"))) as running:
+        output = original(self, *args, **kwargs)
+    return running.output(output)
 
 
 def prepare_cache(
@@ -83,17 +97,26 @@ def prepare_cache(
     batch_size: int,
     max_cache_length: int,
 ) -> Any:
-    length = max_cache_length
+    length, given, running = max_cache_length, cache_names.cache_in(model_kwargs), returned.current(self)
+    if decoder.is_preferred(self) and hasattr(given, "layers"):
+        given._is_user_defined = True  # as newer releases do
     if (
         decoder.is_preferred(self)
         and self.device.type in RECORDERS
         and generation_mode.value in _MODES
         and generation_config.cache_implementation is None
         and generation_config.use_cache is not False
-        and cache_names.cache_in(model_kwargs) is None
+        and not (running is not None and running.is_own)
     ):
         refused = obstacles.of_virtual_tokens(self)
-        if refused is None:
+        if given is not None:
+            if not static_caches.is_static(given):
+                decoder.of(self).reason(_GROWS)
+        elif refused is None:
+            if running is not None and generation_config.return_dict_in_generate:
+                made = dict(model_kwargs)
+                original(self, generation_config, made, generation_mode, batch_size, length)
+                running.cache = cache_names.cache_in(made)
             generation_config.cache_implementation = "static"  # only for this call: it is a copy
             if decoder.of(self).any_length:
                 length = pieces.room(max_cache_length)
@@ -209,7 +232,9 @@ def assisted_decoding(original: Callable[..., Any], self: Any, input_ids: Any, *
         return original(self, input_ids, **kwargs)
     given = {name: kwargs.pop(name, None) for name in _OF_THE_LOOP}
     prepared = dict(kwargs)
-    if not drafted_calls.is_given(cache_names.cache_in(kwargs)):
+    if drafted_calls.keeps_all(config):
+        decoding.reason("a cache that keeps all keys is returned")
+    elif not drafted_calls.is_given(cache_names.cache_in(kwargs)):
         prepared = {name: value for name, value in kwargs.items() if name not in cache_names.NAMES}
         config.cache_implementation = None  # of this call: it is a copy
         mode = type(config.get_generation_mode())("sample")
@@ -300,6 +325,8 @@ PATCH = Patch(
     affected=">=5.5",
     acts_on=ActsOn.GEMMA4,
     after=(
+        "transformers-fp16-logits",
+        "transformers-expanded-media",
         "transformers-model-device",
         "transformers-assisted-cache",
         "transformers-assisted-turns",
@@ -310,6 +337,12 @@ PATCH = Patch(
             module="transformers.generation.utils",
             name="GenerationMixin._valid_auto_compile_criteria",
             replacement=valid_auto_compile_criteria,
+        ),
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin.generate",
+            replacement=generate,
+            asleep=lambda _late: True,
         ),
         Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),
         Target(

@@ -37,7 +37,8 @@ def enable(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
     signature = inspect.signature(original)
     found = signature.bind(self, *args, **kwargs).arguments
     name = list(signature.parameters)[1]  # the dictionary, by release: of gradient or activation checkpointing
-    given = dict(found.get(name) or {})
+    asked = found.get(name)
+    given = dict(asked or {})
     for option, default in OPTIONS.items():
         if option in signature.parameters and option in given:
             value = given.pop(option)
@@ -45,7 +46,8 @@ def enable(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
                 found[option] = value
     if found.get("offload") and not torch.accelerator.is_available():
         found["offload"] = False
-    return original(**(found | {name: given or None}))
+    # As Trainer does: a dictionary of nothing else stands for the defaults. An empty one is left as it is: PyTorch's.
+    return original(**(found | {name: (given or None) if asked else asked}))
 
 
 def reproduce(workspace: Workspace) -> Outcome:

@@ -150,13 +150,34 @@ def test_undone_offloading_without_an_accelerator_raises_the_original_error(work
         step(enable(workspace.load(), PLAIN, offload=True), batch)
 
 
-@AFFECTED
-def test_another_model() -> None:
-    import torch
+def llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(**config, vocab_size=64))
+    return LlamaForCausalLM(LlamaConfig(**config, vocab_size=64))
+
+
+@AFFECTED
+@pytest.mark.parametrize(
+    "given", [None, {}, PLAIN, {"use_reentrant": True}, {"preserve_rng_state": False}, {"determinism_check": "none"}]
+)
+def test_other_dictionaries_are_upstreams(given: dict[str, Any] | None) -> None:
+    """An empty one too, which ``peft.prepare_model_for_kbit_training`` passes: it leaves PyTorch its defaults."""
+
+    def passed_on() -> dict[str, Any]:
+        found: dict[str, Any] = enable(llama(), given).model.layers[0]._gradient_checkpointing_func.keywords
+        return found
+
+    found = passed_on()
+    with without(PATCH.id):
+        assert found == passed_on() == ({"use_reentrant": False} if given is None else given)
+
+
+@AFFECTED
+def test_another_model() -> None:
+    import torch
+
+    model = llama()
     batch = {"input_ids": torch.arange(3, 12)[None]}
     runs, _ = step(enable(model, {**PLAIN, "every_n_layers": 2}), batch)
     assert sum(runs) == 6

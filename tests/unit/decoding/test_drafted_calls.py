@@ -110,7 +110,7 @@ def test_turns_on_one_cache_with_an_assistant_and_without(trained: Any, drafter:
             assert int(cache.get_seq_length()) == text.shape[1] - 1
             assert torch.equal(text, said(trained, given))
             ids = torch.cat([text, TRAINED.prompt(FACT)["input_ids"][:, 1:]], dim=1)
-    assert set(counted(trained).reasons) <= {
+    assert {one for one in counted(trained).reasons if not one.startswith("the call was given a cache")} <= {
         "the cache is the caller's",
         "no token can be taken back from a static cache",
         "the cache holds the beginning of the text",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import re
 import weakref
@@ -20,7 +21,7 @@ from gemma4_compat._accelerate import attached
 from gemma4_compat._attention import block_layout, products, windows
 from gemma4_compat._decoding import recording
 from gemma4_compat._fast_training import calls, graphs, layers
-from gemma4_compat._models import checkpointing
+from gemma4_compat._models import cache_names, checkpointing, shared_kv
 from gemma4_compat._planner.training_step import TARGETS
 from gemma4_compat._reproduction import tiny_models
 from gemma4_compat._stand_ins.tape import standing_in
@@ -109,6 +110,85 @@ def test_every_class(
     number = len(layers.decoder_layers(model))
     assert counted.reasons == ()
     assert (counted.captured, counted.replayed) == (number, (SETTLED + 2 - layers.CAPTURED_AT) * number)
+
+
+@pytest.mark.parametrize("window", [8, 64])
+@pytest.mark.parametrize("name", [None, "26B-A4B"])
+def test_a_loop_that_makes_a_cache(workspace: Any, tmp_path: Path, name: str | None, window: int) -> None:
+    """Without ``use_cache=False``: layers are replayed, and the cache that is returned holds what it does without."""
+    import torch
+
+    base, text_only, variant = built(workspace, name, tmp_path)
+    for module in base.modules():
+        if hasattr(module, "sliding_window"):
+            module.sliding_window = window
+    base.config.get_text_config().sliding_window = window
+    model, given = adapted(base, checkpointed=False), batch(workspace, text_only=text_only, variant=variant)
+
+    def run(model: Any) -> tuple[list[Any], list[Any]]:
+        model.zero_grad()
+        outputs = model(**given)
+        outputs.loss.backward()
+        cached = [vars(layer) for layer in cache_names.cache_in(outputs).layers]
+        return [outputs.loss.detach(), *gradients(model)], cached
+
+    right, cached = run(model)
+    gemma4_compat.train_fast(model)
+    for _ in range(SETTLED):
+        found, now = run(model)
+        assert same(right, found)
+        for one, other in zip(now, cached, strict=True):
+            assert one.keys() == other.keys()
+            for attribute, value in other.items():
+                if isinstance(value, torch.Tensor):
+                    assert one[attribute].equal(value)
+                    assert one[attribute].requires_grad == value.requires_grad
+                else:
+                    assert one[attribute] == value
+    number = len(layers.decoder_layers(model))
+    counted = gemma4_compat.training_statistics(model)
+    if shared_kv.NAME in inspect.signature(type(base.get_decoder().layers[0].self_attn).forward).parameters:
+        assert (counted.captured, counted.replayed, counted.reasons) == (number, 2 * number, ())
+    else:  # before 5.5.2
+        assert "use_cache=False" in str(counted.reasons)
+
+
+def test_caches_that_layers_read(model: Any, given: dict[str, Any]) -> None:
+    """One with room for a length, and one with earlier tokens: the reason says what to do."""
+    from transformers import DynamicCache, StaticCache
+
+    config = model.config.get_text_config()
+    model.gradient_checkpointing_disable()
+    plain = copy.deepcopy(model)
+    gemma4_compat.train_fast(model)
+    for one in (model, plain):
+        cache = DynamicCache(config=config)
+        losses = [one(**given, past_key_values=cache).loss for _ in range(2)]
+        losses += [one(**given, past_key_values=StaticCache(config=config, max_cache_len=64)).loss]
+        sum(losses).backward()
+    assert same(gradients(plain), gradients(model))
+    reasons = gemma4_compat.training_statistics(model).reasons
+    assert [reason for reason in reasons if "StaticCache; pass use_cache=False" in reason]
+    assert [reason for reason in reasons if "holds tokens; pass use_cache=False" in reason]
+
+
+@pytest.mark.parametrize("names", [["position_ids"], ["input_ids", "labels", "attention_mask"]])
+def test_tensors_of_inference_mode(model: Any, given: dict[str, Any], names: list[str]) -> None:
+    """They have no version, and autograd keeps none of them. They may be written to between steps."""
+    import torch
+
+    given = {name: given[name] for name in ("input_ids", "attention_mask", "labels")}
+    given["position_ids"] = torch.arange(given["input_ids"].shape[1])[None]
+    with torch.inference_mode():
+        given |= {name: given[name].clone() for name in names}
+    other = settled(copy.deepcopy(model), given)
+    for _ in range(2):
+        right = step(model, given)
+        assert same(right, step(other, given))
+        with torch.inference_mode():
+            if names == ["position_ids"]:
+                given["position_ids"] += 1
+    assert gemma4_compat.training_statistics(other).replayed
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -318,6 +398,74 @@ def test_changes_are_noticed(model: Any, given: dict[str, Any], change: str) -> 
 
 
 @pytest.mark.skipif("not checkpointing.is_in_forward()", reason="without checkpointing, autograd keeps the old weight")
+def _penalty(model: Any, given: dict[str, Any]) -> list[Any]:
+    """A gradient, and what comes of its square: loss and gradients, then gradients of gradients."""
+    import torch
+
+    weights = [one for one in model.parameters() if one.requires_grad]
+    model.zero_grad()
+    loss = model(**given, use_cache=False).loss
+    found = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
+    sum(one.square().sum() for one in found if one is not None).backward()
+    return [loss.detach(), *(one.detach() for one in found if one is not None), *gradients(model)]
+
+
+def _twice(model: Any, given: dict[str, Any]) -> list[Any]:
+    model.zero_grad()
+    loss = model(**given, use_cache=False).loss
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    return [loss.detach(), *gradients(model)]
+
+
+def _functional(model: Any, given: dict[str, Any]) -> list[Any]:
+    import torch
+
+    weights = {name: one.detach() for name, one in model.named_parameters() if one.requires_grad}
+
+    def loss(weights: dict[str, Any]) -> Any:
+        return torch.func.functional_call(model, weights, (), {**given, "use_cache": False}).loss
+
+    return list(torch.func.grad(loss)(weights).values())
+
+
+@pytest.mark.parametrize("run", [_penalty, _twice, _functional])
+def test_other_derivatives(
+    workspace: Any, given: dict[str, Any], run: Callable[..., list[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gradients of gradients are upstream's up to rounding: a backward pass that is recorded runs without a graph."""
+    base = workspace.load().float()
+    base.set_attn_implementation("eager")
+    model = adapted(base, checkpointed=False)
+    right = run(copy.deepcopy(model), given)
+    gemma4_compat.train_fast(model)
+    found = [run(model, given) for _ in range(SETTLED)]
+    assert bool(gemma4_compat.training_statistics(model).replayed) == (run is not _functional)
+    for each in found:
+        assert len(each) == len(right)
+        for one, other in zip(each, right, strict=True):
+            assert one.equal(other) or (run is _penalty and (one - other).norm() < 1e-4 * other.norm())
+    if run is _penalty:
+        once = len(right) // 2  # the loss and first gradients
+        assert same(right[:once], found[-1][:once])
+        assert sum("create_graph=True" in one.getMessage() for one in caplog.records) == 1
+
+
+def test_weights_that_two_layers_share(workspace: Any, given: dict[str, Any]) -> None:
+    """Each use of a weight has its own gradient, also where the input of a layer depends on the same weight."""
+    base = workspace.load().float()
+    base.set_attn_implementation("eager")
+    model = adapted(base, checkpointed=False)
+    first, second, *_ = layers.decoder_layers(model)
+    for name, one in first.mlp.down_proj.lora_A.items():
+        second.mlp.down_proj.lora_A[name] = one
+    right = _penalty(copy.deepcopy(model), given)
+    gemma4_compat.train_fast(model)
+    found = [_penalty(model, given) for _ in range(SETTLED)][-1]
+    assert gemma4_compat.training_statistics(model).replayed
+    assert all((one - other).norm() <= 1e-4 * other.norm() for one, other in zip(found, right, strict=True))
+
+
 def test_a_weight_that_moves_between_forward_and_backward(model: Any, given: dict[str, Any]) -> None:
     """Checkpointing computes the layer again with the weight that is there then, and so does this."""
 

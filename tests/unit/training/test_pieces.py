@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gemma4_compat import Gemma4CompatError  # noqa: E402
+from gemma4_compat import Gemma4CompatWarning  # noqa: E402
 from gemma4_compat._planner.training_step import storage_counter  # noqa: E402
 from gemma4_compat._training import pieces  # noqa: E402
 
@@ -44,7 +45,7 @@ def data(dtype: Any = torch.float32, *, shape: tuple[int, ...] = (1, ROWS), **op
 
 def in_pieces(mlp: Any, inputs: Any, tokens: int = 5, **options: Any) -> Any:
     trained = tuple(weight for weight in mlp.parameters() if weight.requires_grad)
-    return pieces.apply(mlp, inputs, tokens=tokens, trained=trained, **options)
+    return pieces.apply(mlp, inputs, tokens=tokens, trained=trained, module=mlp, **options)
 
 
 def step(function: Callable[..., Any], mlp: Any, inputs: Any, gradient: Any) -> list[Any]:
@@ -192,12 +193,27 @@ def test_a_graph_that_is_kept_runs_again() -> None:
     assert torch.equal(torch.autograd.grad(outputs, inputs, gradient)[0], first)
 
 
-def test_there_is_no_second_derivative() -> None:
-    mlp, inputs, gradient = data()
-    with pytest.raises(
-        Gemma4CompatError, match=r"second derivative, but an MLP in pieces.*chunked_mlp\(model, enabled"
-    ):
-        torch.autograd.grad(in_pieces(mlp, inputs), inputs, gradient, create_graph=True)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_gradients_of_gradients(dropout: float) -> None:
+    """Computed as a whole, which is said once. The inputs depend on a weight of the module as well."""
+    mlp, inputs, gradient = data(dropout=dropout)
+    mlp.train()
+
+    def penalty(function: Callable[..., Any]) -> list[Any]:
+        torch.manual_seed(1)
+        scaled = inputs * mlp.down_proj.weight.mean()
+        weights = [inputs, *(one for one in mlp.parameters() if one is not mlp.unused)]
+        first = torch.autograd.grad(function(mlp, scaled), weights, gradient, create_graph=True)
+        third = torch.autograd.grad(sum(one.square().sum() for one in first), weights, create_graph=True)
+        return [*first, *third, *torch.autograd.grad(sum(one.square().sum() for one in third), weights)]
+
+    right, several = penalty(plain), functools.partial(in_pieces, tokens=ROWS if dropout else 5)
+    pieces._tell.cache_clear()
+    with pytest.warns(Gemma4CompatWarning, match=r"create_graph=True.*chunked_mlp\(model, enabled=False\)"):
+        found = penalty(several)
+    assert all(off(one, other) < 1e-5 for one, other in zip(found, right, strict=True))
+    assert all(isinstance(one, torch.nn.Parameter) for one in mlp.parameters())
+    assert all(off(one, other) < 1e-5 for one, other in zip(penalty(several), right, strict=True))  # no warning
 
 
 def test_inputs_that_changed_are_noticed() -> None:
