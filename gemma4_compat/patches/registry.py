@@ -179,6 +179,7 @@ ON_TOP: tuple[str, ...] = (
     "placement.accelerate_map_check",
     "offload.accelerate_paged_layers",
     "checkpoints.accelerate_load_offloaded",
+    "checkpoints.transformers_load_4bit_state",
     "training.accelerate_train_offloaded",
     "placement.transformers_tied_split",
     "placement.transformers_embedding_devices",
