@@ -150,11 +150,7 @@ def _tied_weights_changed_too(model: Any, base: Any) -> Iterator[None]:
     On one device they are one parameter, which PEFT changes (OLoRA and PiSSA on the head, for example).
     """
     mine = [
-        place
-        for pair in tied_pairs.tied(model)
-        if stored_weights.is_same(*pair)
-        for place in pair
-        if place[0] is base
+        place for pair in tied_pairs.tied(model) if stored_weights.is_same(*pair) for place in pair if place[0] is base
     ]
     yield
     for place in dict.fromkeys(mine):

@@ -58,9 +58,7 @@ def _before(module: Any, state_dict: Any, prefix: str, *rest: Any) -> None:
         for key in found:
             del state_dict[f"{prefix}{name}.{key}"]
         packed = state_dict.get(f"{prefix}{name}")
-        if any(value.is_meta for value in found.values()) or (
-            packed is not None and packed.shape != parameter.shape
-        ):
+        if any(value.is_meta for value in found.values()) or (packed is not None and packed.shape != parameter.shape):
             continue  # without values; or torch says what is wrong with the weight
         device = "cpu" if parameter.is_meta else parameter.device
         loaded = expert_storage.state_of({key: value.detach().clone() for key, value in found.items()}, device)

@@ -84,6 +84,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "peft_adapter_keys",
         "peft_failed_load",
         "peft_keep_dispatch",
+        "peft_offloaded_inits",
         "peft_clippable_linear",
         "transformers_adapter_keys",
         "peft_quantized_merge",
