@@ -1,7 +1,7 @@
 """``load_state_dict`` of 4-bit layers and experts loads the scales that their ``state_dict`` saves.
 
 bitsandbytes has no method for it: its layers save the scales beside the packed bytes, and torch does not know them. So
-with ``strict`` a load of the model's own state dict raises, and without it the bytes are loaded and the scales are not.
+with ``strict`` a load of the model's own state dict raises, and without it the bytes are loaded without their scales.
 
 While its turn lasts, a module takes the scales of its weights out of the state dict, and afterwards its weights have
 them, wherever they are. Equal scales stay the objects that they are.

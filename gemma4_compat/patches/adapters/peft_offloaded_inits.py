@@ -2,9 +2,9 @@
 
 Symptom: on a base model with offloaded layers, ``RuntimeError: Tensor on device meta is not on the expected device
 cpu!`` from ``preprocess_corda``, and ``AttributeError: 'NoneType' object has no attribute 'detach'`` from
-``preprocess_loraga``. ``replace_lora_weights_loftq`` cannot read such a layer. A cache file of the first two is loaded
-onto meta. Silent: an adapter with KaSA, loaded with ``low_cpu_mem_usage=True``, truncates the base weights in its first
-forward only.
+``preprocess_loraga``. ``replace_lora_weights_loftq`` cannot read such a layer. A cache file of the first two is
+loaded onto meta. Silent: an adapter with KaSA, loaded with ``low_cpu_mem_usage=True``, truncates the base weights
+in its first forward only.
 
 Cause: Between two forwards an offloaded weight is on meta. CorDA and LoftQ read it there. LoRA-GA reads its gradient
 there, which the weight of the forward has. What KaSA's first forward changes leaves with the weight of that forward.

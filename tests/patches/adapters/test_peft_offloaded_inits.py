@@ -1,4 +1,4 @@
-"""peft-offloaded-inits, and the initializations of peft-keep-dispatch: what changes a base weight changes it for good."""
+"""peft-offloaded-inits and peft-keep-dispatch: what an initialization changes in an offloaded weight stays changed."""
 
 from __future__ import annotations
 
