@@ -121,7 +121,8 @@ def weights_brought_in(module: Any) -> Iterator[None]:
 
     So code can read, deep-copy and change it like any other module. Changed weights are kept in host memory from then
     on: those that are other tensors afterwards, and those that were written in place. No version counter sees all such
-    writes (``weight.data -= x``, a view in numpy), so every weight is compared with the stored one, read again. Does nothing for a module that is not offloaded.
+    writes (``weight.data -= x``, a view in numpy), so every weight is compared with the stored one, read again.
+    Does nothing for a module that is not offloaded.
     """
     hook = offload_hook(module)
     if hook is None or not is_offloaded(module):

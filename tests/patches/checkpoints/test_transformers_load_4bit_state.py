@@ -111,5 +111,5 @@ def test_experts(workspace: Any, tmp_path: Path) -> None:
     for _ in range(2):
         source.load_state_dict({name: value.clone() for name, value in new.items()})
         model.load_state_dict({name: value.clone() for name, value in new.items()})
-        assert difference(workspace.outputs(source), workspace.outputs(model)) == 0.0
+        assert difference(*(workspace.outputs(each, text_only=True) for each in (source, model))) == 0.0
         assert all(torch.equal(value, new[name]) for name, value in source.state_dict().items())
