@@ -145,7 +145,7 @@ def inject_adapter(
 
 @contextlib.contextmanager
 def _tied_weights_changed_too(model: Any, base: Any) -> Iterator[None]:
-    """Inside, the weights of ``base`` may get other values; afterwards weights tied to them have these, too.
+    """Inside, the weights of ``base`` may get other values; afterwards weights tied to them also have these.
 
     On one device they are one parameter, which PEFT changes (OLoRA and PiSSA on the head, for example).
     """

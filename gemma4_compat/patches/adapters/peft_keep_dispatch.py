@@ -19,7 +19,7 @@ says so. Adapter weights are placed on the device where their base layer compute
 A trainable copy (``modules_to_save``) is created from the real values and stays on that device. Adapters that read or
 change the base weight (DoRA, PiSSA, ``target_parameters``, ``trainable_token_indices`` and most tuners other than
 LoRA) find it on that device: it is onloaded while they are created, and for the whole forward of their layer. What is
-written into it meanwhile is kept, and a weight tied to it gets it, too.
+written into it meanwhile is kept, and a weight tied to it also gets it.
 
 Two configurations are refused before any layer is created: an adapter folder that has a config but no weights, and
 trained biases (``bias=...``) of offloaded modules.

@@ -3,7 +3,7 @@
 Symptom: ``RuntimeError: Error(s) in loading state_dict ... Unexpected key(s) in state_dict`` with the names of the
 model's own scales (``...weight.absmax``), from ``load_state_dict`` with the model's own state dict, and from
 ``Accelerator.load_state``. With ``strict=False``, silent: the packed bytes of another 4-bit model are loaded, and read
-with the old scales. With ``assign=True`` weights lose their scales, too.
+with the old scales. With ``assign=True`` weights also lose their scales.
 
 Cause: ``Linear4bit`` saves the scales of its weight beside the packed bytes, but has no method that loads them.
 
