@@ -109,6 +109,14 @@ LOADING = _mark(
     *("loading", "accelerate-load-offloaded", "an offloaded module, during load_state_dict"),
     "What the module had before its weights are loaded.",
 )
+SCALE_HOOKS = Hooks(
+    *("scale hooks", "transformers-load-4bit-state", "_quantization.scale_loading", "a module with 4-bit weights"),
+    "They have load_state_dict load the scales of 4-bit weights.",
+)
+SCALES = _mark(
+    *("scales", "transformers-load-4bit-state", "a module with 4-bit weights, during load_state_dict"),
+    "The scales that its weights get after they are loaded.",
+)
 DISPATCHED_IN = _mark(
     *("dispatched_in", "accelerate-load-offloaded", "an offloaded module, or one tied to it"),
     "A weak reference to the dispatched model, to find the weights tied to the module's.",

@@ -7,7 +7,11 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from gemma4_compat._accelerate import attached
 from gemma4_compat._common import in_place
+
+#: Bytes that come from a device at a time, to be compared.
+_AT_ONCE = 2**26
 
 
 def offload_hook(module: Any) -> Any:
@@ -116,26 +120,94 @@ def weights_brought_in(module: Any) -> Iterator[None]:
     """Inside, an offloaded module holds its real weights on its execution device and has no accelerate hook.
 
     So code can read, deep-copy and change it like any other module. Changed weights are kept in host memory from then
-    on. Does nothing for a module that is not offloaded.
+    on: those that are other tensors afterwards, and those that were written in place. No version counter sees all such
+    writes (``weight.data -= x``, a view in numpy), so every weight is compared with the stored one, read again.
+    Does nothing for a module that is not offloaded.
     """
     hook = offload_hook(module)
     if hook is None or not is_offloaded(module):
         yield
         return
     hook.pre_forward(module)
-    before = {name: (id(value), value.data_ptr()) for name, value in module.named_parameters(recurse=False)}
+    before = {name: _identity(value) for name, value in _onloaded(module, hook)}
     try:
         with hooks_off([module]):
             yield
     finally:
         changed = {
-            name: value.data.to("cpu")
-            for name, value in module.named_parameters(recurse=False)
-            if before.get(name) != (id(value), value.data_ptr())
+            name: value.detach().to("cpu")
+            for name, value in _onloaded(module, hook)
+            if not value.is_meta and (before.get(name) != _identity(value) or not is_stored(hook, name, value))
         }
+        for value in module._parameters.values():
+            changed.update(_changed_scales(hook, value))
         if changed:
             hook.weights_map = collections.ChainMap(changed, hook.weights_map)
         hook.post_forward(module, None)
+
+
+def _changed_scales(hook: Any, weight: Any) -> dict[str, Any]:
+    """Have changed scales of a quantized weight kept on the host; returns those that the hook reads for itself."""
+    attributes = {} if weight is None else vars(weight)
+    state, scales = attributes.get("quant_state"), attributes.get("SCB")
+    for held, origin in ((one, getattr(one, attached.ORIGIN, None)) for one in (state, scales)):
+        if origin is None or getattr(held, "packing_format_for_cpu", False):
+            continue
+        pairs = zip(_scales(held), _scales(origin), strict=True)
+        if not all(one.shape == other.shape and same_bytes(one, other) for one, other in pairs):
+            delattr(held, attached.ORIGIN)  # the next move to meta makes a copy
+    with contextlib.suppress(KeyError):
+        if scales is not None and not scales.is_meta and not is_stored(hook, "SCB", scales):
+            return {"SCB": scales.detach().to("cpu")}
+    return {}
+
+
+def _scales(held: Any) -> list[Any]:
+    """The tensors of a 4-bit weight's quantization state; the scales of an 8-bit weight are one."""
+    import torch
+
+    if isinstance(held, torch.Tensor):
+        return [held]
+    found = [value for value in vars(held).values() if isinstance(value, torch.Tensor)]
+    return found + ([] if vars(held).get("state2") is None else _scales(held.state2))
+
+
+def _onloaded(module: Any, hook: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors of a module that its hook offloads after a forward, by name."""
+    yield from module.named_parameters(recurse=False)
+    for name, value in module.named_buffers(recurse=False) if hook.offload_buffers else ():
+        if name not in module._non_persistent_buffers_set:
+            yield name, value
+
+
+def _identity(value: Any) -> tuple[int, int]:
+    return id(value), value.data_ptr()
+
+
+def is_stored(hook: Any, name: str, value: Any) -> bool:
+    """Whether a hook would onload ``value``, a tensor on any device, as ``name``, bit for bit.
+
+    True for a tensor subclass around other tensors, whose bytes cannot be compared.
+    """
+    import torch
+
+    if type(value.data) is not torch.Tensor:
+        return True
+    stored = hook.weights_map[name]
+    if stored.shape != value.shape:
+        return False
+    stored = stored.detach().to(value.dtype)  # as accelerate onloads it
+    return same_bytes(stored, value)
+
+
+def same_bytes(one: Any, other: Any) -> bool:
+    """Whether two tensors of one shape and dtype, not on meta, are equal bit for bit; a NaN equals itself."""
+    import torch
+
+    if one.device == other.device and one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    parts = (tensor.detach().reshape(-1).view(torch.uint8).split(_AT_ONCE) for tensor in (one, other))
+    return all(torch.equal(first.cpu(), second.cpu()) for first, second in zip(*parts, strict=True))
 
 
 @contextlib.contextmanager

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._common import in_place
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import walk
+from gemma4_compat._offload import stored_weights, tied_pairs
 
 #: Fields of a LoRA config with which a layer only adds to the output of its base layer. Any other field that differs
 #: from its default may make the layer read the base weight.
@@ -133,13 +134,27 @@ def inject_adapter(
         base = _base(target)
         module_hooks.offload_tied(base)
         offloaded = module_hooks.offload_hook(base) is not None
-        with module_hooks.weights_brought_in(base):
+        with _tied_weights_changed_too(model, base), module_hooks.weights_brought_in(base):
             create(config, name, target, target_name, parent, *rest, **kw)
         if offloaded:
             keep_onloaded_for_whole_forward(getattr(parent, target_name))
 
     with in_place.replaced(self, "_create_and_replace", create_with_weights):
         return original(self, model, adapter_name, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _tied_weights_changed_too(model: Any, base: Any) -> Iterator[None]:
+    """Inside, the weights of ``base`` may get other values; afterwards weights tied to them also have these.
+
+    On one device they are one parameter, which PEFT changes (OLoRA and PiSSA on the head, for example).
+    """
+    mine = [
+        place for pair in tied_pairs.tied(model) if stored_weights.is_same(*pair) for place in pair if place[0] is base
+    ]
+    yield
+    for place in dict.fromkeys(mine):
+        tied_pairs.pass_on(model, place)
 
 
 def _is_additive(config: Any) -> bool:

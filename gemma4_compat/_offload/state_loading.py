@@ -71,20 +71,8 @@ def _after(module: Any, _incompatible: Any) -> None:
             holder[name] = before
         if inside is not before and (scales := vars(inside).get("SCB")) is not None and scales._version:
             stored_weights.write_scales(module, scales)  # bitsandbytes has loaded them
-        if is_loaded and not assigned:
-            _pass_on(joined_weights.model_of(module), (module, name))
-
-
-def _pass_on(model: Any, loaded: stored_weights.Place) -> None:
-    for target, source in () if model is None else tied_pairs.tied(model):
-        if source == loaded:
-            tied_pairs.tie(target, source)
-        elif target == loaded:
-            tied_pairs.tie(source, target)
-            # the other targets of the same source
-            for other, owner in tied_pairs.tied(model):
-                if owner == source and other != loaded:
-                    tied_pairs.tie(other, source)
+        if is_loaded and not assigned and (model := joined_weights.model_of(module)) is not None:
+            tied_pairs.pass_on(model, (module, name))
 
 
 def _is_meta(value: Any) -> bool:

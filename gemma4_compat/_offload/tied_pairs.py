@@ -87,6 +87,19 @@ def tie(target: Place, source: Place) -> None:
         _serve_from(target, source)
 
 
+def pass_on(model: Any, changed: Place) -> None:
+    """Give the weights of a model that are tied to ``changed``, and apart from it, its value."""
+    for target, source in tied(model):
+        if source == changed:
+            tie(target, source)
+        elif target == changed:
+            tie(source, target)
+            # the other targets of the same source
+            for other, owner in tied(model):
+                if owner == source and other != changed:
+                    tie(other, source)
+
+
 def _link(target: Place, source: Place) -> bool:
     """Make both read the same tensor or the same file; False if their weights are stored in different ways."""
     hooks = module_hooks.offload_hook(target[0]), module_hooks.offload_hook(source[0])

@@ -4,6 +4,7 @@
 * :mod:`config`, :mod:`skip_modules`: what is to be quantized, and what is better not.
 * :mod:`offloaded`: what a device map offloads. :mod:`opt_in`: what a user enables.
 * :mod:`experts`, :mod:`expert_storage`, :mod:`expert_forward`: experts in 4 bits.
+* :mod:`scale_loading`: scales in ``load_state_dict``.
 * :mod:`compute_dtype`: the dtype in which a quantized layer computes.
 * :mod:`plain_layers`: PEFT's layers over plain ones.
 * :mod:`qat`, :mod:`quanto`, :mod:`compressed`: layers of other quantizers.

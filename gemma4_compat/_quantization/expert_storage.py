@@ -279,14 +279,29 @@ def from_checkpoint(tensors: dict[str, Any]) -> Any:
     """The ``Params4bit`` made of a checkpoint's tensors: ``""`` is the packed bytes, the others as in
     :data:`STORED`.
     """
+    rest = dict(tensors)
+    data = rest.pop("")
+    return with_state(data, state_of(rest, data.device))
+
+
+def state_of(tensors: dict[str, Any], device: Any) -> Any:
+    """The ``QuantState``, on ``device``, of a weight or of all experts, made of a checkpoint's tensors: see
+    :data:`STORED`.
+    """
     from bitsandbytes.functional import QuantState
-    from bitsandbytes.nn import Params4bit
 
     rest = dict(tensors)
-    data, offset = rest.pop(""), rest.pop("nested_offset", None)
-    state = QuantState.from_dict(rest, device=data.device)
+    offset = rest.pop("nested_offset", None)
+    state = QuantState.from_dict(rest, device=device)
     if offset is not None:
-        state.offset = offset
+        state.offset = offset.to(device)
+    return state
+
+
+def with_state(data: Any, state: Any) -> Any:
+    """The ``Params4bit`` with these packed bytes and this ``QuantState``."""
+    from bitsandbytes.nn import Params4bit
+
     return Params4bit(
         data,
         requires_grad=False,

@@ -16,9 +16,10 @@ Fix: While PEFT loads, the patch hides the base's ``hf_device_map``, so hooks, m
 are. The placement of the base takes precedence over ``device_map`` and ``max_memory`` given to PEFT, and one warning
 says so. Adapter weights are placed on the device where their base layer computes.
 
-A trainable copy (``modules_to_save``) is created from the real values and stays on that device. Adapters that read
-or change the base weight (DoRA, PiSSA, ``target_parameters``, ``trainable_token_indices`` and most tuners other than
-LoRA) find it on that device: it is onloaded while they are created, and for the whole forward of their layer.
+A trainable copy (``modules_to_save``) is created from the real values and stays on that device. Adapters that read or
+change the base weight (DoRA, PiSSA, ``target_parameters``, ``trainable_token_indices`` and most tuners other than
+LoRA) find it on that device: it is onloaded while they are created, and for the whole forward of their layer. What is
+written into it meanwhile is kept, and a weight tied to it also gets it.
 
 Two configurations are refused before any layer is created: an adapter folder that has a config but no weights, and
 trained biases (``bias=...``) of offloaded modules.
@@ -140,7 +141,7 @@ PATCH = Patch(
     id="peft-keep-dispatch",
     kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
-    failure_points=("F3", "F13", "F16", "F27", "F38", "F42"),
+    failure_points=("F3", "F13", "F16", "F27", "F38", "F42", "F133"),
     distribution="peft",
     affected=">=0.18.0",
     acts_on=ActsOn.EVERY_MODEL,

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._offload import state_loading
+from gemma4_compat._quantization import scale_loading
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -33,6 +34,7 @@ def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwarg
     dispatched = original(model, *args, **kwargs)
     if family.is_gemma4(dispatched):
         state_loading.install(dispatched)
+        scale_loading.renew(dispatched)
     return dispatched
 
 

@@ -11,8 +11,8 @@ one shared tensor, and reads them. When it loads, it looks in the model's state 
 recognize on meta. bitsandbytes' layers save the scales of a 4-bit weight, but do not expect them when they are loaded.
 
 Fix: ``get_state_dict`` returns the stored values, as tensors over host memory or over the files, not copies. The files
-are those of the same model on one device, and either can resume from the other's. While ``load_state`` runs, scales
-that belong to their layer are expected; others still raise.
+are those of the same model on one device, and either can resume from the other's. The scales of 4-bit weights
+are loaded by ``transformers-load-4bit-state``.
 
 Remove when: ``Accelerator.get_state_dict`` reads offloaded weights through accelerate's hooks, and bitsandbytes loads
 the scales that it saves.
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._common import in_place
 from gemma4_compat._engine.patch import FORWARDS, ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
-from gemma4_compat._offload import stored_state, stored_weights
+from gemma4_compat._offload import stored_state
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -52,36 +52,15 @@ def load_accelerator_state(
 
 @contextlib.contextmanager
 def _loadable(model: Any) -> Iterator[None]:
-    """Inside, the model's state dict has all values, and its 4-bit layers accept their scales."""
+    """Inside, the model's state dict has all values."""
 
     def state_dict(below: Any, *args: Any, **kwargs: Any) -> Any:
         found = below(*args, **kwargs)
         stored_state.fill(model, found)
         return found
 
-    handles = [
-        module._register_load_state_dict_pre_hook(_take_scales, with_module=True)
-        for module in model.modules()
-        if getattr(module._parameters.get("weight"), "quant_state", None) is not None
-    ]
-    try:
-        with in_place.replaced(model, "state_dict", state_dict):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _take_scales(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
-    """Remove the scales of the module's weight from the loaded state if they are equal."""
-    own = module.weight.quant_state.as_dict(packed=True)
-    names = [f"{prefix}weight.{name}" for name in own]
-    if all(
-        name in state_dict and stored_weights.equal(state_dict[name], value)
-        for name, value in zip(names, own.values())
-    ):
-        for name in names:
-            del state_dict[name]
+    with in_place.replaced(model, "state_dict", state_dict):
+        yield
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -137,7 +116,7 @@ PATCH = Patch(
     affected=">=1.12",
     acts_on=ActsOn.GEMMA4,
     requires=("peft",),
-    needs=("accelerate-load-offloaded",),
+    needs=("accelerate-load-offloaded", "transformers-load-4bit-state"),
     targets=(
         Target(module="accelerate.accelerator", name="Accelerator.get_state_dict", replacement=get_state_dict),
         Target(module="accelerate.checkpointing", name="load_accelerator_state", replacement=load_accelerator_state),

@@ -1,0 +1,66 @@
+"""``load_state_dict`` of a 4-bit model loads the scales that its ``state_dict`` saves.
+
+Symptom: ``RuntimeError: Error(s) in loading state_dict ... Unexpected key(s) in state_dict`` with the names of the
+model's own scales (``...weight.absmax``), from ``load_state_dict`` with the model's own state dict, and from
+``Accelerator.load_state``. With ``strict=False``, silent: the packed bytes of another 4-bit model are loaded, and read
+with the old scales. With ``assign=True`` weights also lose their scales.
+
+Cause: ``Linear4bit`` saves the scales of its weight beside the packed bytes, but has no method that loads them.
+
+Fix: Each 4-bit layer of a Gemma 4 model, and experts in 4 bits, take their scales out of the state dict while it is
+their turn, and have them afterwards, on their device or on the host if they are offloaded. A weight of another shape
+with as many bytes is an error; so are scales of which a part is missing, as before.
+
+Remove when: ``Linear4bit._load_from_state_dict`` loads the scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._models import family
+from gemma4_compat._quantization import scale_loading
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def process_model_after_weight_loading(
+    original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    processed = original(self, model, *args, **kwargs)
+    if family.is_gemma4(model):
+        scale_loading.install(model)
+    return processed
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction.workspace import difference
+
+    model = workspace.load("4bit-double")
+    expected = workspace.outputs(model)
+    model.load_state_dict(model.state_dict())
+    return Outcome.of_parity(difference(expected, workspace.outputs(model)), "a 4-bit model, its state loaded again")
+
+
+PATCH = Patch(
+    id="transformers-load-4bit-state",
+    kind=Kind.REPAIR,
+    severity=Severity.CRASH,
+    failure_points=("F132",),
+    distribution="transformers",
+    affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
+    requires=("bitsandbytes",),
+    after=("transformers-compute-dtype", "transformers-quantized-experts"),
+    targets=(
+        Target(
+            module="transformers.quantizers.quantizer_bnb_4bit",
+            name="Bnb4BitHfQuantizer._process_model_after_weight_loading",
+            replacement=process_model_after_weight_loading,
+        ),
+    ),
+    reproduce=reproduce,
+)
