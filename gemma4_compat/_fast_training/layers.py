@@ -207,7 +207,7 @@ class Training:
         if not modules:
             return
         configs = {id(config): vars(config) for config in (getattr(one, "config", None) for one in modules) if config}
-        self._dependencies = Dependencies(modules, configs.values(), [], self._forget)
+        self._dependencies = Dependencies(modules, configs.values(), [], self._forget, trained=True)
 
     def _look(self) -> list[Any]:
         """Look at the layers: their trained weights, and obstacles. Returns the modules of those without one."""

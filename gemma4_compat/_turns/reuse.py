@@ -9,6 +9,7 @@ from gemma4_compat._accelerate import attached
 from gemma4_compat._decoding import decoder
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
+from gemma4_compat._turns import weights
 
 if TYPE_CHECKING:
     from gemma4_compat._turns.conversation import Conversation
@@ -27,6 +28,7 @@ class Kept:
         self._counted = decoder.of(model).statistics
         self._lock = threading.Lock()
         self._last: Conversation | None = None
+        self._modules: Any = None  # as they were when they were looked at
         self.settled = False  # whether a forward has run: libraries may store weights in another way in the first one
 
     def take(self) -> Conversation | None:
@@ -39,6 +41,13 @@ class Kept:
         """Keep a conversation in place of the last one."""
         with self._lock:
             self._last = found
+
+    def seen(self, model: Any) -> tuple[Any, ...]:
+        """What is equal as long as the model computes the same (:func:`weights.seen`)."""
+        with self._lock:
+            found = weights.seen(model, self._modules)
+            self._modules = found[0]
+        return found
 
     def count(self, read: int, reused: int) -> None:
         """Count tokens of a prompt: those that are read, and those that a cache holds."""
