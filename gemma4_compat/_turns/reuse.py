@@ -88,9 +88,10 @@ def reuse_prefix(model: _Model, *, enabled: bool = True) -> _Model:
     Keys and values that are reused were computed by other forwards than a prompt that is read at once, so logits round
     otherwise, as with ``prefill_chunk_size``. docs/DECODING.md says by how much.
 
-    A prompt is read from its beginning if weights, active adapters, hooks or the attention implementation have
-    changed. What is written into weights of the base through ``.data`` is not noticed: call this again afterwards,
-    which forgets the conversation. Batches, beams, padding, videos, assistants, and calls with a cache of the caller's
+    A prompt is read from its beginning if weights, active adapters, attributes, hooks or the attention implementation
+    have changed, or if you have written to the cache that the last call returned. What is written through ``.data``
+    into a part of a weight that is in host memory may be missed, and so is what a hook of yours reads elsewhere: call
+    this again afterwards, which forgets the conversation. Batches, beams, padding, videos, assistants, and calls with a cache of the caller's
     read their prompts as without this. ``decoding_statistics(model)`` counts ``prompt_tokens_read``,
     ``prompt_tokens_reused`` and ``not_reused``.
 

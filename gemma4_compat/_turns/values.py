@@ -1,9 +1,10 @@
 """A number that stands for the values of tensors: equal as long as nobody has written to them, in whatever way.
 
 ``tensor._version`` misses fused optimizers, those of bitsandbytes, ``.data``, views of numpy and kernels of others. So
-every byte is read, once for each ``generate``: that takes less than a decoded token, which reads them as well and
-multiplies. A piece of memory is a table of 64-bit numbers. Sums of its rows and of its columns tell where a value is,
-which one sum would not; they are exact, because integers wrap. The sums are then mixed with their positions.
+every byte is read, once for each ``generate``; a decoded token reads them as well. A piece of memory is a table of
+64-bit numbers. Sums of its rows and of its columns tell where a value is, which one sum would not. They wrap, so that the
+highest bit is lost of an even number of changes: both sizes of the table are odd, and no pattern in weights has its rows.
+The sums are then mixed with their positions.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-_COLUMNS = 1024
-#: Bytes of a piece: the second sum reads it from the cache of the processor.
-_PIECE = {"cpu": 4 << 20}
-_PIECE_ON_A_DEVICE = 32 << 20
+_COLUMNS = 1021
+#: Of a piece. Its second sum reads it from the cache of the processor.
+_ROWS = {"cpu": 511}
+_ROWS_ON_A_DEVICE = 4099
 #: Bytes: smaller tensors are put together first.
 _SMALL = 1 << 18
 #: Places of a tensor that are compared where all of them would take too long.
@@ -92,8 +93,8 @@ def _sums(found: list[Any]) -> Iterator[Any]:
             memory = memory.clone()
         whole = len(memory) // 8 * 8
         yield memory[whole:].long()
-        numbers = memory[:whole].view(torch.int64)
-        for piece in numbers.split(_PIECE.get(memory.device.type, _PIECE_ON_A_DEVICE) // 8):
+        at_once = _ROWS.get(memory.device.type, _ROWS_ON_A_DEVICE) * _COLUMNS
+        for piece in memory[:whole].view(torch.int64).split(at_once):
             rows = len(piece) // _COLUMNS
             yield piece[rows * _COLUMNS :]
             if rows:

@@ -191,8 +191,9 @@ def new_parameter(model: Any) -> None:
 
 def scaled(model: Any) -> None:
     for module in model.modules():
-        if "default" in getattr(module, "scaling", ()):
-            module.scaling["default"] *= 3.0
+        strengths = getattr(module, "scaling", None)
+        if isinstance(strengths, dict):
+            strengths["default"] *= 3.0
 
 
 def third_adapter(model: Any) -> None:
@@ -381,14 +382,14 @@ WAYS: dict[str, Way] = {
     "merged": Way(lambda model: model.merge_adapter(["second"]), (NOTICED, NOTICED, NOTICED)),
     "merged and taken out": Way(
         lambda model: (model.merge_adapter(["second"]), model.unmerge_adapter()),
-        (CannotMatter("weights are what they were, up to rounding, which is noticed"), ADDRESSES, ADDRESSES),
+        (NOTICED, ADDRESSES, ADDRESSES),  # it rounds
         shows=False,
     ),
     # attributes, modules, code
     "a number": Way(
         lambda model: setattr(layer(model).self_attn, "scaling", 0.5), (NOTICED, NOTICED, NOTICED), full=False
     ),
-    "an epsilon": Way(lambda model: setattr(norm(model), "eps", 0.5), (NOTICED, NOTICED, NOTICED)),
+    "an epsilon": Way(lambda model: setattr(layer(model).post_feedforward_layernorm, "eps", 5.0), (NOTICED, NOTICED, NOTICED)),
     "an activation": Way(another_activation, (NOTICED, NOTICED, NOTICED)),
     "a class": Way(another_class, (NOTICED, NOTICED, NOTICED)),
     "a forward": Way(own_forward, (NOTICED, NOTICED, NOTICED)),
@@ -427,8 +428,7 @@ WAYS: dict[str, Way] = {
     ),
     "inputs require gradients": Way(
         lambda model: base(model).enable_input_require_grads(),
-        (CannotMatter("the embeddings are what they were"), NOTHING, NOTICED),
-        before=trained("embed", False),
+        (NOTICED, NOTICED, NOTICED),  # by a hook
         shows=False,
     ),
     # devices, dtypes, modes

@@ -62,7 +62,7 @@ def two_adapters(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    config = LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False)
+    config = LoraConfig(r=4, lora_alpha=128, target_modules=TARGETS, init_lora_weights=False)
     found = get_peft_model(model.requires_grad_(False), config)
     found.add_adapter("second", config)
     guards.trained("layernorm", True)(found)
