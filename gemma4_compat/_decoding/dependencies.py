@@ -260,7 +260,8 @@ class Dependencies:
             noted = self._tensors, self._addresses, self._no_hooks, self._hooks, self._hook_numbers
             self._shares[turn] = [of_all[turn::_TURNS] for of_all in noted]
         tensors, addresses, no_hooks, hooks, numbers = self._shares[turn]
-        if self._gone or (any(no_hooks) or list(map(len, hooks)) != numbers) and not self._marked_again():
+        differ = any(no_hooks) or list(map(len, hooks)) != numbers
+        if self._gone or (differ and not self._marked_again()):
             return False
         if not (self._often.some_hold(turn, _TURNS) and self._adapters.some_hold(turn, _TURNS)):
             return False

@@ -91,9 +91,9 @@ def reuse_prefix(model: _Model, *, enabled: bool = True) -> _Model:
     A prompt is read from its beginning if weights, active adapters, attributes, hooks or the attention implementation
     have changed, or if you have written to the cache that the last call returned. What is written through ``.data``
     into a part of a weight that is in host memory may be missed, and so is what a hook of yours reads elsewhere: call
-    this again afterwards, which forgets the conversation. Batches, beams, padding, videos, assistants, and calls with a cache of the caller's
-    read their prompts as without this. ``decoding_statistics(model)`` counts ``prompt_tokens_read``,
-    ``prompt_tokens_reused`` and ``not_reused``.
+    this again afterwards, which forgets the conversation. Batches, beams, padding, videos, assistants, and calls with
+    ``adapter_names`` or a cache of the caller's read their prompts as without this. ``decoding_statistics(model)``
+    counts ``prompt_tokens_read``, ``prompt_tokens_reused`` and ``not_reused``.
 
     Args:
         model: a transformers model for text generation, quantized, dispatched or not, or a PEFT model around one.

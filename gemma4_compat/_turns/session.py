@@ -204,7 +204,7 @@ class Session:
             found = rows.of(cache)
             now = {index: noted.get(index) or found[index].copied() for index in rows.sliding(cache)}
             self._copies = conversation.tidied([*self._copies, now])
-        if not self._kept.settled:  # before any code of the user's runs
+        if not self._seen:  # before any code of the user's runs
             self._kept.settled, self._seen = True, self._kept.seen(self.model)
 
     def end(self, output: Any) -> None:
@@ -216,7 +216,7 @@ class Session:
         _log.debug("gemma4_compat: a prompt of %d tokens, %d of them held", len(self._ids), self._reused)
         cache, self._cache = self._cache, None
         returned = not isinstance(output, torch.Tensor)
-        if cache is None or (returned and rows.length(cache) is not None):
+        if cache is None or not self._seen or (returned and rows.length(cache) is not None):
             return  # a static cache that the caller has is the caller's
         self._take_over(cache)
         sequences = output.sequences if returned else output

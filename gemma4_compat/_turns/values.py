@@ -2,9 +2,9 @@
 
 ``tensor._version`` misses fused optimizers, those of bitsandbytes, ``.data``, views of numpy and kernels of others. So
 every byte is read, once for each ``generate``; a decoded token reads them as well. A piece of memory is a table of
-64-bit numbers. Sums of its rows and of its columns tell where a value is, which one sum would not. They wrap, so that the
-highest bit is lost of an even number of changes: both sizes of the table are odd, and no pattern in weights has its rows.
-The sums are then mixed with their positions.
+64-bit numbers. Sums of its rows and of its columns tell where a value is, which one sum would not. They wrap, so an
+even number of changes to the highest bit cancels out: both sizes of the table are odd, and no pattern in weights has
+them. The sums are then mixed with their positions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 _COLUMNS = 1021
-#: Of a piece. Its second sum reads it from the cache of the processor.
+#: Few enough that the second sum reads a piece from the cache of the processor.
 _ROWS = {"cpu": 511}
 _ROWS_ON_A_DEVICE = 4099
 #: Bytes: smaller tensors are put together first.
@@ -25,7 +25,7 @@ _FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 
 
 def digest(tensors: Iterable[Any]) -> tuple[int, ...]:
-    """A number for the values on each device, which waits for it.
+    """A number for the values on each device. Waits for the devices.
 
     Args:
         tensors: of any dtype, on any device but meta; always in the same order.

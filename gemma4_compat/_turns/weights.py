@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from gemma4_compat._models import walk
 from gemma4_compat._offload import host_memory, idle_hooks
 from gemma4_compat._quantization import quant_states
 from gemma4_compat._turns import values
-
 
 #: Arguments of PEFT's hooks that choose adapters for one call.
 _CHOSEN = {"adapter_names", "alora_offsets"}
@@ -103,8 +101,8 @@ def _of_state(weight: Any) -> list[Any]:
 
 def _of_file(entry: Any, name: str, folder: Any) -> tuple[int, ...]:
     """When the file of a weight was written, and its size: nothing if there is none."""
-    path = entry.get("safetensors_file") or Path(folder or "", f"{name}.dat")
-    if not os.path.exists(path):
+    path = Path(entry.get("safetensors_file") or Path(folder or "", f"{name}.dat"))
+    if not path.exists():
         return ()
-    found = os.stat(path)
+    found = path.stat()
     return found.st_mtime_ns, found.st_size

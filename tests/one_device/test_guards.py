@@ -119,7 +119,9 @@ def of_graphs(way: Way, cell: guards.Cell, model: Any, _other: Any) -> None:
     now = calls.steps(model)
     (expected,), (one,) = calls.ask(model)(calls.EAGER), found
     calls.assert_equal(one, expected)
-    assert (now.captured > captured or now.replayed == counted.replayed) == (cell is guards.NOTICED or cell is guards.WITH_HOOKS)
+    assert (now.captured > captured or now.replayed == counted.replayed) == (
+        cell is guards.NOTICED or cell is guards.WITH_HOOKS
+    )
     if way.shows and cell is not guards.WITH_HOOKS:
         assert calls.differ(before, found)
 

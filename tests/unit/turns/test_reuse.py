@@ -389,6 +389,25 @@ def test_an_interrupted_answer_is_forgotten(load: Any, plain: Any) -> None:
     near(found, ask(plain(), ids))
 
 
+@pytest.mark.parametrize("call", ["the first", "a later"])
+def test_weights_that_change_while_an_answer_is_written(load: Any, call: str) -> None:
+    """The prompt was read with the old ones."""
+
+    class Changes:
+        def put(self, _tokens: Any) -> None:
+            weight = model.get_decoder().layers[1].mlp.up_proj.weight
+            weight.data.mul_(-1.5)
+
+        def end(self) -> None:
+            pass
+
+    model = gemma4_compat.reuse_prefix(load())
+    ids = text(20, 0) if call == "the first" else ask(model, text(20, 0)).sequences.cpu()
+    ids = ask(model, ids, streamer=Changes()).sequences.cpu()
+    assert reused(model, ids)[1] == 0
+    assert reused(model, ids)[1] > 0
+
+
 def test_a_call_within_a_call(load: Any, plain: Any) -> None:
     """A callback that asks the same model: with prompts that have nothing to do with the conversation."""
     import torch

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+import torch
 
 from gemma4_compat._turns import values
 
@@ -46,7 +47,15 @@ def test_every_write_is_seen(shape: tuple[int, int], write: Callable[[Any], Any]
 
 def test_layouts_that_are_not_plain() -> None:
     base = drawn(40, 50)
-    for found in (base.t(), base[3:, 1:7], base[:, 7], base.view(-1)[1:], base[0, 0], base[:0], base.bfloat16()[1:].t()):
+    for found in (
+        base.t(),
+        base[3:, 1:7],
+        base[:, 7],
+        base.view(-1)[1:],
+        base[0, 0],
+        base[:0],
+        base.bfloat16()[1:].t(),
+    ):
         before = values.digest([found])
         assert values.digest([found]) == before
         if found.numel():
