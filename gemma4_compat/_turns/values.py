@@ -17,7 +17,7 @@ _COLUMNS = 1021
 _ROWS = {"cpu": 511}
 _ROWS_ON_A_DEVICE = 4099
 #: Bytes: smaller tensors are put together first.
-_SMALL = 1 << 18
+_SMALL = 1 << 16
 #: Places of a tensor that are compared where all of them would take too long.
 SAMPLES = 256
 #: Odd numbers without a pattern, as int64.
