@@ -32,6 +32,7 @@ _ADAPTER_DICTS = ("scaling",)
 #: Attributes of configurations, which a logits processor may also change.
 _IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
 #: Types whose objects are values and whose classes nobody changes.
 _PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
 #: Attributes of the model itself that its callers set.
@@ -53,7 +54,7 @@ class Dependencies:
         configs: dictionaries of its configurations.
         groups: the module groups of streamed layers: their weights are on the host.
         on_gone: called with this snapshot and a module's name, at least once, when one of the modules is deleted.
-        trained: whether it matters which weights are trained.
+        trained: whether backward passes are replayed: their hooks matter then, and which weights are trained.
         offloaded: look at offloaded weights; accelerate's hooks make them anew in each forward.
     """
 
@@ -68,6 +69,7 @@ class Dependencies:
         offloaded: bool = True,
     ) -> None:
         self._gone, self._with_offloaded = False, offloaded
+        self._hook_kinds = (*_HOOKS, *(_BACKWARD if trained else ()))
         self._often, self._seldom = Entries(), Entries()
         self._turn = 0
         self._shares: dict[int, list[Any]] = {}  # of what is below, by turn
@@ -97,7 +99,7 @@ class Dependencies:
         for name in dict.fromkeys(kind.__module__ for kind in self._classes):
             if name in sys.modules:
                 self._add_globals(name, vars(sys.modules[name]))
-        for hooks in global_hooks():
+        for hooks in global_hooks(backward=trained):
             self._add_hooks(hooks, "every module")
         for index, module in enumerate(modules):
             self._add(module, self._names[index], first=index == 0)
@@ -141,7 +143,7 @@ class Dependencies:
         often = self._often if first else self._seldom
         often.add(attributes, "forward", (Cause.CODE, path))
         often.add(attributes, "training", (Cause.TRAINING, path))
-        for kind in _HOOKS:
+        for kind in self._hook_kinds:
             self._add_hooks(attributes[kind], path)
         for key in _ADAPTER:
             if hasattr(module, key):
@@ -426,11 +428,11 @@ def _dtype(reference: weakref.ref[Any]) -> Any:
     return getattr(reference(), "dtype", None)
 
 
-def global_hooks() -> Iterator[dict[Any, Any]]:
-    """The hooks of all modules, in the order of :data:`_HOOKS`."""
+def global_hooks(*, backward: bool = False) -> Iterator[dict[Any, Any]]:
+    """The hooks of all modules, in the order of :data:`_HOOKS`, and those of backward passes."""
     import torch
 
-    for kind in _HOOKS:
+    for kind in (*_HOOKS, *(_BACKWARD if backward else ())):
         yield getattr(torch.nn.modules.module, f"_global{kind}")
 
 

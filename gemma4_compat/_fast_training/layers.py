@@ -256,7 +256,7 @@ def _of_a_layer(layer: Any, modules: list[Any]) -> Iterator[str]:
             yield "their weights are offloaded"
     if any(map(obstacles.is_8_bit, modules)):
         yield "8-bit layers of bitsandbytes synchronize with the host"
-    yield from obstacles.of_hooks(layer, [])  # those on every module
+    yield from obstacles.of_hooks(layer, [], backward=True)  # those on every module
     for module in modules:
         name = type(module).__name__
         if obstacles.only_in_training(module, decodes=False):

@@ -264,7 +264,25 @@ def collected(model: Any) -> None:
 
 
 def seen_backwards(model: Any) -> None:
-    layer(model).mlp.register_full_backward_hook(lambda _module, _given, found: None)
+    layer(model).mlp.register_full_backward_hook(lambda _module, given, _found: tuple(2 * one for one in given))
+
+
+def hooked_everywhere(model: Any) -> Any:
+    import torch
+
+    one = norm(model)
+    return torch.nn.modules.module.register_module_forward_hook(
+        lambda module, _given, output: -output if module is one else None
+    )
+
+
+def seen_backwards_everywhere(model: Any) -> Any:
+    import torch
+
+    one = layer(model).mlp
+    return torch.nn.modules.module.register_module_full_backward_hook(
+        lambda module, given, _found: tuple(2 * each for each in given) if module is one else None
+    )
 
 
 def trained(part: str, wanted: bool) -> Change:
@@ -400,12 +418,16 @@ WAYS: dict[str, Way] = {
     ),
     # hooks
     "a hook": Way(hooked, (NOTICED, NOTICED, NOTICED)),
+    "a hook on every module": Way(hooked_everywhere, (NOTICED, NOTICED, NOTICED)),
     "a hook before a norm": Way(hooked_before, (NOTICED, NOTICED, NOTICED)),
     "what a hook reads": Way(
         lambda model: model.steering.update(by=3), (STATE, WITH_HOOKS, WITH_HOOKS), before=steered
     ),
     "a hook that collects": Way(collected, (NOTHING, NOTHING, NOTHING), shows=False),
     "a backward hook": Way(seen_backwards, (NO_GRADIENT, NO_GRADIENT, NOTICED), shows=False),
+    "a backward hook on every module": Way(
+        seen_backwards_everywhere, (NO_GRADIENT, NO_GRADIENT, NOTICED), shows=False
+    ),
     "a hook on a gradient": Way(
         lambda model: norm(model).weight.register_hook(lambda gradient: gradient * 2),
         (NO_GRADIENT, NO_GRADIENT, AUTOGRAD),

@@ -7,13 +7,16 @@ Nothing is put back before they are compared.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
+
+from torch.utils.hooks import RemovableHandle
 
 import gemma4_compat
 from gemma4_compat._fast_training import layers
@@ -34,6 +37,16 @@ SETTLED = layers.CAPTURED_AT + 1
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     chats.small(monkeypatch)
+
+
+@pytest.fixture
+def changed() -> Iterator[Callable[..., None]]:
+    """Makes the change of a way, to each of some models. Hooks on every module go when the test has ended."""
+    returned: list[Any] = []
+    yield lambda way, *models: returned.extend([way.change(model) for model in models])
+    for handle in returned:
+        if isinstance(handle, RemovableHandle):
+            handle.remove()
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +91,14 @@ def cells() -> list[Any]:
 
 
 @pytest.mark.parametrize(("feature", "way"), cells())
-def test_a_cell(made: Callable[[Way], Any], feature: str, way: Way) -> None:
+def test_a_cell(made: Callable[[Way], Any], changed: Callable[..., None], feature: str, way: Way) -> None:
     cell = way.cells[FEATURES.index(feature)]
-    CHECKS[feature](way, cell, made(way), made(way))
+    CHECKS[feature](functools.partial(changed, way), way, cell, made(way), made(way))
     if isinstance(cell, Documented):
         assert cell.words in " ".join(Path(ROOT, cell.page).read_text(encoding="utf-8").split())
 
 
-def of_a_prefix(way: Way, cell: guards.Cell, model: Any, other: Any) -> None:
+def of_a_prefix(change: Callable[..., None], way: Way, cell: guards.Cell, model: Any, other: Any) -> None:
     import torch
 
     gemma4_compat.reuse_prefix(model)
@@ -93,8 +106,7 @@ def of_a_prefix(way: Way, cell: guards.Cell, model: Any, other: Any) -> None:
     ids = chats.ask(model, ids).sequences.cpu()
     before, held = chats.reused(model, ids)
     assert held > 0
-    for one in (model, other):
-        way.change(one)
+    change(model, other)
     found, held = chats.reused(model, ids)
     assert (held == 0) == isinstance(cell, Noticed)
     if isinstance(cell, Documented):  # what the page says to do
@@ -107,13 +119,13 @@ def of_a_prefix(way: Way, cell: guards.Cell, model: Any, other: Any) -> None:
         assert not torch.allclose(before.logits[0].float(), found.logits[0].float(), rtol=1e-3, atol=1e-3)
 
 
-def of_graphs(way: Way, cell: guards.Cell, model: Any, _other: Any) -> None:
+def of_graphs(change: Callable[..., None], way: Way, cell: guards.Cell, model: Any, _other: Any) -> None:
     gemma4_compat.decode_fast(model, exact=True)
     guards.base(model).generation_config.cache_implementation = None  # each call says
     if cell is not guards.WITH_HOOKS:
         before = calls.compared(model, calls.ask(model))
     captured = calls.steps(model).captured
-    way.change(model)
+    change(model)
     counted = calls.steps(model)
     found = calls.ask(model)({})
     now = calls.steps(model)
@@ -139,7 +151,7 @@ def step(model: Any) -> list[Any]:
     return [("loss", loss.detach()), *((name, gradient.clone()) for name, gradient in found)]
 
 
-def of_training(way: Way, cell: guards.Cell, model: Any, other: Any) -> None:
+def of_training(change: Callable[..., None], way: Way, cell: guards.Cell, model: Any, other: Any) -> None:
     for one in (model, other):
         one.train()
     gemma4_compat.train_fast(model)
@@ -147,8 +159,7 @@ def of_training(way: Way, cell: guards.Cell, model: Any, other: Any) -> None:
         step(model)
     before = gemma4_compat.training_statistics(model)
     assert before.replayed > 0 or cell in (guards.WITH_HOOKS, guards.EAGER)
-    for one in (model, other):
-        way.change(one)
+    change(model, other)
     right = step(other)
     for _ in range(SETTLED):
         found = step(model)
