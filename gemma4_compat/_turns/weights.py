@@ -45,7 +45,7 @@ def seen(model: Any, before: Dependencies | None) -> tuple[Any, ...]:
             before = Dependencies(modules, configs.values(), [], _gone, offloaded=False)
         stored: list[Any] = []
         for module in modules:
-            hook = module_hooks.offload_hook(module) if "_hf_hook" in vars(module) else None
+            hook: Any = module_hooks.offload_hook(module) if "_hf_hook" in vars(module) else None
             for own in (module._parameters, module._buffers) if hook is not None else ():
                 for name, tensor in own.items():
                     if tensor is not None and tensor.device.type == "meta":
