@@ -9,6 +9,7 @@ finds the longest common prefix, gives transformers a cache that holds this pref
 * :mod:`conversation`: a text, the cache that holds it, and how both are cut.
 * :mod:`rows`: the keys and values in the layers of a cache, by position.
 * :mod:`weights`: whether the model still computes what it computed before.
+* :mod:`values`: a number that stands for the values of tensors.
 """
 
 from __future__ import annotations
