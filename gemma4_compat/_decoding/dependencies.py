@@ -22,7 +22,7 @@ from typing import Any
 
 from gemma4_compat._decoding import recaptures
 from gemma4_compat._decoding.recaptures import Cause, changed
-from gemma4_compat._decoding.snapshots import Entries, Layouts, Values, Whose
+from gemma4_compat._decoding.snapshots import COLLECTED, Entries, Layouts, Values, Whose
 from gemma4_compat._quantization import quant_states
 
 #: Attributes of PEFT's layers that say which adapters compute, and how strongly. Some layers get such an attribute
@@ -32,12 +32,14 @@ _ADAPTER_DICTS = ("scaling",)
 #: Attributes of configurations, which a logits processor may also change.
 _IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
 #: Types whose objects are values and whose classes nobody changes.
 _PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
 #: Attributes of the model itself that its callers set.
 _OF_CALLS = ("generation_config", "training", "forward")
 #: Another object whenever checkpointing is turned on. No step calls it: there are no gradients.
 _CHECKPOINTING = "_gradient_checkpointing_func"
+_COLLECTING = "transformers.utils.output_capturing"
 _MARKS = "make_inputs_require_grads"
 _CONFIG = (Cause.CONFIGURATION, "config")
 #: Tokens in which everything is looked at once, while nobody else's code runs.
@@ -52,6 +54,8 @@ class Dependencies:
         configs: dictionaries of its configurations.
         groups: the module groups of streamed layers: their weights are on the host.
         on_gone: called with this snapshot and a module's name, at least once, when one of the modules is deleted.
+        trained: whether backward passes are replayed: their hooks matter then, and which weights are trained.
+        offloaded: look at offloaded weights; accelerate's hooks make them anew in each forward.
     """
 
     def __init__(
@@ -60,8 +64,12 @@ class Dependencies:
         configs: Iterable[dict[str, Any]],
         groups: list[Any],
         on_gone: Callable[[Dependencies, str], None],
+        *,
+        trained: bool = False,
+        offloaded: bool = True,
     ) -> None:
-        self._gone = False
+        self._gone, self._with_offloaded = False, offloaded
+        self._hook_kinds = (*_HOOKS, *(_BACKWARD if trained else ()))
         self._often, self._seldom = Entries(), Entries()
         self._turn = 0
         self._shares: dict[int, list[Any]] = {}  # of what is below, by turn
@@ -71,12 +79,12 @@ class Dependencies:
         self._metas: list[weakref.ref[Any]] = []  # offloaded
         self._whose_tensors: list[Whose] = []
         self._whose_metas: list[Whose] = []
-        self._layouts, self._other_layouts = Layouts(), Layouts()
+        self._layouts, self._other_layouts = Layouts(trained=trained), Layouts()
         self._hooks: list[dict[Any, Any]] = []
         self._no_hooks: list[dict[Any, Any]] = []
         self._hooked: list[str] = []  # modules, one for each of `_hooks`
         self._not_hooked: list[str] = []
-        self._ignored = {*_of_every_module(), *_ADAPTER, _CHECKPOINTING}
+        self._ignored = {*_of_every_module(), *_ADAPTER, _CHECKPOINTING, COLLECTED}
         self._kinds = list(map(type, modules))
         self._classes: dict[type, tuple[list[str], list[Any]]] = {}
         self._registries: list[tuple[Any, dict[Any, Any]]] = []
@@ -91,7 +99,7 @@ class Dependencies:
         for name in dict.fromkeys(kind.__module__ for kind in self._classes):
             if name in sys.modules:
                 self._add_globals(name, vars(sys.modules[name]))
-        for hooks in global_hooks():
+        for hooks in global_hooks(backward=trained):
             self._add_hooks(hooks, "every module")
         for index, module in enumerate(modules):
             self._add(module, self._names[index], first=index == 0)
@@ -122,6 +130,8 @@ class Dependencies:
         weight, child, adapter = (Cause.WEIGHT, path), (Cause.MODULE, path), (Cause.ADAPTER, path)
         for kind in ("_parameters", "_buffers"):
             for name, tensor in attributes[kind].items():
+                if not self._with_offloaded and tensor is not None and tensor.device.type == "meta":
+                    continue
                 self._often.add(attributes[kind], name, weight)
                 if tensor is not None:
                     self._add_tensor(tensor, (Cause.WEIGHT, f"{path}.{name}"))
@@ -133,7 +143,7 @@ class Dependencies:
         often = self._often if first else self._seldom
         often.add(attributes, "forward", (Cause.CODE, path))
         often.add(attributes, "training", (Cause.TRAINING, path))
-        for kind in _HOOKS:
+        for kind in self._hook_kinds:
             self._add_hooks(attributes[kind], path)
         for key in _ADAPTER:
             if hasattr(module, key):
@@ -178,7 +188,7 @@ class Dependencies:
         (self._hooks if hooks else self._no_hooks).append(hooks)
         (self._hooked if hooks else self._not_hooked).append(path)
         for key, function in hooks.items():
-            if not _marks_inputs(function):
+            if not (_marks_inputs(function) or _collects_outputs(function)):
                 self._seldom.add(hooks, key, (Cause.HOOK_ADDED, f"in place of another on {path}"))
 
     def _add_class(self, kind: type) -> None:
@@ -227,14 +237,22 @@ class Dependencies:
         return self.weights_hold() and self._adapters.hold() and self._configs.hold()
 
     def _hooks_hold(self) -> bool:
-        if self._gone or any(self._no_hooks):
+        if self._gone:
             return False
-        return list(map(len, self._hooks)) == self._hook_numbers or self._marked_again()
+        same = not any(self._no_hooks) and list(map(len, self._hooks)) == self._hook_numbers
+        return same or self._marked_again()
 
     def _marked_again(self) -> bool:
-        """Whether only hooks are new that do what those before them do; if so, their numbers are noted."""
-        if list(map(_counted, self._hooks)) != self._hook_counts:
+        """Whether only hooks are new that do what those before them do, or nothing; if so, their numbers are noted."""
+        if any(map(_counted, self._no_hooks)) or list(map(_counted, self._hooks)) != self._hook_counts:
             return False
+        both = list(zip(self._no_hooks, self._not_hooked))
+        for hooks, path in filter(operator.itemgetter(0), both):
+            self._hooks.append(hooks)
+            self._hooked.append(path)
+            self._hook_counts.append(0)
+        self._no_hooks = [hooks for hooks, _ in both if not hooks]
+        self._not_hooked = [path for hooks, path in both if not hooks]
         self._hook_numbers, self._shares = list(map(len, self._hooks)), {}
         return True
 
@@ -244,11 +262,20 @@ class Dependencies:
             noted = self._tensors, self._addresses, self._no_hooks, self._hooks, self._hook_numbers
             self._shares[turn] = [of_all[turn::_TURNS] for of_all in noted]
         tensors, addresses, no_hooks, hooks, numbers = self._shares[turn]
-        if self._gone or any(no_hooks) or (list(map(len, hooks)) != numbers and not self._marked_again()):
+        differ = any(no_hooks) or list(map(len, hooks)) != numbers
+        if self._gone or (differ and not self._marked_again()):
             return False
         if not (self._often.some_hold(turn, _TURNS) and self._adapters.some_hold(turn, _TURNS)):
             return False
         return self._configs.hold() and self._are_there(tensors, addresses)
+
+    def hold_under_any_adapter(self) -> bool:
+        """Whether everything is unchanged except which adapters are active, and how strongly."""
+        return self.weights_hold() and self._configs.hold() and self.hold_in_full()
+
+    def active_adapters(self) -> list[Any]:
+        """Which adapters are active now, and how strongly, of each module."""
+        return self._adapters.now()
 
     def weights_hold(self) -> bool:
         """The same, regardless of which adapters are active."""
@@ -316,7 +343,7 @@ class Dependencies:
 
     def _differing_hooks(self) -> Iterator[Whose]:
         for hooks, path in zip(self._no_hooks, self._not_hooked):
-            if hooks:
+            if _counted(hooks):
                 yield Cause.HOOK_ADDED, f"{path}: {_name(next(reversed(hooks.values())))}"
         for hooks, number, path in zip(self._hooks, self._hook_counts, self._hooked):
             if _counted(hooks) != number:
@@ -344,20 +371,31 @@ class Dependencies:
             if dict(registry) != functions:
                 yield Cause.CODE, _name(type(registry))
 
+    def tensors(self) -> list[Any]:
+        """The weights, buffers and other tensors of the modules, each once: those that are not offloaded."""
+        found = (*self._layouts.tensors(), *self._other_layouts.tensors())
+        return [tensor for tensor in {id(one): one for one in found}.values() if tensor.device.type != "meta"]
+
     def adapters(self) -> int:
         """Stands for the adapters that were active; equal ones have equal numbers."""
         return hash(repr(self._adapters.values))
 
 
 def _counted(hooks: dict[Any, Any]) -> int:
-    """How many hooks there are; all that mark inputs count as one."""
-    others = [function for function in hooks.values() if not _marks_inputs(function)]
-    return len(others) + (len(others) != len(hooks))
+    """How many hooks there are; all that mark inputs count as one, and those that collect outputs as none."""
+    found = [function for function in hooks.values() if not _collects_outputs(function)]
+    others = [function for function in found if not _marks_inputs(function)]
+    return len(others) + (len(others) != len(found))
 
 
 def _marks_inputs(function: Any) -> bool:
     """Whether it is the hook that has embeddings require a gradient: one more each time checkpointing is turned on."""
     return getattr(function, "__name__", "") == _MARKS and function.__module__ == "transformers.modeling_utils"
+
+
+def _collects_outputs(function: Any) -> bool:
+    """Whether it is transformers' hook that collects hidden states: nothing, where they are not asked for."""
+    return getattr(function, "__module__", "") == _COLLECTING
 
 
 def _attributes(kind: type) -> dict[str, Any]:
@@ -390,11 +428,11 @@ def _dtype(reference: weakref.ref[Any]) -> Any:
     return getattr(reference(), "dtype", None)
 
 
-def global_hooks() -> Iterator[dict[Any, Any]]:
-    """The hooks of all modules, in the order of :data:`_HOOKS`."""
+def global_hooks(*, backward: bool = False) -> Iterator[dict[Any, Any]]:
+    """The hooks of all modules, in the order of :data:`_HOOKS`, and those of backward passes."""
     import torch
 
-    for kind in _HOOKS:
+    for kind in (*_HOOKS, *(_BACKWARD if backward else ())):
         yield getattr(torch.nn.modules.module, f"_global{kind}")
 
 

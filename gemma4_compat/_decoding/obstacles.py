@@ -117,9 +117,9 @@ def _lasting(modules: list[Any]) -> Iterator[str]:
         yield f"it computes on several devices ({', '.join(sorted(map(str, devices)))})"
 
 
-def of_hooks(model: Any, modules: list[Any]) -> Iterator[str]:
+def of_hooks(model: Any, modules: list[Any], *, backward: bool = False) -> Iterator[str]:
     """The hooks on these modules, or on all, that are not a library's own: their Python is to run in every step."""
-    for hooks in dependencies.global_hooks():
+    for hooks in dependencies.global_hooks(backward=backward):
         for function in itertools.filterfalse(_is_known, hooks.values()):
             yield f"a hook on every module has to run for every token ({_text(function)})"
     for module in modules:

@@ -18,6 +18,8 @@ from gemma4_compat._decoding.recaptures import Cause, changed
 #: Why a difference matters, and the name of what holds it.
 Whose = tuple[Cause, str]
 _NOTHING = object()  # what is under a key that is not there
+#: The attribute that says that transformers has put its hooks on a module that collect hidden states for who asks.
+COLLECTED = "_output_capturing_hooks_installed"
 
 
 @dataclass
@@ -78,7 +80,7 @@ class Entries:
     def add_size(self, where: Collection[Any], whose: Whose) -> None:
         """Note the number of keys of a dictionary whose keys are all noted: a new key changes it."""
         self._sized.append(where)
-        self._sizes.append(len(where))
+        self._sizes.append(_size(where))
         self._whose_sizes.append(whose)
 
     def add_contents(self, container: Collection[Any], whose: Whose) -> None:
@@ -104,7 +106,9 @@ class Entries:
 
     def hold(self) -> bool:
         """Whether the same objects are there."""
-        if self._gone or list(map(len, self._sized)) != self._sizes:
+        if self._gone:
+            return False
+        if list(map(len, self._sized)) != self._sizes and list(map(_size, self._sized)) != self._sizes:
             return False
         if not _are_same(self._constants, self._others):
             return False
@@ -130,7 +134,7 @@ class Entries:
 
     def _resized(self) -> Iterator[Whose]:
         for where, size, whose in zip(self._sized, self._sizes, self._whose_sizes):
-            if len(where) != size:
+            if _size(where) != size:
                 yield whose
         for container, contents, whose in zip(self._containers, self._contents, self._whose_contents):
             if list(map(id, container)) != contents:
@@ -139,6 +143,11 @@ class Entries:
     def _of_deleted(self) -> Iterator[Whose]:
         for reference in self._gone:
             yield self._whose_references[self._references.index(reference)]
+
+
+def _size(where: Collection[Any]) -> int:
+    """How many keys or items, without :data:`COLLECTED`."""
+    return len(where) - (isinstance(where, dict) and COLLECTED in where)
 
 
 def _are_same(constants: _Noted, others: _Noted) -> bool:
@@ -164,12 +173,15 @@ class Values:
         self._keys.append(key)
         self._defaults.append(default)
         self._whose.append(whose)
-        value = where.get(key, default)
-        self.values.append(list(value) if isinstance(value, list) else value)
+        self.values.append(_copied(where.get(key, default)))
 
     def hold(self) -> bool:
         """Whether equal values are there."""
         return list(map(dict.get, self._dicts, self._keys, self._defaults)) == self.values
+
+    def now(self) -> list[Any]:
+        """The values that are there now."""
+        return list(map(_copied, map(dict.get, self._dicts, self._keys, self._defaults)))
 
     def some_hold(self, turn: int, turns: int) -> bool:
         """Whether a share of them is there: each has its turn."""
@@ -186,12 +198,21 @@ class Values:
                 yield cause, f"{path}.{key}: {changed(old, new)}"
 
 
-class Layouts:
-    """Where tensors are, and in which layout."""
+def _copied(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value
 
-    def __init__(self) -> None:
+
+class Layouts:
+    """Where tensors are, and in which layout.
+
+    Args:
+        trained: look at what requires a gradient as well.
+    """
+
+    def __init__(self, *, trained: bool = False) -> None:
+        self._trained = trained
         self._references: list[weakref.ref[Any]] = []
-        self._layouts: tuple[list[Any], ...] = _layouts([])
+        self._layouts: tuple[list[Any], ...] = self._look([])
         self._whose: list[Whose] = []
 
     def add(self, tensor: Any, whose: Whose) -> None:
@@ -200,28 +221,31 @@ class Layouts:
 
         if tensor.layout is torch.strided:
             self._references.append(weakref.ref(tensor))
-            for noted, new in zip(self._layouts, _layouts([tensor])):
+            for noted, new in zip(self._layouts, self._look([tensor])):
                 noted += new
             self._whose.append(whose)
+
+    def tensors(self) -> list[Any]:
+        """Those that are still there."""
+        return [tensor for reference in self._references if (tensor := reference()) is not None]
 
     def hold(self) -> bool:
         """Whether all are there, where and as they were."""
         found = [reference() for reference in self._references]
-        return all(map(operator.is_not, found, itertools.repeat(None))) and _layouts(found) == self._layouts
+        return all(map(operator.is_not, found, itertools.repeat(None))) and self._look(found) == self._layouts
 
     def differences(self) -> Iterator[Whose]:
         """Those that are gone or lie elsewhere or otherwise."""
         for reference, whose, *noted in zip(self._references, self._whose, *self._layouts):
             tensor = reference()
-            if tensor is None or [one for (one,) in _layouts([tensor])] != noted:
+            if tensor is None or [one for (one,) in self._look([tensor])] != noted:
                 yield whose
 
+    def _look(self, found: list[Any]) -> tuple[list[Any], ...]:
+        """Addresses, strides, dtypes and shapes of tensors: as lists, which hold less that is to be collected."""
+        import torch
 
-def _layouts(found: list[Any]) -> tuple[list[Any], ...]:
-    """Addresses, strides, dtypes and shapes of tensors: as lists, which hold less that is to be collected."""
-    import torch
-
-    kind = torch.Tensor
-    with torch._C.DisableTorchFunctionSubclass():
-        reads = kind.data_ptr, kind.stride, operator.attrgetter("dtype"), operator.attrgetter("shape")
-        return tuple(list(map(read, found)) for read in reads)
+        names = ("dtype", "shape", "requires_grad") if self._trained else ("dtype", "shape")
+        with torch._C.DisableTorchFunctionSubclass():
+            reads = torch.Tensor.data_ptr, torch.Tensor.stride, *map(operator.attrgetter, names)
+            return tuple(list(map(read, found)) for read in reads)

@@ -27,9 +27,9 @@ def train_fast(model: _Model, *, max_tokens: int = layers.MAX_TOKENS, enabled: b
     graph, its backward pass as another. The second computes the layer again, as checkpointing does, with or without
     checkpointing. Loss and gradients have the bits of the same step with checkpointing.
 
-    Weights may be changed in place, as optimizers do. Another adapter, weight, hook or setting is noticed, and
-    everything is captured again. The first four shapes that come back are captured: pad to one length, or to a few
-    (``pad_to_multiple_of``), or pack.
+    Weights may be changed in place, as optimizers do. Another adapter, weight, hook or setting is noticed, and so is a
+    weight that is frozen or no longer frozen: everything is captured again. The first four shapes that come back are
+    captured: pad to one length, or to a few (``pad_to_multiple_of``), or pack.
 
     A layer runs as before, and a warning in the log says why, if its weights are offloaded, sharded or 8-bit, if it
     draws random numbers (dropout), if a hook of yours looks into it, if experts are chosen on the host, if

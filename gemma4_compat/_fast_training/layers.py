@@ -208,7 +208,7 @@ class Training:
         if not modules:
             return
         configs = {id(config): vars(config) for config in (getattr(one, "config", None) for one in modules) if config}
-        self._dependencies = Dependencies(modules, configs.values(), [], self._forget)
+        self._dependencies = Dependencies(modules, configs.values(), [], self._forget, trained=True)
 
     def _look(self) -> list[Any]:
         """Look at the layers: their trained weights, and obstacles. Returns the modules of those without one."""
@@ -257,7 +257,7 @@ def _of_a_layer(layer: Any, modules: list[Any]) -> Iterator[str]:
             yield "their weights are offloaded"
     if any(map(obstacles.is_8_bit, modules)):
         yield "8-bit layers of bitsandbytes synchronize with the host"
-    yield from obstacles.of_hooks(layer, [])  # those on every module
+    yield from obstacles.of_hooks(layer, [], backward=True)  # those on every module
     for module in modules:
         name = type(module).__name__
         if obstacles.only_in_training(module, decodes=False):

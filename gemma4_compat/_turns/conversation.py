@@ -22,16 +22,30 @@ class Conversation:
         cache: holds the tokens. A static one is kept; otherwise its rows are.
         copies: of rows of sliding layers.
         window: of sliding layers, in tokens.
+        returned: whether the caller has the cache as well, and may write to it.
     """
 
     def __init__(
-        self, ids: Any, items: list[Item], seen: tuple[Any, ...], cache: Any, copies: list[rows.Layers], window: int
+        self,
+        ids: Any,
+        items: list[Item],
+        seen: tuple[Any, ...],
+        cache: Any,
+        copies: list[rows.Layers],
+        window: int,
+        *,
+        returned: bool = False,
     ) -> None:
         self.ids, self.items, self.seen, self.window = ids, items, seen, window
         self._sliding = rows.sliding(cache)
         self._cache = cache if rows.length(cache) is not None else None
         self._rows = {} if self._cache is not None else rows.of(cache)
         self.copies = copies
+        self._values = rows.digest(self._rows) if returned else None
+
+    def is_untouched(self) -> bool:
+        """Whether nobody has written to the rows, which the caller may have as well."""
+        return self._values is None or rows.digest(self._rows) == self._values
 
     def common(self, ids: Any, items: list[Item]) -> int:
         """How many tokens begin both this text and another, of which at least one token is left to read.

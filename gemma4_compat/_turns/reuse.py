@@ -9,6 +9,7 @@ from gemma4_compat._accelerate import attached
 from gemma4_compat._decoding import decoder
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
+from gemma4_compat._turns import weights
 
 if TYPE_CHECKING:
     from gemma4_compat._turns.conversation import Conversation
@@ -27,6 +28,7 @@ class Kept:
         self._counted = decoder.of(model).statistics
         self._lock = threading.Lock()
         self._last: Conversation | None = None
+        self._modules: Any = None  # as they were when they were looked at
         self.settled = False  # whether a forward has run: libraries may store weights in another way in the first one
 
     def take(self) -> Conversation | None:
@@ -39,6 +41,13 @@ class Kept:
         """Keep a conversation in place of the last one."""
         with self._lock:
             self._last = found
+
+    def seen(self, model: Any) -> tuple[Any, ...]:
+        """What is equal as long as the model computes the same (:func:`weights.seen`)."""
+        with self._lock:
+            found = weights.seen(model, self._modules)
+            self._modules = found[0]
+        return found
 
     def count(self, read: int, reused: int) -> None:
         """Count tokens of a prompt: those that are read, and those that a cache holds."""
@@ -79,11 +88,12 @@ def reuse_prefix(model: _Model, *, enabled: bool = True) -> _Model:
     Keys and values that are reused were computed by other forwards than a prompt that is read at once, so logits round
     otherwise, as with ``prefill_chunk_size``. docs/DECODING.md says by how much.
 
-    A prompt is read from its beginning if weights, active adapters, hooks or the attention implementation have
-    changed. What is written into weights of the base through ``.data`` is not noticed: call this again afterwards,
-    which forgets the conversation. Batches, beams, padding, videos, assistants, and calls with a cache of the caller's
-    read their prompts as without this. ``decoding_statistics(model)`` counts ``prompt_tokens_read``,
-    ``prompt_tokens_reused`` and ``not_reused``.
+    A prompt is read from its beginning if weights, active adapters, attributes, hooks or the attention implementation
+    have changed, or if you have written to the cache that the last call returned. What is written through ``.data``
+    into a part of a weight that is in host memory may be missed, and so is what a hook of yours reads elsewhere: call
+    this again afterwards, which forgets the conversation. Batches, beams, padding, videos, assistants, and calls with
+    ``adapter_names`` or a cache of the caller's read their prompts as without this. ``decoding_statistics(model)``
+    counts ``prompt_tokens_read``, ``prompt_tokens_reused`` and ``not_reused``.
 
     Args:
         model: a transformers model for text generation, quantized, dispatched or not, or a PEFT model around one.

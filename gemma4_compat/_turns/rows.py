@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from gemma4_compat._common import in_place
 from gemma4_compat._decoding import static_caches
 from gemma4_compat._models import prefill
+from gemma4_compat._turns import values
 
 _FULL, _SLIDING = ("DynamicLayer", "StaticLayer"), ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")
 #: So many rows before the window are kept with the end of a prompt, to cut it a little before its end.
@@ -82,6 +83,11 @@ def _of(layer: Any, tokens: int) -> Rows:
     if tokens <= there:
         return Rows(0, layer.keys[..., :tokens, :], layer.values[..., :tokens, :])
     return Rows(tokens - there, layer.keys, layer.values)
+
+
+def digest(found: Layers) -> tuple[int, ...]:
+    """A number for all values of these rows."""
+    return values.digest(tensor for one in found.values() for tensor in (one.keys, one.values))
 
 
 def sliding(cache: Any) -> list[int]:

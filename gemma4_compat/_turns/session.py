@@ -49,7 +49,7 @@ def begin(model: Any, kept: Kept, args: tuple[Any, ...], kwargs: dict[str, Any])
     ids: Any = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
     reason = _obstacle(model, ids, given) if len(args) < 2 else "arguments of generate without their names"
     if reason is None:
-        tokens = ids[0].detach().cpu().long()
+        tokens = ids[0].detach().to("cpu", copy=True)
         found = media.items(model, tokens.tolist(), given)
         if found is not None:
             return Session(model, kept, tokens, found, given)
@@ -91,6 +91,8 @@ def _obstacle(model: Any, ids: Any, given: dict[str, Any]) -> str | None:
         return "padding"
     if model.training:
         return "training mode"
+    if weights.adapters_are_chosen(model):
+        return "adapters are chosen for this call"
     return "virtual tokens" if obstacles.of_virtual_tokens(model) is not None else None
 
 
@@ -128,7 +130,7 @@ class Session:
     def __init__(self, model: Any, kept: Kept, ids: Any, items: list[media.Item], given: dict[str, Any]) -> None:
         self.model, self._kept, self._ids, self._items = model, kept, ids, items
         self._window = int(model.config.get_text_config().sliding_window)
-        self._seen = weights.seen(model)
+        self._seen = kept.seen(model) if kept.settled else ()
         self._cache: Any = None
         self._copies: list[rows.Layers] = []
         self._needed = 0
@@ -141,6 +143,9 @@ class Session:
     def _common(self, last: conversation.Conversation) -> int:
         if last.seen != self._seen:
             self._kept.not_reused("weights, adapters, hooks or settings of torch changed")
+            return 0
+        if not last.is_untouched():
+            self._kept.not_reused("the cache that was returned has been written to")
             return 0
         common = last.common(self._ids, self._items)
         found = last.longest(common)
@@ -191,14 +196,16 @@ class Session:
         """Around the forward of the prompt: afterwards, the rows of sliding layers are copied."""
         if cache is not self._cache or self._needed < self._window:  # all rows stay in the cache
             yield
-            return
-        noted: rows.Layers = {}
-        static = rows.length(cache) is not None
-        with contextlib.nullcontext() if static and in_chunks else rows.noting(cache, noted, self._window):
-            yield
-        found = rows.of(cache)
-        now = {index: noted.get(index) or found[index].copied() for index in rows.sliding(cache)}
-        self._copies = conversation.tidied([*self._copies, now])
+        else:
+            noted: rows.Layers = {}
+            static = rows.length(cache) is not None
+            with contextlib.nullcontext() if static and in_chunks else rows.noting(cache, noted, self._window):
+                yield
+            found = rows.of(cache)
+            now = {index: noted.get(index) or found[index].copied() for index in rows.sliding(cache)}
+            self._copies = conversation.tidied([*self._copies, now])
+        if not self._seen:  # before any code of the user's runs
+            self._kept.settled, self._seen = True, self._kept.seen(self.model)
 
     def end(self, output: Any) -> None:
         """Keep what ``generate`` has read and written. ``output``: what it returns."""
@@ -208,19 +215,15 @@ class Session:
         self._kept.count(read, self._reused)
         _log.debug("gemma4_compat: a prompt of %d tokens, %d of them held", len(self._ids), self._reused)
         cache, self._cache = self._cache, None
-        returned = not isinstance(output, torch.Tensor)
-        if cache is None or (returned and rows.length(cache) is not None and not _has_another(output, cache)):
+        plain = isinstance(output, torch.Tensor)
+        # After `decode_fast` the caller gets another cache.
+        returned = not plain and not (isinstance(output, dict) and cache_names.cache_in(output) is not cache)
+        if cache is None or not self._seen or (returned and rows.length(cache) is not None):
             return  # a static cache that the caller has is the caller's
         self._take_over(cache)
-        sequences = output.sequences if returned else output
+        sequences = output if plain else output.sequences
         held = rows.held(cache)
         if 0 < held <= sequences.shape[1]:
-            if not self._kept.settled:
-                self._kept.settled, self._seen = True, weights.seen(self.model)
-            ids = sequences[0, :held].detach().cpu()
-            self._kept.put(conversation.Conversation(ids, self._items, self._seen, cache, self._copies, self._window))
-
-
-def _has_another(output: Any, cache: Any) -> bool:
-    """Whether the caller gets another cache, as after ``decode_fast``."""
-    return isinstance(output, dict) and cache_names.cache_in(output) is not cache
+            ids = sequences[0, :held].detach().to("cpu", copy=True)  # what the caller has may be written to
+            found = (ids, self._items, self._seen, cache, self._copies, self._window)
+            self._kept.put(conversation.Conversation(*found, returned=returned))

@@ -68,7 +68,9 @@ def page() -> str:
     for file, run in _runs("soak"):
         rows = ["| what a thread did | calls, all exact |", "|---|---:|"]
         rows += [f"| {name} | {count:,} |" for name, count in run["measured"]["calls"].items()]
-        what = f"{run['minutes']:g} minutes, {run['measured']['rounds']:,} rounds, load {run['load'][2]:.0f} on two cores"
+        what = (
+            f"{run['minutes']:g} minutes, {run['measured']['rounds']:,} rounds, load {run['load'][2]:.0f} on two cores"
+        )
         parts.append(_part(file, run, what, rows))
     parts.append(_LEFTOVERS)
     for file, run in _runs("leftovers"):

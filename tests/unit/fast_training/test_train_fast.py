@@ -390,11 +390,32 @@ def test_changes_are_noticed(model: Any, given: dict[str, Any], change: str) -> 
 
         torch.manual_seed(0)
         CHANGES[change](one)
-        one.requires_grad_(False)
-        for name, weight in one.named_parameters():
-            weight.requires_grad_("lora" in name)
     right = step(other, given)
     assert all(same(right, step(model, given)) for _ in range(SETTLED))
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_weights_that_are_trained_from_now_on(model: Any, given: dict[str, Any], wanted: bool) -> None:
+    """And those that no longer are. Nothing is captured in vain where they stay as they are."""
+    other = copy.deepcopy(model)
+    for one in (model, other):
+        trained(one, "lora_A", not wanted)
+    settled(model, given)
+    before = gemma4_compat.training_statistics(model)
+    for one in (model, other):
+        trained(one, "lora_A", wanted)
+    right = step(other, given)
+    assert all(same(right, step(model, given)) for _ in range(SETTLED))
+    counted = gemma4_compat.training_statistics(model)
+    assert counted.captured == 2 * before.captured
+    assert counted.reasons == ()
+    assert [weight.grad is None for weight in model.parameters()] == [one.grad is None for one in other.parameters()]
+
+
+def trained(model: Any, part: str, wanted: bool) -> None:
+    for name, weight in model.named_parameters():
+        if part in name:
+            weight.requires_grad_(wanted)
 
 
 @pytest.mark.skipif("not checkpointing.is_in_forward()", reason="without checkpointing, autograd keeps the old weight")

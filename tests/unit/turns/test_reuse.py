@@ -333,6 +333,48 @@ def test_a_cache_of_the_callers_stays_the_callers(load: Any, plain: Any) -> None
     assert reused(model, static.sequences.cpu())[1] == 0, "a static one is written in place, so it is not kept"
 
 
+CACHE_WRITES: dict[str, Any] = {
+    "in place": lambda layer: layer.keys.mul_(3),
+    ".data": lambda layer: layer.values.data.neg_(),
+    "a row": lambda layer: layer.keys.data[..., 4, :].zero_(),
+}
+
+
+@pytest.mark.parametrize("write", CACHE_WRITES.values(), ids=CACHE_WRITES)
+def test_what_is_written_to_a_returned_cache_is_not_reused(load: Any, plain: Any, write: Any) -> None:
+    import torch
+
+    model = gemma4_compat.reuse_prefix(load())
+    options = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+    first = model.generate(text(20, 0).to(model.device), **options)
+    with torch.no_grad():
+        write([one for one in first.past_key_values.layers if getattr(one, "keys", None) is not None][-1])
+    ids = torch.cat([first.sequences.cpu(), text(4, 1)], dim=-1)
+    found, held = reused(model, ids)
+    assert held == 0
+    near(found, ask(plain(), ids))
+    assert gemma4_compat.decoding_statistics(model).not_reused == {
+        "the cache that was returned has been written to": 1
+    }
+    assert reused(model, ids)[1] > 0
+
+
+@pytest.mark.parametrize("whose", ["the prompt", "the answer"])
+def test_tokens_that_are_written_to_are_other_tokens(load: Any, plain: Any, whose: str) -> None:
+    """On the CPU, what is kept must not be the caller's own memory."""
+    import torch
+
+    model = gemma4_compat.reuse_prefix(load())
+    prompt = text(20, 0).to(model.device)
+    said = model.generate(prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    ids = prompt if whose == "the prompt" else said
+    ids[0, 3] = 77
+    found = ask(model, ids)
+    near(found, ask(plain(), ids))
+    assert counted(model)[1] <= 3
+    assert torch.equal(found.sequences[0, :20], ids[0, :20])
+
+
 def test_an_interrupted_answer_is_forgotten(load: Any, plain: Any) -> None:
     class Stops:
         def put(self, _tokens: Any) -> None:
@@ -345,6 +387,25 @@ def test_an_interrupted_answer_is_forgotten(load: Any, plain: Any) -> None:
     found, held = reused(model, ids)
     assert held == 0
     near(found, ask(plain(), ids))
+
+
+@pytest.mark.parametrize("call", ["the first", "a later"])
+def test_weights_that_change_while_an_answer_is_written(load: Any, call: str) -> None:
+    """The prompt was read with the old ones."""
+
+    class Changes:
+        def put(self, _tokens: Any) -> None:
+            weight = model.get_decoder().layers[1].mlp.up_proj.weight
+            weight.data.mul_(-1.5)
+
+        def end(self) -> None:
+            pass
+
+    model = gemma4_compat.reuse_prefix(load())
+    ids = text(20, 0) if call == "the first" else ask(model, text(20, 0)).sequences.cpu()
+    ids = ask(model, ids, streamer=Changes()).sequences.cpu()
+    assert reused(model, ids)[1] == 0
+    assert reused(model, ids)[1] > 0
 
 
 def test_a_call_within_a_call(load: Any, plain: Any) -> None:

@@ -1,0 +1,114 @@
+"""A number that stands for the values of tensors: equal as long as nobody has written to them, in whatever way.
+
+``tensor._version`` misses fused optimizers, those of bitsandbytes, ``.data``, views of numpy and kernels of others. So
+every byte is read, once for each ``generate``; a decoded token reads them as well. A piece of memory is a table of
+64-bit numbers. Sums of its rows and of its columns tell where a value is, which one sum would not. They wrap, so an
+even number of changes to the highest bit cancels out: both sizes of the table are odd, and no pattern in weights has
+them. The sums are then mixed with their positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+_COLUMNS = 1021
+#: Few enough that the second sum reads a piece from the cache of the processor.
+_ROWS = {"cpu": 511}
+_ROWS_ON_A_DEVICE = 4099
+#: Bytes: smaller tensors are put together first.
+_SMALL = 1 << 16
+#: Places of a tensor that are compared where all of them would take too long.
+SAMPLES = 256
+#: Odd numbers without a pattern, as int64.
+_FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
+
+
+def digest(tensors: Iterable[Any]) -> tuple[int, ...]:
+    """A number for the values on each device. Waits for the devices.
+
+    Args:
+        tensors: of any dtype, on any device but meta; always in the same order.
+    """
+    import torch
+
+    by_device: dict[Any, list[Any]] = {}
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # bitsandbytes' parameters take a detour
+        for tensor in tensors:
+            for part in _plain(tensor.detach()):
+                if part.numel() and part.untyped_storage().nbytes() and not part.is_meta:
+                    by_device.setdefault(part.device, []).append(_bytes(part))
+        return tuple([int(_mixed(torch.cat(list(_sums(found))))) for found in by_device.values()])
+
+
+def sample(tensor: Any) -> tuple[int, ...]:
+    """The same, of up to :data:`SAMPLES` places of one tensor on the host, from its beginning to its end."""
+    import torch
+
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return ()
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        found = _bytes(tensor.detach(), copy=False)
+        if found is None:
+            return ()
+        step = max(len(found) // SAMPLES, 8) // 8 * 8 + 1  # not always the same byte of a number
+        return digest([found[::step].clone(), found[-8:].clone()])
+
+
+def _plain(tensor: Any) -> Iterator[Any]:
+    """The tensors that hold the values of one: itself, unless it is made of others."""
+    import torch
+
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain(getattr(tensor, name).detach())
+    elif tensor.layout is torch.strided:
+        yield tensor
+
+
+def _bytes(tensor: Any, *, copy: bool = True) -> Any:
+    """Its memory, uint8 [bytes]; of a tensor with gaps, a copy, or None without ``copy``."""
+    import torch
+
+    if not tensor.is_contiguous():
+        order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+        tensor = tensor.permute(order)  # a transposed one has no gaps
+        if not tensor.is_contiguous():
+            if not copy:
+                return None
+            tensor = tensor.contiguous()
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _sums(found: list[Any]) -> Iterator[Any]:
+    """Sums over these bytes, int64."""
+    import torch
+
+    small = [memory for memory in found if len(memory) < _SMALL]
+    if small:
+        joined = torch.cat(small)
+        found = [joined, *(memory for memory in found if len(memory) >= _SMALL)]
+    for memory in found:
+        if memory.storage_offset() % 8:
+            memory = memory.clone()
+        whole = len(memory) // 8 * 8
+        yield memory[whole:].long()
+        at_once = _ROWS.get(memory.device.type, _ROWS_ON_A_DEVICE) * _COLUMNS
+        for piece in memory[:whole].view(torch.int64).split(at_once):
+            rows = len(piece) // _COLUMNS
+            yield piece[rows * _COLUMNS :]
+            if rows:
+                table = piece[: rows * _COLUMNS].view(rows, _COLUMNS)
+                yield table.sum(0)
+                yield table.sum(1)
+
+
+def _mixed(numbers: Any) -> Any:
+    """One number for many, each at its position: int64 [] for int64 [n]."""
+    import torch
+
+    first, second, third = _FACTORS
+    numbers = numbers + first * torch.arange(1, len(numbers) + 1, device=numbers.device)
+    numbers = (numbers ^ (numbers >> 31)) * second
+    numbers = (numbers ^ (numbers >> 29)) * third
+    return (numbers ^ (numbers >> 32)).sum()
