@@ -13,6 +13,9 @@ from gemma4_compat._diagnostics.messages import Said
 #: Variants that ``plan`` knows by name.
 _VARIANT = re.compile(r"E2B|E4B|12B|26B-A4B|31B", re.IGNORECASE)
 
+#: How classes of errors are called. Others, and no class, may be subclasses of any.
+_ERROR = re.compile(r"Error$|Exception$|Warning$")
+
 
 class Advice(NamedTuple):
     """What an error is, and what to do about it, each in a sentence or two."""
@@ -128,7 +131,7 @@ def advice(said: Said) -> Advice | None:
     """What to do about the last error that is a common one; None if none is."""
     for message in said.messages:
         for known in ERRORS:
-            kind = not message.kind or re.fullmatch(known.kinds, message.kind)
+            kind = not _ERROR.search(message.kind) or re.fullmatch(known.kinds, message.kind)
             there = not known.file or any(frame.file.endswith(known.file) for frame in said.frames)
             if kind and there and re.search(known.text, message.text):
                 names = {"model": said.model or "MODEL", "variant": _variant(said.model)}
