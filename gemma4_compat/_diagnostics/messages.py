@@ -41,7 +41,8 @@ _INSIDE = re.compile(r"\b([A-Z]\w{0,120}(?:Error|Exception|Warning)): (.{1,4000}
 #: A Gemma 4 checkpoint: ``google/gemma-4-E2B-it``.
 _MODEL = re.compile(r"(?:[\w.-]{1,60}/)?gemma-4-[\w.-]{0,60}\w", re.IGNORECASE)
 _FRAME = re.compile(
-    r'(?:File "?|^)([^"\n]{1,400}?\.py)"?(?:, line |:)\d{1,9}(?:, |\)?:? ?)(?:in (?:[\w<>]{1,80}\.){0,6}(\w{1,120}))?'
+    r'(?:File "?|^)([^"\n]{1,400}?\.py)"?(?:, line |:)\d{1,9}(?:, |\)?:? ?)'
+    r"(?:in (?:[\w<>]{1,80}\.){0,6}(<module>|\w{1,120}))?"
 )
 
 
@@ -51,7 +52,10 @@ _BARE = re.compile(r"\.py:\d{1,9}$")  # "in" comes on the next line
 
 
 class Frame(NamedTuple):
-    """A frame of a traceback: the file as written there, with ``/``, and the function ("" if not given)."""
+    """A frame of a traceback: the file as written there, with ``/``, and the function ("" if not given).
+
+    An import has the function ``<module>``.
+    """
 
     file: str
     function: str

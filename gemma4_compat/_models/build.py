@@ -82,6 +82,8 @@ def _configuration(model: str) -> tuple[Any, str, str]:
         # The cache is enough: nothing is downloaded. Code from the folder does not run, and nobody is asked whether
         # to.
         return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False), model, ""
+    except ImportError:  # the libraries' fault, not the file's
+        raise
     except Exception as error:
         if variant is not None and not local:
             return variants.config(variant), model, f"{model} is not in the cache: {variants.ASSUMED}"
