@@ -58,6 +58,8 @@ NO_IMPORT = Advice(
     "`python -c 'import torchvision'` shows whether it is that: then install the torchvision of the installed torch, "
     "or, for text alone, `pip uninstall torchvision`. Otherwise the errors above this one name the library.",
 )
+#: Nothing of a patch has run then, whatever the traceback goes through.
+IMPORTS = (NO_TORCHVISION, OTHER_TORCH, NO_IMPORT)
 _IMPORT = "ImportError|ModuleNotFoundError"
 #: The first that fits is taken; ``{model}`` and ``{variant}`` stand for what the text names.
 ERRORS = (
@@ -94,10 +96,14 @@ ERRORS = (
         r"|torchvision\S*\.so\S*: (?:undefined symbol|cannot open)",
         *OTHER_TORCH,
     ),
-    _known(_IMPORT, r"requires the Torchvision library|No module named 'torchvision'", *NO_TORCHVISION),
     _known(
-        "ImportError|ModuleNotFoundError",
-        r"requires the PIL library|No module named 'PIL'|requires .*pillow",
+        f"{_IMPORT}|ValueError",
+        r"requires the Torchvision library|No module named 'torchvision'|Missing optional dependencies: .*torchvision",
+        *NO_TORCHVISION,
+    ),
+    _known(
+        f"{_IMPORT}|ValueError",
+        r"requires the PIL library|No module named 'PIL'|requires .*pillow|Missing optional dependencies: Pillow",
         "The image processor needs Pillow.",
         "`pip install pillow`. It is needed for prompts with images only; text alone takes AutoTokenizer.",
     ),

@@ -9,7 +9,7 @@ from typing import Any
 
 from gemma4_compat import _shim
 from gemma4_compat._common import arguments
-from gemma4_compat._diagnostics import answers, messages, search
+from gemma4_compat._diagnostics import answers, common_errors, messages, search
 from gemma4_compat._engine.patch import Patch, PatchStatus
 from gemma4_compat._errors import Gemma4CompatError
 
@@ -80,7 +80,8 @@ def look_up(
     said = messages.read(text, pasted=pasted)
     if not said.messages:
         raise Gemma4CompatError("there is no error in this text; give the error or the whole traceback")
-    answer = answers.sorted_answer(search.search(said, patches), statuses)
+    of_an_import = common_errors.advice(said) in common_errors.IMPORTS
+    answer = answers.sorted_answer(search.search(said, () if of_an_import else patches), statuses)
     data = answers.answer_data(said, answer)
     explanation = Explanation(
         error=data["error"],

@@ -13,8 +13,10 @@ from importlib import metadata
 from gemma4_compat._diagnostics import common_errors, messages
 from gemma4_compat._engine import versions
 
-_KNOWN = (common_errors.OTHER_TORCH, common_errors.NO_TORCHVISION, common_errors.NO_IMPORT)
 _TORCH = re.compile(r"torch\s*\(?\s*(==[^);,\s]+)\)?\s*$")
+
+#: Builds that have an index of their own.
+_BUILD = re.compile(r"cpu|xpu|cu\d+|rocm[\d.]+")
 
 
 def torchvision() -> str | None:
@@ -34,7 +36,7 @@ def torchvision() -> str | None:
     else:
         return None
     public, _, build = torch.partition("+")
-    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if _BUILD.fullmatch(build) else ""
     return (
         f"torchvision {release} was built for {built}, and torch {torch} is installed: transformers cannot be "
         f"imported. Install the one that belongs to it: `pip install torch=={public} torchvision{index}`; or, for "
@@ -45,7 +47,7 @@ def torchvision() -> str | None:
 def advice(text: str) -> str:
     """What to do about the failed import in a text, as a sentence to append; "" if there is none."""
     known = common_errors.advice(messages.read(text)) if text else None
-    if known not in _KNOWN:
+    if known not in common_errors.IMPORTS:
         return ""
     return f" {torchvision() or f'{known.what} {known.to_do}'}"
 
@@ -54,7 +56,7 @@ def failed(error: BaseException, needs: str) -> str | None:
     """One line about an import that failed; None if ``error`` is none. ``needs`` says what needed it."""
     said = messages.read("".join(traceback.format_exception(error)), pasted=False)
     known = common_errors.advice(said) if isinstance(error, ImportError) or "torchvision" in str(error) else None
-    if isinstance(error, ModuleNotFoundError) and error.name and known not in _KNOWN:
+    if isinstance(error, ModuleNotFoundError) and error.name and known not in common_errors.IMPORTS:
         return f"{error.name} is not installed; {needs} needs it: pip install 'gemma4-compat[stack]'"
     if not isinstance(error, ImportError) and known is None:
         return None
