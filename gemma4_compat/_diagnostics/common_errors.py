@@ -42,21 +42,21 @@ _TOO_OLD = (
 )
 NO_TORCHVISION = Advice(
     "The video processor of a Gemma 4 needs torchvision, and so does AutoProcessor, with images or without.",
-    "`pip install 'gemma4-compat[images]'`, or torchvision alone, from the index that torch came from (CPU builds: "
-    "`--index-url https://download.pytorch.org/whl/cpu`). Text alone takes AutoTokenizer, and no torchvision.",
+    "`pip install 'gemma4-compat[images]'`, or only torchvision, from the index that torch came from (CPU builds: "
+    "`--index-url https://download.pytorch.org/whl/cpu`). Programs that only read text take AutoTokenizer, without it.",
 )
 OTHER_TORCH = Advice(
     "The installed torchvision was built for another torch. transformers then fails to import nearly every class, "
     "under that class's name.",
     "Install the torchvision of the installed torch, from the same index: `pip install torch==RELEASE torchvision` "
     "with the release that `gemma4-compat env` shows (CPU builds: `--index-url "
-    "https://download.pytorch.org/whl/cpu`). Text alone needs none: `pip uninstall torchvision`.",
+    "https://download.pytorch.org/whl/cpu`). If you only need text: `pip uninstall torchvision`.",
 )
 NO_IMPORT = Advice(
     "Something that transformers imports cannot be imported, most often a torchvision that was built for another "
     "torch. The class in the message is not the cause.",
     "`python -c 'import torchvision'` shows whether it is that: then install the torchvision of the installed torch, "
-    "or, for text alone, `pip uninstall torchvision`. Otherwise the errors above this one name the library.",
+    "or, if you only need text, `pip uninstall torchvision`. Otherwise the errors above this one name the library.",
 )
 #: Nothing of a patch has run then, whatever the traceback goes through.
 IMPORTS = (NO_TORCHVISION, OTHER_TORCH, NO_IMPORT)

@@ -39,8 +39,8 @@ def torchvision() -> str | None:
     index = f" --index-url https://download.pytorch.org/whl/{build}" if _BUILD.fullmatch(build) else ""
     return (
         f"torchvision {release} was built for {built}, and torch {torch} is installed: transformers cannot be "
-        f"imported. Install the one that belongs to it: `pip install torch=={public} torchvision{index}`; or, for "
-        "text alone, `pip uninstall torchvision`."
+        f"imported. Install the one that belongs to it: `pip install torch=={public} torchvision{index}`; or, if "
+        "you only need text, `pip uninstall torchvision`."
     )
 
 
@@ -53,7 +53,7 @@ def advice(text: str) -> str:
 
 
 def failed(error: BaseException, needs: str) -> str | None:
-    """One line about an import that failed; None if ``error`` is none. ``needs`` says what needed it."""
+    """One line about an import that failed; None for any other error. ``needs`` says what needed it."""
     said = messages.read("".join(traceback.format_exception(error)), pasted=False)
     known = common_errors.advice(said) if isinstance(error, ImportError) or "torchvision" in str(error) else None
     if isinstance(error, ModuleNotFoundError) and error.name and known not in common_errors.IMPORTS:

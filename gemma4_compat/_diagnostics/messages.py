@@ -30,7 +30,7 @@ _BORDERS = ("╭", "╰", "┏", "┗")
 #: What a box of rich has at the end of a line.
 _SUFFIX = re.compile(r" *[│┃]$")
 _ERROR = re.compile(r"((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Z]\w{0,120}(?:Error|Exception|Warning))(?:: ?(.{0,4000})|$)")
-#: What a traceback begins with, alone, in a group of exceptions, or after the error's class (IPython).
+#: How a traceback begins: by itself, in a group of exceptions, or after the error's class (IPython).
 _HEADER = re.compile(r"(?: {2,}\+ Exception Group |([A-Za-z_]\w{0,120}) {2,200})?Traceback \(most recent call last\)")
 #: What ends it: an error of any class.
 _ANY_ERROR = re.compile(r"((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Za-z_]\w{0,120})(?:: ?(.{0,4000})|$)")
