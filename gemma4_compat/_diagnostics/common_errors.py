@@ -43,7 +43,7 @@ _TOO_OLD = (
 NO_TORCHVISION = Advice(
     "The video processor of a Gemma 4 needs torchvision, and so does AutoProcessor, with images or without.",
     "`pip install 'gemma4-compat[images]'`, or only torchvision, from the index that torch came from (CPU builds: "
-    "`--index-url https://download.pytorch.org/whl/cpu`). Programs that only read text take AutoTokenizer, without it.",
+    "`--index-url https://download.pytorch.org/whl/cpu`). Programs with only text take AutoTokenizer, without it.",
 )
 OTHER_TORCH = Advice(
     "The installed torchvision was built for another torch. transformers then fails to import nearly every class, "
