@@ -31,6 +31,9 @@ def main() -> int:
     except (OSError, gemma4_compat.Gemma4CompatError) as error:  # a file or a model that is not there, no room
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
+    except ImportError as error:  # such as a torchvision that was built for another torch
+        print(f"error: {' '.join(str(error).split())}", gemma4_compat.explain(error).advice or "", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -6,8 +6,8 @@ python examples/small_card_chat.py --model FOLDER --vram 2GiB --adapter FOLDER -
 python examples/small_card_chat.py --model FOLDER --assistant FOLDER        drafts by a Gemma 4 assistant
 
 The placement and the expected peak are printed before anything is loaded. Every turn passes the whole conversation to
-`generate`, which reads only what is new of it (`reuse_prefix`). Images need pillow
-(`pip install "gemma4-compat[images]"`).
+`generate`, which reads only what is new of it (`reuse_prefix`). A checkpoint's processor needs pillow and torchvision,
+with images or without (`pip install "gemma4-compat[images]"`).
 """
 
 from __future__ import annotations
@@ -271,6 +271,9 @@ def main(argv: list[str] | None = None) -> int:
             if given.model is None:
                 raise
             print(f"error: --model {given.model} cannot be loaded: {str(error).splitlines()[0]}", file=sys.stderr)
+            return 2
+        except ImportError as error:  # no torchvision, or one that was built for another torch
+            print(f"error: {' '.join(str(error).split())}", gemma4_compat.explain(error).advice or "", file=sys.stderr)
             return 2
     return 0
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _startup
+from gemma4_compat._common import arguments
 from gemma4_compat._engine.engine import Engine
 from gemma4_compat._engine.patch import Patch, PatchState
 from gemma4_compat._engine.report import Statuses
@@ -95,7 +95,7 @@ def needed(file: str | os.PathLike[str] | None = None) -> Assessment:
     """
     from gemma4_compat._needed import judge
 
-    return judge.assess(None if file is None else Path(file), engine.patches())
+    return judge.assess(None if file is None else arguments.path(file, "file"), engine.patches())
 
 
 def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize: str | None = None) -> Scan:

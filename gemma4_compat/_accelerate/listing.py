@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemma4_compat._accelerate import attached as table
-from gemma4_compat._common import in_place
-from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._common import arguments, in_place
 
 _PACKAGE = __name__.partition(".")[0]
 #: Attributes in which objects with marks hang: on a module, its hook, a parameter, or the state of a quantized weight.
@@ -82,13 +81,8 @@ def attached(model: Any) -> Attached:
     Raises:
         Gemma4CompatError: ``model`` is not a module.
     """
-    if not hasattr(model, "named_modules"):
-        raise Gemma4CompatError(
-            f"attached needs a model, a torch.nn.Module; got {type(model).__name__}. Pass what from_pretrained, "
-            "PeftModel or dispatch_model returned."
-        )
     found: dict[table.Declared, list[str]] = {}
-    for path, owner in _objects(model):
+    for path, owner in _objects(arguments.model(model, "attached")):
         for declared in dict.fromkeys(_on(owner)):
             found.setdefault(declared, []).append(path)
     order = {declared: index for index, declared in enumerate(table.DECLARED)}

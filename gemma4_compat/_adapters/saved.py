@@ -14,7 +14,7 @@ from typing import Any
 
 from gemma4_compat._adapters import translation
 from gemma4_compat._checkpoint import header
-from gemma4_compat._common import files, json_files
+from gemma4_compat._common import arguments, files, json_files
 from gemma4_compat._common import patterns as patterned
 from gemma4_compat._errors import Gemma4CompatError
 
@@ -118,7 +118,7 @@ def refuse_unbounded(
 
 
 def _folder(adapter: str | os.PathLike[str]) -> Path:
-    path = Path(adapter)
+    path = arguments.path(adapter, "adapter")
     if files.exists(path, "folder"):
         return path
     if files.exists(path):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from gemma4_compat._checkpoint import shards
-from gemma4_compat._common import json_files, notice, temporary
+from gemma4_compat._common import arguments, json_files, notice, temporary
 from gemma4_compat._errors import Gemma4CompatError
 
 REPORT, REPORT_TEXT = "merge_report.json", "merge_report.txt"
@@ -32,7 +32,7 @@ def local(given: str | Path, what: str) -> Path:
     Raises:
         Gemma4CompatError: there is neither.
     """
-    folder = Path(given)
+    folder = arguments.path(given, what)
     if os.path.isdir(folder):  # noqa: PTH112 - it is False for what can be no name, where Path raises
         return folder
     if os.path.exists(folder):  # noqa: PTH110 - likewise
@@ -55,6 +55,7 @@ def output(given: str | Path, *inputs: Path, what: str = "merged model") -> Path
     Raises:
         Gemma4CompatError: something already exists there, it is a link, or it is inside an input.
     """
+    arguments.path(given, "output folder")
     text = os.fspath(given)
     if not text or "\0" in text:
         raise Gemma4CompatError(f"{text!r} is not a valid folder name; give a new folder for the result")

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._accelerate import attached
-from gemma4_compat._common import locks
+from gemma4_compat._common import arguments, locks
 from gemma4_compat._decoding import advancing, deferral, fused_steps, obstacles, static_caches, steps
 from gemma4_compat._decoding.dependencies import Dependencies
 from gemma4_compat._decoding.graphs import REMEMBERED, Graph, Variant
 from gemma4_compat._decoding.recaptures import LAST, Cause, DecodingStatistics, Recapture
 from gemma4_compat._decoding.recording import RECORDERS, Recording, capturing
+from gemma4_compat._models import walk
 from gemma4_compat._offload import idle_hooks, streaming
 
 #: Graphs kept for one model, over all its caches and adapters. The least recently used one goes first.
@@ -28,6 +29,8 @@ _MAX_VARIANTS = 4
 _MAX_KINDS = 64
 _ATTRIBUTE = attached.DECODING
 _log = logging.getLogger("gemma4_compat")
+#: Statistics that were read before there was anything to count: reading leaves nothing on a model.
+_read_early: weakref.WeakKeyDictionary[Any, DecodingStatistics] = weakref.WeakKeyDictionary()
 
 
 class Decoding:
@@ -36,8 +39,8 @@ class Decoding:
     The model owns it. A copied or pickled model starts without it.
     """
 
-    def __init__(self) -> None:
-        self.statistics = DecodingStatistics()
+    def __init__(self, statistics: DecodingStatistics | None = None) -> None:
+        self.statistics = statistics or DecodingStatistics()
         self.preferred = False  # to compiling, where transformers would compile
         self.any_length = False  # whether prompts are read in pieces of a few sizes
         self.assistants = False  # whether texts with an assistant model are decoded in rounds
@@ -438,7 +441,7 @@ def of(model: Any) -> Decoding:
     """What this model keeps for fast decoding."""
     found: Decoding | None = vars(model).get(_ATTRIBUTE)
     if found is None:
-        found = vars(model)[_ATTRIBUTE] = Decoding()
+        found = vars(model)[_ATTRIBUTE] = Decoding(_read_early.pop(model, None))
     return found
 
 
@@ -455,13 +458,17 @@ def is_preferred(model: Any) -> bool:
 
 
 def decoding_statistics(model: Any) -> DecodingStatistics:
-    """How the one-token steps of ``model`` were run; PEFT may wrap the model.
+    """How the one-token steps of ``model`` were run; PEFT, DDP or ``torch.compile`` may wrap the model.
 
     >>> counted = gemma4_compat.decoding_statistics(model)
     >>> counted.replayed, counted.captured, counted.reasons
     (199, 1, ())
 
-    It is the model's own object: later calls of ``generate`` go on counting in it.
+    It is the model's own object: later calls of ``generate`` go on counting in it. Reading it changes no model.
+
+    Raises:
+        Gemma4CompatError: ``model`` is not a module.
     """
-    inner = getattr(model, "get_base_model", None)
-    return of(model if inner is None else inner()).statistics
+    inner = walk.unwrapped(arguments.model(model, "decoding_statistics"))
+    found: Decoding | None = vars(inner).get(_ATTRIBUTE)
+    return _read_early.setdefault(inner, DecodingStatistics()) if found is None else found.statistics

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from gemma4_compat._common import arguments
 from gemma4_compat._decoding import decoder, embedded, obstacles
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._engine import sleep
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family
+from gemma4_compat._models import family, walk
 
 _Model = TypeVar("_Model")
 
@@ -67,10 +68,10 @@ def decode_fast(
         Gemma4CompatError: it is not a Gemma 4 model that generates, or ``any_length`` or ``assistants`` is asked for
             with ``exact``.
     """
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = walk.unwrapped(model)
     if not family.is_gemma4(inner) or getattr(inner, "generation_config", None) is None:
         raise Gemma4CompatError(
-            f"decode_fast requires a Gemma 4 model with generate(); got {type(inner).__name__}. Load it with "
+            f"decode_fast requires a Gemma 4 model with generate(); got {arguments.shown(inner)}. Load it with "
             "AutoModelForCausalLM or AutoModelForImageTextToText."
         )
     if exact and any_length:

@@ -66,6 +66,8 @@ def answer_text(said: Said, answer: Answer, statuses: Mapping[str, PatchStatus],
     """The error, its fix and what to do, or what to report. Lines have up to ``width`` characters; None: any."""
     if not answer.matches:
         parts = [_cut(str(message)) for message in said.messages[:1]]
+        if said.messages and not said.messages[0].text:
+            parts[0] += " (without a message)"
         known = advice(said)
         if said.messages[:1] and said.messages[0].kind == Gemma4CompatError.__name__:
             parts.append("gemma4_compat itself raises this, before anything is changed. The message says what to do.")

@@ -5,6 +5,7 @@ Other programs raise them as well, so they are looked at only after the errors o
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import NamedTuple
 
@@ -12,6 +13,9 @@ from gemma4_compat._diagnostics.messages import Said
 
 #: Variants that ``plan`` knows by name.
 _VARIANT = re.compile(r"E2B|E4B|12B|26B-A4B|31B", re.IGNORECASE)
+
+#: How classes of errors are called. Others, and no class, may be subclasses of any.
+_ERROR = re.compile(r"Error$|Exception$|Warning$")
 
 
 class Advice(NamedTuple):
@@ -36,6 +40,27 @@ _TOO_OLD = (
     "The installed transformers is older than Gemma 4.",
     'Upgrade it: `pip install -U "transformers>=5.5"`. `gemma4-compat needed` says how many fixes it then needs.',
 )
+NO_TORCHVISION = Advice(
+    "The video processor of a Gemma 4 needs torchvision, and so does AutoProcessor, with images or without.",
+    "`pip install 'gemma4-compat[images]'`, or only torchvision, from the index that torch came from (CPU builds: "
+    "`--index-url https://download.pytorch.org/whl/cpu`). Programs with only text take AutoTokenizer, without it.",
+)
+OTHER_TORCH = Advice(
+    "The installed torchvision was built for another torch. transformers then fails to import nearly every class, "
+    "under that class's name.",
+    "Install the torchvision of the installed torch, from the same index: `pip install torch==RELEASE torchvision` "
+    "with the release that `gemma4-compat env` shows (CPU builds: `--index-url "
+    "https://download.pytorch.org/whl/cpu`). If you only need text: `pip uninstall torchvision`.",
+)
+NO_IMPORT = Advice(
+    "Something that transformers imports cannot be imported, most often a torchvision that was built for another "
+    "torch. The class in the message is not the cause.",
+    "`python -c 'import torchvision'` shows whether it is that: then install the torchvision of the installed torch, "
+    "or, if you only need text, `pip uninstall torchvision`. Otherwise the errors above this one name the library.",
+)
+#: Nothing of a patch has run then, whatever the traceback goes through.
+IMPORTS = (NO_TORCHVISION, OTHER_TORCH, NO_IMPORT)
+_IMPORT = "ImportError|ModuleNotFoundError"
 #: The first that fits is taken; ``{model}`` and ``{variant}`` stand for what the text names.
 ERRORS = (
     _known(
@@ -65,8 +90,20 @@ ERRORS = (
         "Check the spelling, and a local path for a typing error; a private repository needs `hf auth login`.",
     ),
     _known(
-        "ImportError|ModuleNotFoundError",
-        r"requires the PIL library|No module named 'PIL'|requires .*pillow",
+        f"{_IMPORT}|RuntimeError|AttributeError|OSError",
+        r"operator torchvision::\w+ does not exist|PyTorch and torchvision were compiled with different CUDA"
+        r"|partially initialized module 'torchvision'|Couldn't load custom C\+\+ ops"
+        r"|torchvision\S*\.so\S*: (?:undefined symbol|cannot open)",
+        *OTHER_TORCH,
+    ),
+    _known(
+        f"{_IMPORT}|ValueError",
+        r"requires the Torchvision library|No module named 'torchvision'|Missing optional dependencies: .*torchvision",
+        *NO_TORCHVISION,
+    ),
+    _known(
+        f"{_IMPORT}|ValueError",
+        r"requires the PIL library|No module named 'PIL'|requires .*pillow|Missing optional dependencies: Pillow",
         "The image processor needs Pillow.",
         "`pip install pillow`. It is needed for prompts with images only; text alone takes AutoTokenizer.",
     ),
@@ -122,17 +159,18 @@ ERRORS = (
         "Load the instruction-tuned checkpoint (its name ends in `-it`), or give `chat_template=`.",
     ),
 )
+#: The same, where nothing above fits any error of a text.
+_LAST = (_known(_IMPORT, r"Could not import module '\w+'\. Are this object's requirements", *NO_IMPORT),)
 
 
 def advice(said: Said) -> Advice | None:
     """What to do about the last error that is a common one; None if none is."""
-    for message in said.messages:
-        for known in ERRORS:
-            kind = not message.kind or re.fullmatch(known.kinds, message.kind)
-            there = not known.file or any(frame.file.endswith(known.file) for frame in said.frames)
-            if kind and there and re.search(known.text, message.text):
-                names = {"model": said.model or "MODEL", "variant": _variant(said.model)}
-                return Advice(known.advice.what, known.advice.to_do.format(**names))
+    for message, known in itertools.chain(*(itertools.product(said.messages, each) for each in (ERRORS, _LAST))):
+        kind = not _ERROR.search(message.kind) or re.fullmatch(known.kinds, message.kind)
+        there = not known.file or any(frame.file.endswith(known.file) for frame in said.frames)
+        if kind and there and re.search(known.text, message.text):
+            names = {"model": said.model or "MODEL", "variant": _variant(said.model)}
+            return Advice(known.advice.what, known.advice.to_do.format(**names))
     return None
 
 

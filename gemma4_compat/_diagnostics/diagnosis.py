@@ -115,6 +115,6 @@ def chosen(ids: Sequence[str]) -> tuple[Patch, ...]:
     """
     known = {patch.id: patch for patch in _shim.patches()}
     for patch_id in ids:
-        if patch_id not in known:
+        if not isinstance(patch_id, str) or patch_id not in known:
             raise Gemma4CompatError(settings.unknown_id(patch_id, known))
     return tuple(patch for patch in known.values() if patch.id in ids or not ids)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._common.text import wrapped
+from gemma4_compat._diagnostics import imports
 from gemma4_compat._engine import versions, words
 from gemma4_compat._engine.patch import PatchState, PatchStatus
 from gemma4_compat._engine.words import Verdict
@@ -22,7 +23,7 @@ from gemma4_compat._errors import printable
 DISTRIBUTIONS = (
     *("torch", "transformers", "accelerate", "peft", "bitsandbytes", "safetensors", "tokenizers", "huggingface_hub"),
     *("trl", "unsloth", "axolotl", "llamafactory", "ms-swift", "deepspeed", "triton", "kernels", "flash-attn"),
-    *("xformers", "liger-kernel", "torchao", "vllm", "numpy", "packaging", "typer"),
+    *("xformers", "liger-kernel", "torchao", "vllm", "torchvision", "pillow", "numpy", "packaging", "typer"),
 )
 #: Variables that change what these libraries do. Only these are read; none holds a credential.
 VARIABLES = (
@@ -59,6 +60,7 @@ def collect(package: str, statuses: Mapping[str, PatchStatus]) -> dict[str, Any]
         "versions": {name: version for name, version in found.items() if version is not None},
         "editable": _is_editable(),
         "torch": _torch(),
+        "torchvision": imports.torchvision(),
         "devices": _devices(),
         "driver": _driver(),
         "settings": {name: os.environ[name][:_LONGEST] for name in VARIABLES if name in os.environ},
@@ -80,6 +82,7 @@ def text(data: Mapping[str, Any], width: int | None = None) -> str:
         ("platform", f"{data['platform']}, {data['cores']} cores"),
         ("libraries", libraries or "none"),
         ("torch build", data["torch"] or "not installed"),
+        *([("torchvision", data["torchvision"])] if data["torchvision"] else []),
         ("GPUs", (devices or "none") + driver),
         ("settings", " ".join(f"{name}={value}" for name, value in data["settings"].items()) or "none"),
         ("patches", states),

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemma4_compat import _shim
-from gemma4_compat._diagnostics import answers, messages, search
+from gemma4_compat._common import arguments
+from gemma4_compat._diagnostics import answers, common_errors, messages, search
 from gemma4_compat._engine.patch import Patch, PatchStatus
 from gemma4_compat._errors import Gemma4CompatError
 
@@ -51,24 +52,36 @@ def explain(error: BaseException | str) -> Explanation:
             traceback or of a log, of which the last 256 Ki characters are read.
 
     Raises:
-        Gemma4CompatError: the text is empty.
+        Gemma4CompatError: the text is empty, or ``error`` is neither an exception nor a text.
     """
+    if not isinstance(error, (str, BaseException)):
+        raise Gemma4CompatError(
+            f"explain needs an exception that was caught, or the text of an error; got {arguments.shown(error)}. "
+            "Call it where the error is caught: `except Exception as error: print(explain(error))`"
+        )
+    pasted = isinstance(error, str)
     text = error if isinstance(error, str) else "".join(traceback.format_exception(error))
-    return look_up(text, _shim.patches(), _shim.status())[0]
+    return look_up(text, _shim.patches(), _shim.status(), pasted=pasted)[0]
 
 
 def look_up(
-    text: str, patches: Sequence[Patch], statuses: Mapping[str, PatchStatus], width: int | None = None
+    text: str,
+    patches: Sequence[Patch],
+    statuses: Mapping[str, PatchStatus],
+    width: int | None = None,
+    *,
+    pasted: bool = True,
 ) -> tuple[Explanation, dict[str, Any]]:
-    """The explanation of a text, and the same as plain data without the patches.
+    """The explanation of a text, which may be ``pasted``, and the same as plain data without the patches.
 
     Raises:
         Gemma4CompatError: there is no error in the text.
     """
-    said = messages.read(text)
+    said = messages.read(text, pasted=pasted)
     if not said.messages:
         raise Gemma4CompatError("there is no error in this text; give the error or the whole traceback")
-    answer = answers.sorted_answer(search.search(said, patches), statuses)
+    of_an_import = common_errors.advice(said) in common_errors.IMPORTS
+    answer = answers.sorted_answer(search.search(said, () if of_an_import else patches), statuses)
     data = answers.answer_data(said, answer)
     explanation = Explanation(
         error=data["error"],

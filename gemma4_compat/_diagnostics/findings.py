@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._common import address, shadowed, temporary
-from gemma4_compat._diagnostics import children
+from gemma4_compat._diagnostics import children, imports
 from gemma4_compat._engine import versions as _versions
 from gemma4_compat._engine.patch import Patch
 from gemma4_compat._engine.words import Verdict
@@ -217,7 +217,8 @@ def _built(folder: Path, stack: contextlib.ExitStack) -> tuple[_Run, int]:
 
 def _checked(built: dict[str, Any]) -> dict[str, Any]:
     if "built" not in built:
-        raise Gemma4CompatError(f"the tiny Gemma 4 checkpoint cannot be built: {built['detail']}")
+        detail = built["detail"]
+        raise Gemma4CompatError(f"the tiny Gemma 4 checkpoint cannot be built: {detail}{imports.advice(detail)}")
     return built
 
 

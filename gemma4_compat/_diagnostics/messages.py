@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import itertools
 import re
 from dataclasses import dataclass
@@ -29,12 +30,19 @@ _BORDERS = ("╭", "╰", "┏", "┗")
 #: What a box of rich has at the end of a line.
 _SUFFIX = re.compile(r" *[│┃]$")
 _ERROR = re.compile(r"((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Z]\w{0,120}(?:Error|Exception|Warning))(?:: ?(.{0,4000})|$)")
+#: How a traceback begins: by itself, in a group of exceptions, or after the error's class (IPython).
+_HEADER = re.compile(r"(?: {2,}\+ Exception Group |([A-Za-z_]\w{0,120}) {2,200})?Traceback \(most recent call last\)")
+#: What ends it: an error of any class.
+_ANY_ERROR = re.compile(r"((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Za-z_]\w{0,120})(?:: ?(.{0,4000})|$)")
+#: What a line of an exception in a group has in front, and a line between two.
+_GROUP, _BETWEEN = re.compile(r" {2,40}\| ?"), re.compile(r" {2,40}\+[-+]{2,20}[-+ \d.]{0,60}")
 #: An error in the middle of a line, as loggers and other programs write it.
 _INSIDE = re.compile(r"\b([A-Z]\w{0,120}(?:Error|Exception|Warning)): (.{1,4000})$")
 #: A Gemma 4 checkpoint: ``google/gemma-4-E2B-it``.
 _MODEL = re.compile(r"(?:[\w.-]{1,60}/)?gemma-4-[\w.-]{0,60}\w", re.IGNORECASE)
 _FRAME = re.compile(
-    r'(?:File "?|^)([^"\n]{1,400}?\.py)"?(?:, line |:)\d{1,9}(?:, |\)?:? ?)(?:in (?:[\w<>]{1,80}\.){0,6}(\w{1,120}))?'
+    r'(?:File "?|^)([^"\n]{1,400}?\.py)"?(?:, line |:)\d{1,9}(?:, |\)?:? ?)'
+    r"(?:in (?:[\w<>]{1,80}\.){0,6}(<module>|\w{1,120}))?"
 )
 
 
@@ -44,7 +52,10 @@ _BARE = re.compile(r"\.py:\d{1,9}$")  # "in" comes on the next line
 
 
 class Frame(NamedTuple):
-    """A frame of a traceback: the file as written there, with ``/``, and the function ("" if not given)."""
+    """A frame of a traceback: the file as written there, with ``/``, and the function ("" if not given).
+
+    An import has the function ``<module>``.
+    """
 
     file: str
     function: str
@@ -72,15 +83,18 @@ class Said:
 
 def looks_like_an_error(text: str) -> bool:
     """Whether ``text`` is more likely an error than a misspelt patch id."""
-    return bool(re.search(r"[\s:'\"(]", text.strip()) or _ERROR.fullmatch(text.strip()))
+    found = getattr(builtins, text.strip(), None)  # KeyboardInterrupt, StopIteration
+    named = isinstance(found, type) and issubclass(found, BaseException)
+    return bool(named or re.search(r"[\s:'\"(]", text.strip()) or _ERROR.fullmatch(text.strip()))
 
 
-def read(text: str) -> Said:
+def read(text: str, *, pasted: bool = True) -> Said:
     """The errors and frames in ``text``. :data:`LONGEST` bounds time and memory, whatever the text.
 
-    A text in which no line looks like an error is one message.
+    A text in which no line looks like an error is one message. If it was ``pasted``, a terminal may have broken lines.
     """
-    lines = _unwrapped([_plain(line) for line in text[-LONGEST:].splitlines()])
+    lines = [_plain(line) for line in text[-LONGEST:].splitlines()]
+    lines = _unwrapped(lines) if pasted else lines
     seen = (_FRAME.search(line[:1000]) for line in lines if ".py" in line)
     frames = tuple(Frame(match[1].replace("\\", "/"), match[2] or "") for match in seen if match)
     inside = (_INSIDE.search(line[-5000:]) for line in lines)
@@ -93,14 +107,23 @@ def read(text: str) -> Said:
 
 
 def _errors(lines: list[str]) -> list[Message]:
-    """Errors that begin a line, each with the lines after it, up to a blank line or the next traceback."""
+    """Errors that begin a line, each with the lines after it, up to a blank line or the next traceback.
+
+    Their class is one of an error, by its name, or any that ends a traceback.
+    """
     found: list[Message] = []
-    index = 0
+    index, ends = 0, ""  # "" outside a traceback; inside, the class that ends it, or "*"
     while index < len(lines):
-        match = _ERROR.match(lines[index]) if len(lines[index]) < 2 * LONGEST_MESSAGE else None
+        line = lines[index] if len(lines[index]) < 2 * LONGEST_MESSAGE else ""
+        header, match = _HEADER.match(line), _ERROR.match(line)
+        if match is None and ends and (last := _ANY_ERROR.match(line)) is not None and ends in ("*", last[1]):
+            match = last
         index += 1
-        if match is None:
+        if header is not None:
+            ends = header[1] or "*"
+        if header is not None or match is None:
             continue
+        ends = ""
         parts, length = [match[2] or ""], len(match[2] or "")
         while index < len(lines) and length < LONGEST_MESSAGE and _goes_on(lines[index]):
             parts.append(lines[index])
@@ -117,7 +140,9 @@ def _goes_on(line: str) -> bool:
 
 def _plain(line: str) -> str:
     line = _ESCAPE.sub("", line).rstrip()
-    if line.startswith(_BORDERS):
+    if (group := _GROUP.match(line)) is not None:
+        line = line[group.end() :]
+    if line.startswith(_BORDERS) or _BETWEEN.fullmatch(line):
         return ""
     found = _PREFIX.match(line)
     return _SUFFIX.sub("", line[found.end() :] if found else line)
@@ -132,7 +157,7 @@ def _unwrapped(lines: list[str]) -> list[str]:
     width = max(map(len, lines), default=0)
     after = [below for line, below in itertools.pairwise(lines) if len(line) == width]
     indented = sum(line.startswith("  ") for line in after)
-    full = _NARROWEST <= width <= _WIDEST and len(after) >= _BROKEN and indented <= len(after) / 2
+    full = _NARROWEST <= width <= _WIDEST and len(after) >= _BROKEN and indented < len(after) / 2
     joined: list[str] = []
     broken = False
     for line in lines:

@@ -123,11 +123,14 @@ def search(
             shaped = pattern.shape is not None and pattern.shape.fullmatch(message.text) is not None
             whole = shaped or (own and _is_cut_short(pattern, words)) or _is_headline(pattern, words)
             covered = 1.0 if whole else _covered(pattern, words, weights)
-            near[pattern.patch.id] = max(near[pattern.patch.id], covered * (0.5 + 0.5 * _same(pattern, message)))
+            if message.text:
+                near[pattern.patch.id] = max(near[pattern.patch.id], covered * (0.5 + 0.5 * _same(pattern, message)))
             if covered < _ENOUGH or not _same(pattern, message) or not (shaped or _fits(pattern, words)):
                 continue
             seen = _seen(pattern.patch, said.frames)
             there = _is_there(pattern.patch, place)
+            if not message.text and not own and not (there or seen) and (said.frames or pattern.kind != message.kind):
+                continue  # without a message, only its traceback tells a common error from others
             certain = own or shaped or there or seen > 0 or not pattern.names.isdisjoint(words)
             match = Match(pattern.patch, message, pattern.text, certain, pattern.quoted)
             weight = len(pattern.text) if shaped else sum(weights[word] for word in pattern.words)

@@ -100,7 +100,7 @@ class Engine:
         return self._statuses([self._known(patch_id)], count=count)[patch_id]
 
     def _known(self, patch_id: str) -> Record:
-        if patch_id not in self._records:
+        if not isinstance(patch_id, str) or patch_id not in self._records:
             raise Gemma4CompatError(settings.unknown_id(patch_id, self._records))
         return self._records[patch_id]
 

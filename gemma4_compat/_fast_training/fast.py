@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from gemma4_compat._accelerate import attached
-from gemma4_compat._common import in_place
+from gemma4_compat._common import arguments, in_place
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._fast_training import layers
 from gemma4_compat._models import family
@@ -56,7 +56,7 @@ def train_fast(model: _Model, *, max_tokens: int = layers.MAX_TOKENS, enabled: b
     """
     found = layers.decoder_layers(model)
     if not found or not any(family.is_gemma4(module) for module in model.modules()):  # type: ignore[attr-defined]
-        raise Gemma4CompatError(f"train_fast requires a Gemma 4 model with text layers; got {type(model).__name__}")
+        raise Gemma4CompatError(f"train_fast requires a Gemma 4 model with text layers; got {arguments.shown(model)}")
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
         raise Gemma4CompatError(f"max_tokens is a number of tokens of a batch, 1 or more; got {max_tokens!r}")
     training = layers.Training(found, max_tokens)
@@ -91,6 +91,10 @@ def training_statistics(model: Any) -> layers.TrainingStatistics:
 
     Returns:
         a copy; all zero for a model without ``train_fast``.
+
+    Raises:
+        Gemma4CompatError: ``model`` is not a module.
     """
+    model = arguments.model(model, "training_statistics")
     found = (vars(layer).get(attached.TRAINING) for layer in layers.decoder_layers(model))
     return replace(next((one.statistics for one in found if one is not None), layers.TrainingStatistics()))

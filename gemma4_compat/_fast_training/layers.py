@@ -242,8 +242,8 @@ class Training:
 
 def decoder_layers(model: Any) -> list[Any]:
     """Those of a Gemma 4 text model, in order."""
-    modules = getattr(model, "modules", tuple)
-    return [module for module in modules() if type(module).__name__ in _NAMES]
+    modules = () if isinstance(model, type) or not hasattr(model, "modules") else model.modules()
+    return [module for module in modules if type(module).__name__ in _NAMES]
 
 
 def _of_a_layer(layer: Any, modules: list[Any]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._checkpoint import folders, shards
-from gemma4_compat._common import shadowed, terminal
+from gemma4_compat._common import arguments, shadowed, terminal
 from gemma4_compat._common.text import parse_size
 from gemma4_compat._engine import versions
 from gemma4_compat._errors import Gemma4CompatError
@@ -245,6 +245,7 @@ def _releases() -> dict[str, str]:
 def _weights_of(adapter: Any) -> dict[str | Path, float]:
     """Every given adapter -> its weight."""
     if not isinstance(adapter, Mapping):
+        arguments.path(adapter, "adapter")
         return {adapter: 1.0}
     if not adapter:
         raise Gemma4CompatError("no adapter was given: adapter is a folder, or maps folders to weights")

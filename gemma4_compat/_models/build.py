@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._common import files
+from gemma4_compat._common import arguments, files
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import variants
 
@@ -30,13 +31,13 @@ def on_meta(model: Any) -> tuple[Any, str, str]:
     import torch
     import transformers
 
-    if isinstance(model, torch.nn.Module):
+    if isinstance(model, torch.nn.Module) and hasattr(model, "config"):
         return model, str(getattr(model, "name_or_path", "")) or "MODEL", ""
     assumed = ""
     if own := isinstance(model, transformers.PretrainedConfig):
         config, name = model, str(model.name_or_path or "MODEL")
     else:
-        config, name, assumed = _configuration(str(model))
+        config, name, assumed = _configuration(_name(model))
     wanted = _CLASSES.get(config.model_type)
     if wanted is None:
         raise Gemma4CompatError(
@@ -56,6 +57,15 @@ def on_meta(model: Any) -> tuple[Any, str, str]:
         ) from error
 
 
+def _name(model: Any) -> str:
+    if isinstance(model, (str, os.PathLike)) and isinstance(text := os.fspath(model), str):
+        return text
+    raise Gemma4CompatError(
+        f"the model is {arguments.shown(model)}; give a folder, an id, a variant ({', '.join(variants.NAMES)}), a "
+        "Gemma 4 configuration, or a transformers model"
+    )
+
+
 def _configuration(model: str) -> tuple[Any, str, str]:
     from transformers import AutoConfig
 
@@ -72,6 +82,8 @@ def _configuration(model: str) -> tuple[Any, str, str]:
         # The cache is enough: nothing is downloaded. Code from the folder does not run, and nobody is asked whether
         # to.
         return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False), model, ""
+    except ImportError:  # the libraries' fault, not the file's
+        raise
     except Exception as error:
         if variant is not None and not local:
             return variants.config(variant), model, f"{model} is not in the cache: {variants.ASSUMED}"

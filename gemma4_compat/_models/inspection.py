@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._common import arguments
 from gemma4_compat._errors import Gemma4CompatError
 
 if TYPE_CHECKING:
@@ -124,11 +125,14 @@ def find_meta_tensors(model: Any) -> tuple[MetaTensor, ...]:
     Returns:
         One :class:`MetaTensor` for each, in the order of ``model.named_modules()``; tied weights once for each place.
 
+    Raises:
+        Gemma4CompatError: ``model`` is not a module.
+
     Examples:
         >>> [tensor.path for tensor in gemma4_compat.find_meta_tensors(model) if not tensor.offloaded]
         []
     """
-    return tuple(_find(model))
+    return tuple(_find(arguments.model(model, "find_meta_tensors")))
 
 
 def _find(model: Any) -> Iterator[MetaTensor]:

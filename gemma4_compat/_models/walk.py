@@ -76,6 +76,18 @@ def _one_by_one(root: Any) -> Iterator[tuple[str, Any]]:
                 waiting += [(prefix + key, child) for key, child in reversed(children.items()) if child is not None]
 
 
+def unwrapped(model: Any) -> Any:
+    """The transformers model in wrappers of PEFT, DDP, FSDP or ``torch.compile``; anything else as it is."""
+    while not isinstance(model, type):
+        if hasattr(model, "get_base_model"):
+            return model.get_base_model()
+        inner = next((getattr(model, name) for name in ("_orig_mod", "module") if hasattr(model, name)), None)
+        if inner is None:
+            break
+        model = inner
+    return model
+
+
 def innermost(module: Any) -> Any:
     """The base model's module below a PEFT layer or wrapper (or a stack of them)."""
     while True:

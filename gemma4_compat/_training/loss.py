@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from gemma4_compat._accelerate import attached
-from gemma4_compat._common import notice
+from gemma4_compat._common import arguments, notice
 from gemma4_compat._engine import changes, settings
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family
+from gemma4_compat._models import family, walk
 from gemma4_compat._offload import torch_internals
 from gemma4_compat._training import chunks, head, sharded
 
@@ -58,13 +58,10 @@ def chunked_loss(model: _Model, *, enabled: bool = True, evaluation: bool = Fals
     Raises:
         Gemma4CompatError: it is not a Gemma 4 model with a loss, or the patch ``transformers-chunked-loss`` is off.
     """
-    inner: Any = model
-    while not hasattr(inner, "get_base_model") and hasattr(inner, "module"):  # DDP
-        inner = inner.module
-    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    inner = walk.unwrapped(model)
     if not family.is_gemma4(inner) or not _has_a_loss(inner):
         raise Gemma4CompatError(
-            f"chunked_loss requires a Gemma 4 model with a language modeling head; got {type(inner).__name__}. "
+            f"chunked_loss requires a Gemma 4 model with a language modeling head; got {arguments.shown(inner)}. "
             "Load it with AutoModelForCausalLM or AutoModelForImageTextToText."
         )
     if enabled and not changes.is_on(type(inner).forward, ID):

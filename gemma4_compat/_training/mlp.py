@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from gemma4_compat._accelerate import attached
-from gemma4_compat._common import in_place, notice
+from gemma4_compat._common import arguments, in_place, notice
 from gemma4_compat._engine import sleep
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
@@ -68,7 +68,7 @@ def chunked_mlp(model: _Model, *, tokens: int | None = None, enabled: bool = Tru
         raise Gemma4CompatError(f"tokens is {tokens!r}; a piece has at least 1 token, and a whole number of them")
     found = list(_mlps(model))
     if not found or not any(family.is_gemma4(module) for module in _modules(model)):
-        raise Gemma4CompatError(f"chunked_mlp requires a Gemma 4 model with text layers; got {type(model).__name__}")
+        raise Gemma4CompatError(f"chunked_mlp requires a Gemma 4 model with text layers; got {arguments.shown(model)}")
     if enabled:
         sleep.awaken(ID)
         if not all(whole.is_on(one, "TextMLP") for one in found):
@@ -108,8 +108,7 @@ def leave(model: Any) -> None:
 
 
 def _modules(model: Any) -> Iterator[Any]:
-    modules = getattr(model, "modules", None)
-    return iter(modules()) if callable(modules) else iter(())
+    return iter(()) if isinstance(model, type) or not hasattr(model, "modules") else iter(model.modules())
 
 
 def _mlps(model: Any) -> Iterator[Any]:

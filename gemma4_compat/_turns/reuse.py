@@ -6,9 +6,10 @@ import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gemma4_compat._accelerate import attached
+from gemma4_compat._common import arguments
 from gemma4_compat._decoding import decoder
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family
+from gemma4_compat._models import family, walk
 from gemma4_compat._turns import weights
 
 if TYPE_CHECKING:
@@ -105,10 +106,10 @@ def reuse_prefix(model: _Model, *, enabled: bool = True) -> _Model:
     Raises:
         Gemma4CompatError: it is not a Gemma 4 model that generates.
     """
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = walk.unwrapped(model)
     if not family.is_gemma4(inner) or getattr(inner, "generation_config", None) is None:
         raise Gemma4CompatError(
-            f"reuse_prefix requires a Gemma 4 model with generate(); got {type(inner).__name__}. Load it with "
+            f"reuse_prefix requires a Gemma 4 model with generate(); got {arguments.shown(inner)}. Load it with "
             "AutoModelForCausalLM or AutoModelForImageTextToText."
         )
     vars(inner).pop(attached.TURNS, None)

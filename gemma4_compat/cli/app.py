@@ -12,6 +12,7 @@ import typer.core
 
 import gemma4_compat
 from gemma4_compat._common import terminal
+from gemma4_compat._diagnostics import imports
 from gemma4_compat._errors import printable
 
 _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which newer releases of typer bring themselves
@@ -145,8 +146,11 @@ def command(needs: str) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
                     function(*args, **kwargs)
                 except gemma4_compat.Gemma4CompatError as error:
                     fail(str(error))
-                except ModuleNotFoundError as error:
-                    fail(f"{error.name} is not installed; {needs} needs it: pip install 'gemma4-compat[stack]'")
+                except (ImportError, RuntimeError) as error:
+                    found = imports.failed(error, needs)
+                    if found is None:
+                        raise
+                    fail(found)
 
         return guarded
 

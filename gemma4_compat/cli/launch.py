@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gemma4_compat._diagnostics import imports
 from gemma4_compat._launch import environment, program
 from gemma4_compat.cli.app import Command, Json, app, command, print_json, say, tell
 
@@ -30,6 +31,8 @@ def run(
     The program replaces this command: exit code, signals and terminal are its own. This Python runs scripts, and
     whatever begins with a dash. Exit 127 if the program does not exist, 126 if it cannot be executed.
     """
+    if wrong := imports.torchvision():
+        tell(wrong)
     try:
         code = program.execute(words)
     except program.CannotStartError as error:

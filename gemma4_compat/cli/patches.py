@@ -10,7 +10,7 @@ import typer
 
 import gemma4_compat
 from gemma4_compat._common import terminal
-from gemma4_compat._diagnostics import explanation, messages
+from gemma4_compat._diagnostics import explanation, imports, messages
 from gemma4_compat._engine import report as _report
 from gemma4_compat._engine import settings
 from gemma4_compat._launch import environment
@@ -40,6 +40,8 @@ def status(as_json: Json = False, verbose: Verbose = False) -> None:
         say(_report.overview_text(statuses, areas, head, width))
         say("\nEach patch, and why: `gemma4-compat status --verbose`.")
     say(f"\nstart-up hook: {startup.text()}" + ("" if project is None else f"\nsettings: {project}"))
+    if wrong := imports.torchvision():
+        say(f"\n{terminal.fitted(wrong)}")
 
 
 @app.command(name="list")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tests.generated.search import replay_tuners
@@ -126,8 +127,8 @@ def unload(world: ReplayWorld) -> None:
     world.model = world.model.unload()
 
 
-def train(world: ReplayWorld, seed: int) -> None:
-    """A step of training."""
+def train(world: ReplayWorld, seed: int, optimizer: str = "sgd") -> None:
+    """A step of training. Fused steps leave the versions of weights as they were."""
     import torch
 
     ids = torch.randint(3, 120, (1, 6), generator=torch.Generator().manual_seed(seed))
@@ -135,7 +136,13 @@ def train(world: ReplayWorld, seed: int) -> None:
     world.model.train()
     try:
         world.model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
-        torch.optim.SGD(weights, lr=0.5).step()
+        optimizers: dict[str, Callable[[], Any]] = {
+            "sgd": lambda: torch.optim.SGD(weights, lr=0.5),
+            "sgd fused": lambda: torch.optim.SGD(weights, lr=0.5, fused=True),
+            "adamw fused": lambda: torch.optim.AdamW(weights, lr=0.1, fused=True),
+            "adamw foreach": lambda: torch.optim.AdamW(weights, lr=0.1, foreach=True),
+        }
+        optimizers[optimizer]().step()
     finally:
         world.model.eval()
         world.model.zero_grad()

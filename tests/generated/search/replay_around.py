@@ -111,6 +111,19 @@ def hold_cache(world: ReplayWorld) -> None:
     )
 
 
+def edit_cache(world: ReplayWorld, by: str) -> None:
+    """Somebody writes into the caches that calls have returned, or cuts them."""
+    held = [found.past_key_values for found in world.kept if getattr(found, "past_key_values", None) is not None]
+    if not held:
+        raise ValueError("no cache is held")
+    for cache in held:
+        if by == "reset":
+            cache.reset()
+        for layer in cache.layers if by != "reset" else ():
+            if getattr(layer, "keys", None) is not None:
+                layer.keys.mul_(-1)
+
+
 def let_go(world: ReplayWorld) -> None:
     world.kept.clear()
     gc.collect()

@@ -30,6 +30,11 @@ def weight(world: ReplayWorld, layer: int, part: str, by: str) -> None:
     by_name[by]()
 
 
+def requires_grad(world: ReplayWorld, layer: int, part: str, trained: bool) -> None:
+    """A weight of the base that is unfrozen, or frozen."""
+    world.part(layer, part).requires_grad_(trained)
+
+
 def buffer(world: ReplayWorld, layer: int, by: str) -> None:
     found = world.layer(layer)
     if by == "in place":

@@ -22,6 +22,7 @@ WEIGHTS = (
     *("in place", "copied", "data", "transposed", "reshaped", "parameter", "float32", "bias", "no bias"),
     "parametrized",
 )
+OPTIMIZERS = ("sgd", "sgd fused", "adamw fused", "adamw foreach")
 ATTRIBUTES = ("number", "epsilon", "activation", "config", "softcap")
 #: Those that a forward of the user's reads.
 OWN = ("list", "dict", "tensor", "nested", "switch")
@@ -120,6 +121,8 @@ def _showing(state: State) -> Operation:
     kind = choose.randrange(20)
     if kind == 0:
         return operation("turns", seed=state.seed)
+    if kind == 2:
+        return operation("on_the_returned_cache", seed=state.seed, cache=choose.choice(("static", "dynamic")))
     if kind == 1 and not state.case.experts:  # quantized ones are unpacked in place: upstream's threads are inexact
         return operation("threads", seed=state.seed)
     options = {
@@ -227,7 +230,7 @@ ADAPTERS: dict[Callable[[State], Operation], int] = {
     _load_adapter: 3,
     _several("merge_and_unload"): 2,
     _several("unload"): 1,
-    _several("train", seed=ANY): 2,
+    _several("train", seed=ANY, optimizer=OPTIMIZERS): 3,
 }
 CHANGES: dict[Callable[[State], Operation], int] = {
     _several("weight", layer=ANY, part=PARTS, by=WEIGHTS): 10,
@@ -247,6 +250,9 @@ CHANGES: dict[Callable[[State], Operation], int] = {
     _several("undo_and_install", patch=(None, *PATCHES)): 2,
     _several("undo", patch=PATCHES): 2,
     _several("hold_cache"): 2,
+    _several("edit_cache", by=("written", "reset")): 2,
+    _several("train", seed=ANY, optimizer=OPTIMIZERS): 1,
+    _several("requires_grad", layer=ANY, part=PARTS, trained=(True, False)): 2,
     _several("let_go"): 2,
     _several("longest_cache", length=(24, 32, None)): 1,
     _several("settings", what=("precision", "type", "deterministic")): 2,

@@ -45,6 +45,25 @@ def turns(world: ReplayWorld, seed: int) -> tuple[Shown, Shown]:
     return _outcome(lambda: asked({})), _outcome(lambda: asked(EAGER))
 
 
+def on_the_returned_cache(world: ReplayWorld, seed: int, cache: str) -> tuple[Shown, Shown]:
+    """A second turn on the cache that the first one returned."""
+
+    def asked(way: dict[str, Any]) -> Shown:
+        import torch
+
+        torch.manual_seed(seed)
+        given = {"do_sample": False, "min_new_tokens": 3, "max_new_tokens": 3, "pad_token_id": 0, **way}
+        first = world.model.generate(
+            **_prompt(world, seed, 1, 3), **given, cache_implementation=cache, return_dict_in_generate=True
+        )
+        ids = torch.cat([first.sequences, _prompt(world, seed + 1, 1, 2)["input_ids"]], dim=-1)
+        name = _cache_name(world)
+        again = {"input_ids": ids, "attention_mask": torch.ones_like(ids), name: getattr(first, name)}
+        return {"first": first.sequences, "second": world.model.generate(**again, **given)}
+
+    return _outcome(lambda: asked({})), _outcome(lambda: asked(EAGER))
+
+
 def threads(world: ReplayWorld, seed: int) -> tuple[Shown, Shown]:
     """Two threads at once, each with a cache of its own; then one after the other.
 
@@ -75,7 +94,12 @@ def threads(world: ReplayWorld, seed: int) -> tuple[Shown, Shown]:
     return found, expected
 
 
-SHOWING: dict[str, Callable[..., tuple[Shown, Shown]]] = {"generate": generate, "turns": turns, "threads": threads}
+SHOWING: dict[str, Callable[..., tuple[Shown, Shown]]] = {
+    "generate": generate,
+    "turns": turns,
+    "threads": threads,
+    "on_the_returned_cache": on_the_returned_cache,
+}
 
 
 def _outcome(asked: Callable[[], Shown], name: str = "") -> Shown:

@@ -56,6 +56,22 @@ PASTED = [
     ),
     ("ModuleNotFoundError: No module named 'flash_attn'", "attn_implementation"),
     ("AssertionError: Torch not compiled with CUDA enabled", "gemma4-compat env"),
+    ("ImportError: \nGemma4VideoProcessor requires the Torchvision library but it was not found in your", "[images]"),
+    ("ModuleNotFoundError: No module named 'torchvision'", "[images]"),
+    (  # of the 12B
+        "ValueError: Could not load any image processor class for google/gemma-4-12B-it. The model configuration "
+        "resolves to the following image processor classes: torchvision: Gemma4UnifiedImageProcessor. None of these "
+        "classes could be imported. Missing optional dependencies: torchvision. Please install the missing",
+        "[images]",
+    ),
+    ("RuntimeError: operator torchvision::nms does not exist", "pip install torch==RELEASE torchvision"),
+    ("RuntimeError: Detected that PyTorch and torchvision were compiled with different CUDA major versions", "index"),
+    ("AttributeError: partially initialized module 'torchvision' has no attribute 'extension'", "pip uninstall"),
+    (
+        "ModuleNotFoundError: Could not import module 'Trainer'. Are this object's requirements defined correctly? "
+        "Set the logging verbosity to DEBUG for the original import error.",
+        "python -c 'import torchvision'",
+    ),
     ("RuntimeError: No CUDA GPUs are available", "gemma4-compat env"),
     ("OSError: [Errno 28] No space left on device: '/tmp/offload/model.dat'", "offload_folder"),
     ("safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge", "hf download"),
@@ -82,7 +98,7 @@ def test_a_common_error_gets_an_answer(text: str, to_do: str) -> None:
 
 def test_every_kind_of_answer_is_met() -> None:
     met = {found.what for text, _ in PASTED if (found := common_errors.advice(messages.read(text)))}
-    assert met == {known.advice.what for known in common_errors.ERRORS}
+    assert met == {known.advice.what for known in (*common_errors.ERRORS, *common_errors._LAST)}
 
 
 @pytest.mark.parametrize("text", ["KeyError: 'gemma4_compat.x'", "ValueError: bad", "RuntimeError: out of range"])
