@@ -154,7 +154,8 @@ def round_of(seed: int, places: Places, training: Callable[[], None]) -> tuple[s
     works = [thread(index) for index in range(count)]
     description = f"{count} threads, {interval:g} s, {' and '.join(where for where, _ in shared)}"
     raised = [error for error in threads.run_together(works, limit=LIMIT) if error is not None]
-    assert not raised, f"{description}: {raised[0]!r}"
+    if raised:
+        raise AssertionError(f"{description}: {raised[0]!r}") from raised[0]
     return description, done
 
 
