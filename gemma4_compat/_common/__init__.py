@@ -4,5 +4,6 @@
 * :mod:`patterns`: regular expressions of configurations, tried where they can be stopped.
 * :mod:`terminal`, :mod:`text`: what a command prints. :mod:`notice`: warnings that point at the user's line.
 * :mod:`in_place`: a method or an attribute of one object replaced. :mod:`temporary`: folders for one process.
+* :mod:`arguments`: what is not a model, a path or an id. :mod:`locks`: who waits for whom.
 * :mod:`shadowed`: a ``torch.py`` of the user's own. :mod:`address`: where this project lives.
 """

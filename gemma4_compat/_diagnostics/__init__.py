@@ -5,4 +5,5 @@
 * ``explain`` searches the patches for an error: :mod:`search`, :mod:`places`, :mod:`answers`, :mod:`messages`,
   :mod:`explanation`; :mod:`common_errors` has those that no patch is about.
 * ``reproduce`` prints a script: :mod:`script`. ``env`` describes the machine: :mod:`environment`.
+* :mod:`imports`: a library that is missing or does not match torch.
 """

@@ -21,7 +21,7 @@ FOR_A_CALL = {
     "_decoding.rounds",
     "_models.padding_row",
     "_models.shared_kv",
-    "patches.checkpoints.accelerate_save_state_offloaded",
+    "patches.adapters.peft_adapter_names",
     "patches.generation.transformers_assistant_memory",
     "patches.quantization.transformers_quantized_router",
 }

@@ -1,7 +1,7 @@
 """CorDA, LoRA-GA, KaSA and LoftQ read and change the base weights of a split model as on one device.
 
-Symptom: on a base model with offloaded layers, ``RuntimeError: Tensor on device meta is not on the expected device
-cpu!`` from ``preprocess_corda``, and ``AttributeError: 'NoneType' object has no attribute 'detach'`` from
+Symptom: ``RuntimeError: Tensor on device meta is not on the expected device cpu!`` from ``preprocess_corda`` on a base
+model with offloaded layers, and ``AttributeError: 'NoneType' object has no attribute 'detach'`` from
 ``preprocess_loraga``. ``replace_lora_weights_loftq`` cannot read such a layer. A cache file of the first two is
 loaded onto meta. Silent: an adapter with KaSA, loaded with ``low_cpu_mem_usage=True``, truncates the base weights
 in its first forward only.

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine import versions
+from gemma4_compat._common import in_place
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 
@@ -69,11 +70,8 @@ def _weight_smoothed_losses(trainer: Any) -> None:
     ) -> Any:
         if num_items_in_batch is None or trainer.label_smoother is not smoother:
             return compute(model, inputs, return_outputs, num_items_in_batch, **more)
-        trainer.label_smoother = functools.partial(_weighted, smoother, num_items_in_batch)
-        try:
+        with in_place.assigned(trainer, "label_smoother", functools.partial(_weighted, smoother, num_items_in_batch)):
             return compute(model, inputs, return_outputs, num_items_in_batch, **more)
-        finally:
-            trainer.label_smoother = smoother
 
     trainer.compute_loss = computed
 
