@@ -130,10 +130,8 @@ PATCH = Patch(
     targets=(
         Target(module=_CORDA, name="collect_eigens_for_layer", replacement=collect_eigens_for_layer, group="corda"),
         Target(module=_CORDA, name="get_model_device", replacement=get_model_device, group="corda"),
-        Target(
-            module=_LORA_GA, name="estimate_gradients", replacement=estimate_gradients, optional=True, group="lora_ga"
-        ),
-        Target(module=_LORA_GA, name="get_model_device", replacement=get_model_device, optional=True, group="lora_ga"),
+        Target(module=_LORA_GA, name="estimate_gradients", replacement=estimate_gradients, group="lora_ga"),
+        Target(module=_LORA_GA, name="get_model_device", replacement=get_model_device, group="lora_ga"),
         Target(
             module=_LOFTQ, name="replace_lora_weights_loftq", replacement=replace_lora_weights_loftq, group="loftq"
         ),
@@ -142,7 +140,7 @@ PATCH = Patch(
             module="peft.tuners.lora.variants",
             name="KasaLinearVariant._truncate_base_weight",
             replacement=truncate_base_weight,
-            optional=True,
+            affected=">=0.21.0",
             group="kasa",
         ),
     ),
