@@ -57,14 +57,11 @@ def _holders(sets: list[set[Any]]) -> list[set[int]]:
         return []
     skipped = {id(item) for item in (*ours, suspects)}
     wanted = set(map(id, suspects))
-    called = wanted if _calling() else set()
-    return [
-        wanted.intersection(map(id, gc.get_referents(item)))
-        for item in gc.get_referrers(*suspects)
-        if id(item) not in skipped
-        and not isinstance(item, FrameType)
-        and not (isinstance(item, tuple) and len(item) > 0 and id(item[0]) in called)
+    found = [
+        item for item in gc.get_referrers(*suspects) if id(item) not in skipped and not isinstance(item, FrameType)
     ]
+    passed = _arguments(found, wanted)
+    return [wanted.intersection(map(id, gc.get_referents(item))) for item in found if id(item) not in passed]
 
 
 def _suspects(sets: list[set[Any]]) -> tuple[list[Any], list[Any]]:
@@ -81,16 +78,20 @@ def _suspects(sets: list[set[Any]]) -> tuple[list[Any], list[Any]]:
     return suspects, ours
 
 
-def _calling() -> bool:
-    """Whether a thread may be in an installed function: then its original is in a tuple with the arguments.
+def _arguments(found: list[Any], functions: set[int]) -> set[int]:
+    """The tuples among these that are the arguments of a call, in whatever thread: nothing in the heap holds them.
 
-    Where other threads are is not looked at: while they run, their stacks change under the eyes of who walks them.
+    An installed function calls its replacement with the original and the arguments of its own call.
     """
-    if len(sys._current_frames()) > 1:
-        return True
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals is vars(changes) and "original" in frame.f_code.co_freevars:
-            return True
-        frame = frame.f_back
-    return False
+    tuples = [item for item in found if isinstance(item, tuple) and item and id(item[0]) in functions]
+    if not tuples:
+        return set()
+    holders = gc.get_referrers(*tuples)
+    ours = {id(found), id(tuples), id(holders)}
+    held = {
+        id(part)
+        for holder in holders
+        if id(holder) not in ours and not isinstance(holder, FrameType)
+        for part in gc.get_referents(holder)
+    }
+    return {id(item) for item in tuples} - held

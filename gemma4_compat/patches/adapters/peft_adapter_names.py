@@ -146,7 +146,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     handle = model.get_output_embeddings().register_forward_pre_hook(fail)
     with contextlib.suppress(MemoryError), torch.no_grad():
-        model(**workspace.inputs(), adapter_names=[rows.BASE])
+        model(**workspace.inputs(), adapter_names=["__base__"])
     handle.remove()
     return Outcome.of_parity(
         difference(expected, workspace.outputs(model)), "after a call for the base model that failed"

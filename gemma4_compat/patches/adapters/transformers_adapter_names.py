@@ -144,7 +144,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         expected = model(**batch).logits
         with model.disable_adapter():
             expected = torch.cat([model(**batch).logits[:1], expected[1:]])
-        found = model(**batch, adapter_names=[rows.BASE, *["one"] * (number - 1)]).logits
+        found = model(**batch, adapter_names=["__base__", *["one"] * (number - 1)]).logits
     off = ((found - expected).abs().max() / expected.abs().max()).item()
     # In float32, because another batch size may round differently.
     return Outcome(off > 1e-4, f"with an adapter in the towers, the rows' logits are off by {off:.2g} of the largest")

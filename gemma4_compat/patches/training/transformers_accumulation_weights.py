@@ -27,8 +27,8 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine import versions
 from gemma4_compat._common import in_place
+from gemma4_compat._engine import versions
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 

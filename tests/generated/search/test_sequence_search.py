@@ -44,7 +44,15 @@ DIFFERENT = {
 #: In calls that no sequence makes: eager attention, a cast to the dtype that a model has, static caches with images.
 #: The differential search makes them.
 NOT_DRAWN = {
+    "peft-adapter-names",
+    "peft-frozen-adapters",
+    "transformers-accumulation-weights",
+    "transformers-adapter-names",
+    "transformers-attention-weights",
     "transformers-audio-mask",
+    "transformers-image-masks-unified",
+    "transformers-image-types",
+    "transformers-packed-texts",
     "transformers-rotary-cast",
     "transformers-static-images",
     "transformers-vision-masks",

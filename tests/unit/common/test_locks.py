@@ -96,6 +96,7 @@ def test_every_other_lock_of_the_package_guards_a_few_lines() -> None:
         "_offload/idle_hooks.py": "putting hooks aside",
         "_stand_ins/tape.py": "a stand-in for a capture",
         "_turns/reuse.py": "one attribute",
+        "patches/generation/transformers_early_exit.py": "which threads see fewer layers",
     }
     made = re.compile(r"threading\.(R?Lock|Condition|Semaphore|Event|Barrier)\(")
     package = ROOT / "gemma4_compat"
@@ -112,10 +113,7 @@ def test_no_code_walks_the_stack_of_another_thread() -> None:
         for line in path.read_text(encoding="utf-8").splitlines()
         if "_current_frames" in line
     }
-    assert lines == {
-        "_engine/holders.py: if len(sys._current_frames()) > 1:",
-        "_offload/model_lock.py: frame = sys._current_frames().get(thread)",
-    }
+    assert lines == {"_offload/model_lock.py: frame = sys._current_frames().get(thread)"}
     assert "f_back" not in (package / "_offload" / "model_lock.py").read_text(encoding="utf-8")
 
 
