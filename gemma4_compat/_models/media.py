@@ -18,9 +18,14 @@ _IN_ROWS = tuple(entry for entry in MEDIA if entry[0] != "video")
 
 
 def has_pictures(given: Mapping[str, Any]) -> bool:
-    """Whether images or videos are among the arguments of a forward, encoded or not."""
-    encoded = given.get("mm_encoder_outputs") or {}
-    return any(given.get(names[0]) is not None or encoded.get(kind) is not None for kind, names in MEDIA[:2])
+    """Whether images or videos are among the arguments of a forward, encoded or not. Asked for each token."""
+    for name in ("pixel_values", "pixel_values_videos"):
+        if name in given and given[name] is not None:
+            return True
+    if "mm_encoder_outputs" not in given:
+        return False
+    encoded = given["mm_encoder_outputs"] or {}
+    return any(encoded.get(kind) is not None for kind, _ in MEDIA[:2])
 
 
 def token_types(model: Any, ids: Any, embeds: Any = None, *, before: int = 0) -> Any:

@@ -31,10 +31,15 @@ ASKED = {
     "patches/offload/transformers_model_device.py:device": 2,  # `generate` reads it; is it meta?
     "patches/checkpoints/transformers_config_reads.py:missing": 24,  # names that a configuration lacks
     "patches/checkpoints/transformers_config_reads.py:write": 8,
+    "patches/adapters/peft_adapter_names.py:of_any_tuner": 1,  # are there `adapter_names`?
+    "patches/adapters/peft_adapter_names.py:enable_hooks": 1,
     "patches/placement/transformers_shared_kv.py:decoder_layer": 6,  # each layer, before 5.23: is there a hook?
 }
 #: Once for a `generate`, however long.
-ONCE = {"patches/offload/transformers_model_device.py:valid_auto_compile_criteria": 1}
+ONCE = {
+    "patches/offload/transformers_model_device.py:valid_auto_compile_criteria": 1,
+    "patches/adapters/transformers_adapter_names.py:expand_inputs": 1,
+}
 #: `generate` reads `device` before its first token, too.
 DEVICES = 8
 
@@ -147,7 +152,7 @@ print(json.dumps([on, token(), sum(packed)]))
     ("layers", "quantization"),
     [(6, ""), (6, "4bit"), pytest.param(6, "4bit-double", marks=pytest.mark.full), (36, "")],
 )
-def test_a_token_of_a_whole_model_has_one_call_in_a_hundred_more(
+def test_a_token_of_a_whole_model_has_twelve_calls_in_a_thousand_more(
     tmp_path: Path, warm_child: Callable[..., Finished], layers: int, quantization: str
 ) -> None:
     """36 layers are one more than an E2B has. A 4-bit linear on a CPU is asked whether it trains: two calls more."""
@@ -158,7 +163,7 @@ def test_a_token_of_a_whole_model_has_one_call_in_a_hundred_more(
     checkpoint = tiny_models.build_checkpoint(tmp_path / "checkpoint", layers=layers)
     on, off, packed = warm_child("-c", COUNT, str(checkpoint), quantization).data
     assert packed == 0 or quantization
-    assert off < on <= 1.01 * off + 2 * packed, (on, off, packed)
+    assert off < on <= 1.012 * off + 2 * packed, (on, off, packed)
 
 
 #: Functions of ``_offload`` that only ask whether something is offloaded.
