@@ -22,9 +22,9 @@ def has_pictures(given: Mapping[str, Any]) -> bool:
     for name in ("pixel_values", "pixel_values_videos"):
         if name in given and given[name] is not None:
             return True
-    if "mm_encoder_outputs" not in given:
+    if "mm_encoder_outputs" not in given or not given["mm_encoder_outputs"]:
         return False
-    encoded = given["mm_encoder_outputs"] or {}
+    encoded = given["mm_encoder_outputs"]
     return any(encoded.get(kind) is not None for kind, _ in MEDIA[:2])
 
 

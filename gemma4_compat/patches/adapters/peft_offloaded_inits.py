@@ -1,8 +1,8 @@
 """CorDA, LoRA-GA, KaSA and LoftQ read and change the base weights of a split model as on one device.
 
-Symptom: ``RuntimeError: Tensor on device meta is not on the expected device cpu!`` from ``preprocess_corda`` on a base
-model with offloaded layers, and ``AttributeError: 'NoneType' object has no attribute 'detach'`` from
-``preprocess_loraga``. ``replace_lora_weights_loftq`` cannot read such a layer. A cache file of the first two is
+Symptom: ``AttributeError: 'NoneType' object has no attribute 'detach'`` from ``preprocess_loraga`` on a base model
+with offloaded layers, and ``RuntimeError: Tensor on device meta is not on the expected device cpu!`` from
+``preprocess_corda``. ``replace_lora_weights_loftq`` cannot read such a layer. A cache file of the first two is
 loaded onto meta. Silent: an adapter with KaSA, loaded with ``low_cpu_mem_usage=True``, truncates the base weights
 in its first forward only.
 
@@ -89,29 +89,30 @@ def truncate_base_weight(original: Callable[..., Any], module: Any, *args: Any, 
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import LoraConfig, get_peft_model
-    from peft.tuners.lora.config import CordaConfig
-    from peft.tuners.lora.corda import preprocess_corda
 
     from gemma4_compat._reproduction import tiny_adapters
     from gemma4_compat._reproduction.workspace import difference
 
+    try:
+        from peft.tuners.lora import loraga
+        from peft.tuners.lora.config import LoraGAConfig
+    except ImportError:
+        return Outcome(False, "this PEFT has no LoRA-GA, and its CorDA may lack a package", applicable=False)
+
     def adapted(model: Any) -> Any:
-        config = LoraConfig(
-            r=2,
-            target_modules=tiny_adapters.SOME_LINEARS,
-            init_lora_weights="corda",
-            corda_config=CordaConfig(corda_method="ipm"),
-        )
+        options = {"init_lora_weights": "lora_ga", "lora_ga_config": LoraGAConfig()}
+        config = LoraConfig(r=2, target_modules=tiny_adapters.SOME_LINEARS, **options)
         batch = workspace.inputs(text_only=True)
         torch.manual_seed(0)
-        preprocess_corda(model, config, run_model=lambda: model(**batch))
+        loraga.preprocess_loraga(model, config, lambda: model(**batch, labels=batch["input_ids"]).loss.backward())
+        model.zero_grad()
         return workspace.outputs(get_peft_model(model, config).eval(), text_only=True)
 
     model = workspace.load()
     for parameter in model.parameters():
         vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
     found = difference(adapted(workspace.load()), adapted(workspace.dispatch(model, "layers")))
-    return Outcome.of_parity(found, "CorDA on a base with offloaded layers")
+    return Outcome.of_parity(found, "LoRA-GA on a base with offloaded layers")
 
 
 _CORDA, _LORA_GA = "peft.tuners.lora.corda", "peft.tuners.lora.loraga"
