@@ -90,7 +90,7 @@ def test_the_first_answer_is_right_in_every_way_of_pasting(case: str) -> None:
 def test_a_text_that_begins_alike_is_no_free_pass() -> None:
     """The sets are small: of a whole traceback few patches are right, of a bare text those that raise it."""
     sizes = [len(right(one, "whole")) for one in ERRORS]
-    assert sum(size == 1 for size in sizes) > 0.8 * len(sizes)
+    assert sum(size == 1 for size in sizes) > 0.75 * len(sizes)
     assert max(sizes) <= 4
     assert max(len(right(one, "last_line")) for one in ERRORS) < len(PATCHES) / 8
 
