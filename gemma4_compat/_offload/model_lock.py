@@ -103,7 +103,11 @@ class ModelLock(locks.Lock):
 
     def holders(self) -> set[int]:
         """The threads that hold it."""
-        return super().holders() | {running.thread for running in self._backwards.copy().values()}
+        return super().holders() | self._in_backward()
+
+    def _in_backward(self) -> set[int]:
+        """The threads of backward passes. A copy is looked at: a pass ends while others wait."""
+        return {running.thread for running in self._backwards.copy().values()}
 
     def _is_free(self) -> bool:
         return not self._entries and not self._backwards
@@ -128,14 +132,12 @@ class ModelLock(locks.Lock):
                 in_engine = isinstance(threading.current_thread(), threading._DummyThread)
 
                 def may_begin(first: bool) -> bool:
-                    if self._backwards:
-                        return in_engine or any(other.thread == thread for other in self._backwards.values())
+                    if others := self._in_backward():
+                        return in_engine or thread in others
                     forwards = super(ModelLock, self).holders()
-                    return (
-                        first
-                        if not forwards
-                        else thread in forwards or (in_engine and any(map(_waits_for_engine, forwards)))
-                    )
+                    if not forwards:
+                        return first
+                    return thread in forwards or (in_engine and any(map(_waits_for_engine, forwards)))
 
                 if not may_begin(not self._queue):
                     self._wait(may_begin)
