@@ -35,7 +35,7 @@ class Call:
 
     Attributes:
         names: one for each row that the caller passed.
-        model: the Gemma 4 inside the PEFT model; None if it is of another family.
+        model: the Gemma 4 inside the PEFT model; None for another family.
         times: how often ``generate`` repeats each row.
         prompt: ``input_ids`` and ``inputs_embeds`` of the forward that runs, or else of ``generate``.
         alone: the adapter of all that runs now, if it is one.

@@ -53,6 +53,7 @@ def build(folder: Path, requirements: Sequence[str], *, options: Sequence[str] =
         "typer",
         "msgspec",
         "pytest",
+        "attrs",  # PEFT's CorDA imports it, and does not ask for it
     ]
     checked([*uv, "pip", "install", "--quiet", "--python", str(python), *wanted])
     return python

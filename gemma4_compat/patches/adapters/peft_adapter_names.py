@@ -1,6 +1,6 @@
 """A call with ``adapter_names`` ends with the call, also if it fails, and gives each row its own adapter.
 
-Symptom: silent: after a call with ``adapter_names`` that raised (a token out of range, no memory, Ctrl-C), every
+Symptom: silent: after a call with ``adapter_names`` that raised (no memory, Ctrl-C), every
 later call computes with these names, or raises ``ValueError: Length of `adapter_names` should be the same as the
 number of inputs, but got 2 and 1 respectively``. The same with ``num_return_sequences``, with beams from a generation
 config, and in the 26B-A4B if its router is adapted; adapted experts are ``ValueError: lora.ParamWrapper does not

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -93,18 +94,15 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny_adapters
     from gemma4_compat._reproduction.workspace import difference
 
-    try:
-        from peft.tuners.lora import loraga
-        from peft.tuners.lora.config import LoraGAConfig
-    except ImportError:
-        return Outcome(False, "this PEFT has no LoRA-GA, and its CorDA may lack a package", applicable=False)
+    options, prepare = _first_here()
+    if prepare is None:
+        return Outcome(False, "this PEFT has no LoRA-GA, and its CorDA lacks the package attrs", applicable=False)
 
     def adapted(model: Any) -> Any:
-        options = {"init_lora_weights": "lora_ga", "lora_ga_config": LoraGAConfig()}
         config = LoraConfig(r=2, target_modules=tiny_adapters.SOME_LINEARS, **options)
         batch = workspace.inputs(text_only=True)
         torch.manual_seed(0)
-        loraga.preprocess_loraga(model, config, lambda: model(**batch, labels=batch["input_ids"]).loss.backward())
+        prepare(model, config, lambda: model(**batch, labels=batch["input_ids"]).loss.backward())
         model.zero_grad()
         return workspace.outputs(get_peft_model(model, config).eval(), text_only=True)
 
@@ -112,7 +110,23 @@ def reproduce(workspace: Workspace) -> Outcome:
     for parameter in model.parameters():
         vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
     found = difference(adapted(workspace.load()), adapted(workspace.dispatch(model, "layers")))
-    return Outcome.of_parity(found, "LoRA-GA on a base with offloaded layers")
+    return Outcome.of_parity(found, f"{options['init_lora_weights']} on a base with offloaded layers")
+
+
+def _first_here() -> tuple[dict[str, Any], Callable[..., None] | None]:
+    """The options of LoRA-GA, or of CorDA where PEFT has no LoRA-GA, and what prepares a model for it."""
+    from peft.tuners.lora import config
+
+    if hasattr(config, "LoraGAConfig"):
+        from peft.tuners.lora.loraga import preprocess_loraga
+
+        return {"init_lora_weights": "lora_ga", "lora_ga_config": config.LoraGAConfig()}, preprocess_loraga
+    if importlib.util.find_spec("attr") is None:
+        return {}, None
+    from peft.tuners.lora.corda import preprocess_corda
+
+    given = config.CordaConfig(corda_method="ipm")
+    return {"init_lora_weights": "corda", "corda_config": given}, preprocess_corda
 
 
 _CORDA, _LORA_GA = "peft.tuners.lora.corda", "peft.tuners.lora.loraga"

@@ -3,19 +3,17 @@
 Symptom: ``NotImplementedError: Cannot copy out of meta tensor; no data!`` from ``Accelerator.save_state`` of a model
 with offloaded modules, after ``Removed shared tensor`` with the name of each offloaded weight; no file is written.
 With ``safe_serialization=False`` offloaded weights are in the file without their values, as in the result of
-``Accelerator.get_state_dict``. ``load_state`` of any 4-bit model raises ``Unexpected key(s) in state_dict`` with the
-names of its scales.
+``Accelerator.get_state_dict``.
 
 Cause: ``get_state_dict`` is ``model.state_dict()``, in which offloaded weights are on meta. safetensors takes them for
 one shared tensor, and reads them. When it loads, it looks in the model's state dict for tied weights, which it cannot
-recognize on meta. bitsandbytes' layers save the scales of a 4-bit weight, but do not expect them when they are loaded.
+recognize on meta.
 
 Fix: ``get_state_dict`` returns the stored values, as tensors over host memory or over the files, not copies. The files
 are those of the same model on one device, and either can resume from the other's. The scales of 4-bit weights
 are loaded by ``transformers-load-4bit-state``.
 
-Remove when: ``Accelerator.get_state_dict`` reads offloaded weights through accelerate's hooks, and bitsandbytes loads
-the scales that it saves.
+Remove when: ``Accelerator.get_state_dict`` reads offloaded weights through accelerate's hooks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``load_state_dict`` of a 4-bit model loads the scales that its ``state_dict`` saves.
 
-Symptom: ``RuntimeError: Error(s) in loading state_dict for Gemma4ForConditionalGeneration: Unexpected key(s) in
-state_dict: "model.language_model.layers.0.self_attn.q_proj.weight.absmax"`` and the model's other scales, from
-``load_state_dict`` with the model's own state dict, and from ``Accelerator.load_state``. With ``strict=False``,
+Symptom: ``RuntimeError: Unexpected key(s) in state_dict: "layers.0.self_attn.q_proj.weight.absmax",
+"layers.0.self_attn.q_proj.weight.quant_map"`` from ``load_state_dict`` with the model's own state dict, and from
+``Accelerator.load_state``. With ``strict=False``,
 silent: the packed bytes of another 4-bit model are loaded, and read with the old scales. With ``assign=True`` weights
 also lose their scales.
 

@@ -44,7 +44,7 @@ RAISED = raised()
 #: Where the crash that another patch repairs comes first, on the releases that have it.
 OF_OTHERS = {
     PARAMS4BIT: {"accelerate-train-offloaded"},
-    "KeyError: 3": {"transformers-tied-split", "peft-input-devices"},
+    "KeyError: 3": {"transformers-tied-split", "peft-input-devices", "peft-offloaded-inits"},
     "ValueError: The set of layer types producing a cache is different than the set of layer types using them": {
         "transformers-assistant-offloaded"
     },

@@ -8,7 +8,7 @@ import pytest
 
 from gemma4_compat._models import variants
 from gemma4_compat._reproduction import assistants, tiny, tiny_models
-from gemma4_compat.patches.generation.transformers_lookup_media import PATCH, candidates
+from gemma4_compat.patches.multimodal.transformers_lookup_media import PATCH, candidates
 from tests.patches.promise import Promise
 
 

@@ -1,9 +1,9 @@
 """The tokens of an image see each other without ``mm_token_type_ids`` as well (12B, 26B-A4B, 31B).
 
-Symptom: silent: an image or a video without ``mm_token_type_ids``, as in prompts built by hand, or from collators
-that drop names they do not know, gives other logits on the 12B, the 26B-A4B and the 31B than with them, and other
-gradients. The same happens with types that do not mark the image: all zero, shifted by padding, or counted from the
-last turn instead of the beginning.
+Symptom: silent: an image or a video without ``mm_token_type_ids`` gives other logits and gradients on the 12B, the
+26B-A4B and the 31B than with them. Prompts built by hand lack them, and collators drop names they do not know. The
+same happens with types that do not mark the image: all zero, shifted by padding, or counted from the last turn instead
+of the beginning.
 
 Cause: In these models the tokens of one image attend to each other in both directions. The forward knows its tokens by
 their ids, but makes that mask only from ``mm_token_type_ids``, whose values it does not compare with the tokens.
