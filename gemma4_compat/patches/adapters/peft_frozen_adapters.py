@@ -1,7 +1,7 @@
 """Adapters that are disabled and enabled again are as trainable as before.
 
 Symptom: silent: after ``with model.disable_adapter()``, or transformers' ``disable_adapters()`` and
-``enable_adapters()``, the weights of an adapter that was loaded for inference have ``requires_grad=True``. An
+``enable_adapters()``, the weights of an adapter loaded for inference have ``requires_grad=True``. An
 optimizer that is made then trains them: the reference of DPO, or an adapter that was frozen on purpose.
 
 Cause: ``BaseTunerLayer.enable_adapters(True)`` calls ``set_adapter``, which makes every weight of the active adapters

@@ -130,7 +130,10 @@ def reproduce(workspace: Workspace) -> Outcome:
     off = {}
     for name, model in models.items():
         model = model.to(workspace.main).float()
-        batch = tiny.inputs(workspace.main, variant=name if name == variants.UNIFIED else None)
+        if workspace.variant is None:
+            batch = tiny.inputs(workspace.main, variant=name if name == variants.UNIFIED else None)
+        else:
+            batch = workspace.inputs()
         without = {key: value for key, value in batch.items() if key != _TYPES}
         with torch.no_grad():
             off[name] = (model(**batch).logits - model(**without).logits).abs().max().item()
