@@ -1,7 +1,7 @@
 """CorDA, LoRA-GA, KaSA and LoftQ read and change the base weights of a split model as on one device.
 
-Symptom: ``AttributeError: 'NoneType' object has no attribute 'detach'`` from ``preprocess_loraga`` on a base model
-with offloaded layers, and ``RuntimeError: Tensor on device meta is not on the expected device cpu!`` from
+Symptom: ``AttributeError: 'NoneType' object has no attribute 'detach'`` from ``preprocess_loraga`` on a split
+base model, and ``RuntimeError: Tensor on device meta is not on the expected device cpu!`` from
 ``preprocess_corda``. ``replace_lora_weights_loftq`` cannot read such a layer. A cache file of the first two is
 loaded onto meta. Silent: an adapter with KaSA, loaded with ``low_cpu_mem_usage=True``, truncates the base weights
 in its first forward only.
@@ -102,7 +102,13 @@ def reproduce(workspace: Workspace) -> Outcome:
         config = LoraConfig(r=2, target_modules=tiny_adapters.SOME_LINEARS, **options)
         batch = workspace.inputs(text_only=True)
         torch.manual_seed(0)
-        prepare(model, config, lambda: model(**batch, labels=batch["input_ids"]).loss.backward())
+
+        def run() -> None:
+            loss = model(**batch, labels=batch["input_ids"]).loss
+            if torch.is_grad_enabled():  # CorDA reads inputs alone
+                loss.backward()
+
+        prepare(model, config, run)
         model.zero_grad()
         return workspace.outputs(get_peft_model(model, config).eval(), text_only=True)
 

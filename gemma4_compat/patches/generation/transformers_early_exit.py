@@ -1,4 +1,4 @@
-"""A Gemma 4 drafts with its own first layers: ``generate(assistant_early_exit=N)``.
+"""A Gemma 4 drafts with its own first layers (``assistant_early_exit``).
 
 Symptom: ``AttributeError: 'Gemma4Config' object has no attribute 'num_hidden_layers'`` from ``generate`` with
 ``assistant_early_exit``. A text model with per-layer embeddings (E2B, E4B) raises ``RuntimeError: shape '[1, 24, 3,

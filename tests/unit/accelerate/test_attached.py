@@ -165,7 +165,8 @@ def test_somebody_elses_hooks_and_attributes_are_not_listed(layers: Any) -> None
 
 
 def test_the_input_is_checked() -> None:
-    with pytest.raises(Gemma4CompatError, match=r"attached needs a model, a torch.nn.Module; got 'google/gemma-4-E2B-it'. Pass what"):
+    refused = r"attached needs a model, a torch.nn.Module; got 'google/gemma-4-E2B-it'. Pass what"
+    with pytest.raises(Gemma4CompatError, match=refused):
         gemma4_compat.attached("google/gemma-4-E2B-it")
 
 

@@ -137,7 +137,11 @@ def test_a_streamer_gets_the_same_tokens_one_step_later(models: Models, waits: W
 class Replaces(Streamer):
     """Has the tokens, and gives a weight another address after some of them."""
 
-    after, noticed = 8, 0
+    noticed = 0
+
+    def __init__(self, model: Any, after: int = 8) -> None:
+        super().__init__(model)
+        self.after = after
 
     def put(self, value: Any) -> None:
         super().put(value)
@@ -154,13 +158,16 @@ def test_a_weight_replaced_between_two_tokens_is_noticed(
 ) -> None:
     """At once if code of the user's ran; otherwise, as if another thread had replaced it, when its turn comes."""
     monkeypatch.setattr(Replaces, "__module__", module)
-    model = models.fresh()
-    streamer = Replaces(model)
-    answer(model, new=60, min_new_tokens=60, streamer=streamer)
-    assert steps(model).recaptures == {Cause.WEIGHT: 1}
-    assert "down_proj" in steps(model).last_recaptures[0].detail
-    assert streamer.noticed <= within + 1  # the streamer gets tokens one step late
-    assert within == 1 or streamer.noticed > 2, "else the test shows nothing"
+    seen = []
+    for after in (8, 16):  # one of them is not just before its turn
+        model = models.fresh()
+        streamer = Replaces(model, after)
+        answer(model, new=60, min_new_tokens=60, streamer=streamer)
+        assert steps(model).recaptures == {Cause.WEIGHT: 1}
+        assert "down_proj" in steps(model).last_recaptures[0].detail
+        seen.append(streamer.noticed)
+    assert max(seen) <= within + 1  # the streamer gets tokens one step late
+    assert within == 1 or max(seen) > 2, "else the test shows nothing"
 
 
 def test_an_error_of_a_streamer_leaves_nothing_behind(models: Models, waits: Waits) -> None:
