@@ -464,7 +464,7 @@ RAISED: dict[str, tuple[str, ...]] = {
     "peft-clippable-linear": ("ValueError: Target module Gemma4ClippableLinear( (linear): Linear(in_features=64, out_features=64, bias=False) ) is not supported. Currently, only the following modules are supported: `torch.nn.Linear`, `torch.nn.Embedding`, `torch.nn.Conv1d`, `torch.nn.Conv2d`, `torch.nn.Conv3d`, `transformers.pyto",),
     "peft-hotswap-offloaded": ("RuntimeError: Tensor on device meta is not on the expected device cpu!",),
     "peft-input-devices": ("RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and second:0! (aten.mm.default)",),
-    "peft-offloaded-inits": ("AttributeError: 'NoneType' object has no attribute 'detach'",),
+    "peft-offloaded-inits": ("AttributeError: 'NoneType' object has no attribute 'detach'", "RuntimeError: Tensor on device meta is not on the expected device cpu!"),
     "peft-prefix-placement": ("AttributeError: 'Gemma4Config' object has no attribute 'num_hidden_layers'",),
     "peft-qat-merge": ("RuntimeError: The size of tensor a (32) must match the size of tensor b (64) at non-singleton dimension 1",),
     "peft-quantized-tuners": ("ValueError: Target module Gemma4ClippableLinear( (linear): Linear(in_features=64, out_features=64, bias=False) ) is not supported. Currently, only `torch.nn.Linear`, `torch.nn.Conv2d`, and `Conv1D` are supported.",),
