@@ -53,6 +53,7 @@ def lint(session: nox.Session) -> None:
     session.run("pyright", env={"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"})  # no look-up of a newer release
     session.run("lint-imports")
     session.run("python", "-m", "tools.english")
+    session.run("python", "-m", "tools.lines")
 
 
 @nox.session
@@ -65,9 +66,17 @@ def package(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("stack", ["newest", "thread"])
 def tests(session: nox.Session, stack: str) -> None:
-    """The fast suite in one stack: every patch's promise, the engine, the oracle, the commands."""
+    """The quick tests in one stack: README's command."""
     session.install("-c", f"constraints/{stack}.txt", ".[test]")
     session.run("python", "-m", "pytest", "-n", "2", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("stack", ["newest", "thread"])
+def promises(session: nox.Session, stack: str) -> None:
+    """The tests of every push: what a patch promises, the one-device oracle, all cases."""
+    session.install("-c", f"constraints/{stack}.txt", ".[test]")
+    session.run("python", "-m", "pytest", "-n", "2", "--promises", *session.posargs)
 
 
 @nox.session

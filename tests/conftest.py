@@ -26,7 +26,7 @@ from gemma4_compat._common import locks, notice
 from gemma4_compat._diagnostics import children
 from gemma4_compat._engine import versions
 from gemma4_compat._reproduction.workspace import never_wait_for_the_disk
-from tests import collecting, tiers, torch_state, warm
+from tests import collecting, durations, tiers, torch_state, warm
 from tests.helpers import ROOT, Finished, Library, child
 
 # A shell ignores Ctrl-C for what it starts in the background, and nohup ignores a closed terminal. Children inherit
@@ -49,13 +49,20 @@ NEEDS_EVIDENCE = (
 if not (ROOT / "docs" / "evidence").exists():
     collect_ignore = [*NEEDS_EVIDENCE]
 
+#: The quick tests, empty if others were asked for; and where the tests of ``--changed`` are.
+_QUICK: pytest.StashKey[tiers.Tier] = pytest.StashKey()
+_TOUCHED: pytest.StashKey[list[Path] | None] = pytest.StashKey()
+
 #: Warnings of the engine that pyproject.toml's filter has turned into errors. They are never raised.
 _shown: list[str] = []
 notice.show = lambda warning, file, line: _shown.append(f"{file}:{line}: {warning}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="every test, not only those of the fast suite")
+    parser.addoption("--promises", action="store_true", help="the tests of every push: all but those marked full")
+    parser.addoption("--full", action="store_true", help="every test")
+    parser.addoption("--changed", metavar="COMMIT", nargs="?", const="HEAD", help="all tests of the patches, rooms "
+                     "and pages that changed since that commit (default: HEAD)")  # fmt: skip
     parser.addoption("--sample", metavar="COUNT:SEED", help="of COUNT parts of the tests, the one that SEED chooses")
     parser.addoption("--record", action="store_true", help="write what each test costs to tests/durations.json")
     parser.addoption("--case", metavar="TEXT", action="append", default=[], help="of tests that look at many patches "
@@ -64,26 +71,60 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     collecting.chosen[:] = config.getoption("--case")
+    since = config.getoption("--changed")
+    try:
+        config.stash[_TOUCHED] = None if since is None else tiers.changed(config.rootpath, since)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    # Words or markers choose among all tests of a push.
+    others = ("--promises", "--full", "--changed", "--sample", "--record", "-k", "-m")
+    is_quick = not any(config.getoption(name) for name in others) and not _are_named(config)
+    config.stash[_QUICK] = tiers.quick(durations.read()) if is_quick else {}
     if config.getoption("--record"):
-        config.pluginmanager.register(tiers.Recorder(config))
+        config.pluginmanager.register(durations.Recorder(config))
     if importlib.util.find_spec("numpy") is not None:
         never_wait_for_the_disk()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked ``full``, unless it was asked for: with ``--full``, or by naming files or folders; and
-    what is in no ``--sample``.
-    """
+    """Leave out what is not in the tier that was asked for, and what is in no ``--sample``."""
     if config.getoption("--sample"):
         count, _, seed = config.getoption("--sample").partition(":")
         if not count.isdecimal() or int(count) == 0:
             raise pytest.UsageError(f"--sample is COUNT:SEED, such as 3:today, not {count!r}")
         _keep(config, items, lambda item: in_sample(item.nodeid, int(count), seed))
-    everything = {str(config.rootpath / path) for path in config.getini("testpaths")}
-    named = {str((config.invocation_params.dir / argument).resolve()) for argument in config.args}
-    if config.getoption("--full") or named != everything:
+    if config.getoption("--full") or config.getoption("--changed") or _are_named(config):
         return
     _keep(config, items, lambda item: not item.get_closest_marker("full"))
+    tier, seen = config.stash[_QUICK], set()
+
+    def is_quick(item: pytest.Item) -> bool:
+        file, _, function = item.nodeid.partition("[")[0].partition("::")
+        is_first = (file, function) not in seen
+        seen.add((file, function))
+        every = tier[file].get(function) if file in tier else True
+        return every is not None and (every or is_first)
+
+    if tier:
+        _keep(config, items, is_quick)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Whether a file is not imported: it has no test of the tier."""
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    touched = config.stash[_TOUCHED]
+    if touched is not None and not any(path == collection_path or path in collection_path.parents for path in touched):
+        return True
+    tier = config.stash[_QUICK]
+    file = collection_path.relative_to(config.rootpath).as_posix()
+    return True if tier and file not in tier and file in durations.read() else None
+
+
+def _are_named(config: pytest.Config) -> bool:
+    """Whether files or folders are: they run whole."""
+    everything = {str(config.rootpath / path) for path in config.getini("testpaths")}
+    return {str((config.invocation_params.dir / argument).resolve()) for argument in config.args} != everything
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]) -> None:

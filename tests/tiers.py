@@ -1,76 +1,133 @@
-"""What each test costs, as a run measured it: ``python -m pytest -n 2 --record`` writes ``tests/durations.json``.
+"""Which tests a run of pytest has: the quick ones, those of every push, those that a change touches, or all.
 
-Seconds are of CPU time, of the test's process and of the children that it waited for, so that a busy machine changes
-little. A test function has the seconds of its first case (with what it alone had set up), of all its cases, and their
-number; a file has the seconds of its import under ``""``.
+``quick`` is chosen by what each test cost when it was last recorded (:mod:`tests.durations`), within :data:`BUDGET`:
+what is in :data:`FIRST`, then the shortest. Of a parametrized test it has the first case, or all if there is room.
+Files without a quick test are not imported.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator
+import fnmatch
+import subprocess
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-import pytest
+from tests.durations import Costs
 
-FILE = Path(__file__).with_name("durations.json")
-Costs = dict[str, dict[str, list[float]]]  # by file and test function: first case, all cases, number of cases
+#: CPU seconds of ``python -m pytest -n 2``: five minutes of two cores.
+BUDGET = 600.0
+#: CPU seconds that each process may import test files for.
+COLLECTING = 12.0
+#: pytest-xdist's workers: each imports every file of the tier.
+PROCESSES = 2
+#: CPU seconds of these processes before their first test, and of those that reproductions are forked from.
+START = 60.0
 
+#: What the quick tests have in any case: patterns of ``FILE::FUNCTION``, in all their cases.
+FIRST = (
+    "tests/patches/*::TestPromise::test_with_the_patch_it_is_gone",
+    "tests/unit/engine/*",
+    "tests/contract/test_metadata.py::*",
+    "tests/contract/test_kinds.py::*",
+    "tests/project/docs/test_errors_box.py::*",
+    "tests/project/typing/*",
+    "tests/project/tools/test_tiers.py::*",
+)
 
-def clock() -> float:
-    """CPU seconds of this process and of its children that have ended."""
-    return sum(os.times()[:4])
+#: Folders of tests whose name is not their room's.
+ROOMS = {
+    "cli": "commands",
+    "stand_ins": "reproduction",
+    "checkpoint": "models",
+    "repair": "merge",
+    "startup": "engine",
+}
 
-
-class Recorder:
-    """Notes what imports and tests cost; in a worker of pytest-xdist, for the process that started it."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self._config, self._costs = config, Costs()
-
-    def _note(self, file: str, function: str, seconds: float) -> None:
-        entry = self._costs.setdefault(file, {}).setdefault(function, [round(seconds, 3), 0.0, 0])
-        entry[1], entry[2] = round(entry[1] + seconds, 3), entry[2] + 1
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_make_collect_report(self, collector: pytest.Collector) -> Iterator[Any]:
-        begun = clock()
-        report = yield
-        if isinstance(collector, pytest.Module):
-            self._note(collector.nodeid, "", clock() - begun)
-        return report
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
-        begun = clock()
-        done = yield
-        file, _, function = item.nodeid.partition("[")[0].partition("::")
-        self._note(file, function, clock() - begun)
-        return done
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        for file, functions in getattr(node, "workeroutput", {}).get("costs", {}).items():
-            for function, (first, every, count) in functions.items():
-                entry = self._costs.setdefault(file, {}).setdefault(function, [first, 0.0, 0])
-                entry[1], entry[2] = round(entry[1] + every, 3), entry[2] + count
-                if not function:
-                    entry[0] = min(entry[0], first)
-
-    def pytest_sessionfinish(self) -> None:
-        output = getattr(self._config, "workeroutput", None)
-        if output is not None:
-            output["costs"] = self._costs
-
-    def pytest_terminal_summary(self) -> None:
-        known = read() | self._costs
-        lines = [f" {json.dumps(file)}: {json.dumps(functions)}" for file, functions in sorted(known.items())]
-        FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+Tier = Mapping[str, Mapping[str, bool]]  # by file and function: whether all cases are in it, or the first one alone
 
 
-def read() -> Costs:
-    """What was recorded last."""
-    found: Costs = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
-    return found
+def quick(costs: Costs, budget: float = BUDGET, first: Iterable[str] = FIRST) -> Tier:
+    """The tests of README's command. A file that was never recorded is in none: all of its tests run.
+
+    Args:
+        costs: what was recorded.
+        budget: CPU seconds. What is in ``first`` may exceed them.
+        first: patterns of ``FILE::FUNCTION``.
+    """
+    tier: dict[str, dict[str, bool]] = {}
+    wanted, other = [], []
+    for file, functions in costs.items():
+        for name in functions:
+            if name:
+                declared = any(fnmatch.fnmatchcase(f"{file}::{name}", pattern) for pattern in first)
+                (wanted if declared else other).append((file, name))
+    left, collecting = budget - START, COLLECTING
+
+    def add(file: str, name: str, *, every: bool, declared: bool = False) -> None:
+        nonlocal left, collecting
+        one, total, _ = costs[file][name]
+        known = tier.get(file, {}).get(name)
+        seconds = total if every else one
+        seconds -= one if known is False else 0.0
+        imports = 0.0 if file in tier else costs[file].get("", (0.0,))[0]
+        if declared or (seconds + imports * PROCESSES <= left and imports <= collecting):
+            left -= seconds + imports * PROCESSES
+            collecting -= imports
+            tier.setdefault(file, {})[name] = every
+
+    for file, name in wanted:
+        add(file, name, every=True, declared=True)
+    for file, name in sorted(other, key=lambda each: costs[each[0]][each[1]][0]):
+        add(file, name, every=False)
+    chosen = [(file, name) for file, name in other if name in tier.get(file, {})]
+    for file, name in sorted(chosen, key=lambda each: costs[each[0]][each[1]][1]):
+        add(file, name, every=True)
+    return tier
+
+
+def seconds(tier: Tier, costs: Costs) -> float:
+    """What the tier costs by what was recorded, in CPU seconds."""
+    tests = (costs[file][name][every] for file, names in tier.items() for name, every in names.items())
+    return START + sum(tests) + PROCESSES * collecting(tier, costs)
+
+
+def collecting(tier: Tier, costs: Costs) -> float:
+    """CPU seconds that each process takes to import the tier's files."""
+    return sum(costs[file].get("", (0.0,))[0] for file in tier)
+
+
+def changed(root: Path, since: str) -> list[Path]:
+    """Files and folders of tests that belong to what changed in git since that commit, uncommitted work included.
+
+    Raises:
+        ValueError: this is no checkout of git, or it knows no such commit.
+    """
+    names: list[str] = []
+    for command in (["ls-files", "--others", "--exclude-standard"], ["diff", "--name-only", since, "--"]):
+        done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = done.stderr.partition("\n")[0]
+            raise ValueError(f"--changed asks git what changed since {since}, which says: {said}")
+        names += done.stdout.splitlines()
+    found = (root / path for name in names for path in of_a_file(name))
+    return sorted({path for path in found if path.exists()})
+
+
+def of_a_file(name: str) -> list[str]:
+    """Files and folders of tests that belong to a file of the repository, by their paths in it."""
+    path = Path(name)
+    top, *folders = path.parts
+    if top == "tests":
+        is_test = path.name.startswith("test_") and path.suffix == ".py"
+        return [name] if is_test else [str(path.parent)] if len(folders) > 1 else []
+    if top == "docs" or path.suffix == ".md":
+        return ["tests/project/docs"]
+    if top in ("tools", "benchmarks", "examples"):
+        return ["tests/project/tools"]
+    if top != "gemma4_compat":
+        return []
+    if folders[0] == "patches":
+        own = [f"tests/patches/{folders[1]}/test_{path.name}"] if len(folders) == 3 else []
+        return [*own, "tests/contract"]
+    room = folders[0].strip("_").removesuffix(".py")
+    return [ROOMS.get(room, f"tests/unit/{room}")]

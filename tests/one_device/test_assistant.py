@@ -11,14 +11,10 @@ import pytest
 from gemma4_compat._engine import versions
 from gemma4_compat._models import variants
 from gemma4_compat._reproduction import tiny_configs, tiny_models
+from gemma4_compat._reproduction.scenarios import assisted
+from gemma4_compat._reproduction.workspace import Workspace
 
 pytestmark = pytest.mark.full
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
-
-from gemma4_compat._reproduction.scenarios import assisted  # noqa: E402
-from gemma4_compat._reproduction.workspace import Workspace  # noqa: E402
 
 VARIANTS = ["E2B", "12B", "31B"]  # with and without layers that share, and of either module
 
@@ -26,6 +22,8 @@ VARIANTS = ["E2B", "12B", "31B"]  # with and without layers that share, and of e
 @pytest.fixture(scope="module")
 def spaces(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """``spaces(variant)``: its workspace; skips where this transformers has no assistant for it."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
     known: dict[str, Any] = {}
 
     def space(variant: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -60,7 +61,7 @@ def files(documents: Sequence[Any]) -> st.SearchStrategy[File]:
     cut = st.builds(
         lambda file, made: File(values.cut(file.content, made), file.hole), plain, st.lists(values.cuts, max_size=2)
     )
-    return values.mostly(plain | lying | cut, st.sampled_from(_SPECIAL))
+    return values.mostly(plain | lying | cut, st.deferred(lambda: st.sampled_from(_special())))
 
 
 def _moved(documents: Sequence[Any]) -> st.SearchStrategy[Any]:
@@ -83,24 +84,31 @@ def _move(document: Any, which: int, by: int, both: bool) -> Any:
 _HUGE = {"a": {"dtype": "F32", "shape": [2**62] * 2000, "data_offsets": [0, 4]}}
 _WIDE = {"a": {"dtype": "U8", "shape": [1] * 50_000 + [0], "data_offsets": [0, 0]}}
 _MANY = entries({f"t{number}": (1,) for number in range(3000)})
-_SPECIAL = (
-    written(_HUGE),
-    written({"a": {"dtype": "F4", "shape": [10**4000] * 50, "data_offsets": [0, 4]}}),
-    written(_WIDE),
-    written(_MANY),
-    written({"a": {"dtype": "BF16", "shape": [0, 10**4000], "data_offsets": [0, 0]}}),
-    File((99_999_999).to_bytes(8, "little") + b"{", hole=100_000_000),
-    File((99_999_999).to_bytes(8, "little") + b'{"a":' + b"[" * 200_000, hole=100_000_000),
-    File((20_000_000).to_bytes(8, "little") + b"{" + b'"a":1,' * 3_000, hole=20_000_000),
-    File(b"\x80\x04\x95\x1f\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x04true\x94\x85\x94R\x94."),
-    File(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
-    File(b"PK\x03\x04" + bytes(60)),
-    File(b""),
-    File(b"\x02\0\0\0\0\0\0\0{}"),
-    File(kind="folder"),
-    File(kind="fifo"),
-    File(b"/dev/zero", kind="link"),
-    File(b"/dev/full", kind="link"),
-    File(b"gone", kind="link"),
-    File(b"adapter_model.safetensors", kind="link"),
-)
+
+
+@functools.cache
+def _special() -> tuple[File, ...]:
+    """Half a second to write."""
+    return (
+        written(_HUGE),
+        written({"a": {"dtype": "F4", "shape": [10**4000] * 50, "data_offsets": [0, 4]}}),
+        written(_WIDE),
+        written(_MANY),
+        written({"a": {"dtype": "BF16", "shape": [0, 10**4000], "data_offsets": [0, 0]}}),
+        File((99_999_999).to_bytes(8, "little") + b"{", hole=100_000_000),
+        File((99_999_999).to_bytes(8, "little") + b'{"a":' + b"[" * 200_000, hole=100_000_000),
+        File((20_000_000).to_bytes(8, "little") + b"{" + b'"a":1,' * 3_000, hole=20_000_000),
+        File(
+            b"\x80\x04\x95\x1f\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x04true\x94\x85\x94R\x94."
+        ),
+        File(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        File(b"PK\x03\x04" + bytes(60)),
+        File(b""),
+        File(b"\x02\0\0\0\0\0\0\0{}"),
+        File(kind="folder"),
+        File(kind="fifo"),
+        File(b"/dev/zero", kind="link"),
+        File(b"/dev/full", kind="link"),
+        File(b"gone", kind="link"),
+        File(b"adapter_model.safetensors", kind="link"),
+    )

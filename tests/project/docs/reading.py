@@ -44,7 +44,10 @@ def tokens(page: Path) -> list[Token]:
 def blocks(page: Path) -> list[Block]:
     """All code blocks of a page, in order. One that is indented in place of fenced has the language "indented"."""
     found = []
-    for token in tokens(page):
+    text = page.read_text(encoding="utf-8")
+    if not re.search(r"^ *```|^ {4}", text, re.MULTILINE):
+        return []
+    for token in MarkdownIt("commonmark").disable("inline").parse(text):  # half the time of tokens()
         if token.type in ("fence", "code_block"):
             language = token.info.strip() if token.type == "fence" else "indented"
             found.append(Block(page, (token.map or [0])[0] + 1, language, token.content))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -16,7 +17,9 @@ from gemma4_compat._common.formats import AdapterConfig, ModelConfig
 from gemma4_compat._models import variants
 from tests.unit.adapters.adapter_files import LORA, lora, write_adapter
 
-peft = pytest.importorskip("peft", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="needs the upstream libraries: pip install 'gemma4-compat[test]'"
+)
 MODULE = "model.language_model.layers.0.self_attn.q_proj"
 
 
@@ -110,6 +113,8 @@ def test_a_base_of_odd_settings_is_answered_or_one_error(
 
 
 def test_every_configuration_that_peft_writes_is_read(tmp_path: Path) -> None:
+    import peft
+
     needs: dict[str, dict[str, Any]] = {"ADALORA": {"total_step": 10}, "CPT": {"task_type": "CAUSAL_LM"}}
     for name, kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items():
         try:

@@ -1,0 +1,28 @@
+"""How many lines a room has is agreed: ``python -m tools.lines``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tools import lines
+
+
+def test_more_than_three_per_cent_is_above() -> None:
+    agreed = {"gemma4_compat/_big": 10_000, "gemma4_compat/_small": 100}
+    for today, wrong in (
+        ({"gemma4_compat/_big": 10_300, "gemma4_compat/_small": 140}, []),
+        ({"gemma4_compat/_big": 10_301, "gemma4_compat/_small": 60}, ["gemma4_compat/_big"]),
+        ({"gemma4_compat/_small": 141, "gemma4_compat/_new": 41}, ["gemma4_compat/_new", "gemma4_compat/_small"]),
+    ):
+        rows, above = lines.table(today, agreed)
+        assert [line.partition(":")[0] for line in above] == wrong
+        assert len(rows) == len({*today, *agreed})
+
+
+def test_no_room_has_grown_beyond_what_was_agreed(capsys: pytest.CaptureFixture[str]) -> None:
+    if not (lines.ROOT / ".git").exists():
+        pytest.skip("not a checkout of git")
+    rows, above = lines.table(lines.count(), json.loads(lines.FILE.read_text(encoding="utf-8")))
+    assert above == [], "\n".join(rows)
