@@ -3,7 +3,7 @@
 Called by ``gemma4_compat.plan_device_map`` and ``plan_training``, by their commands, and by ``device_map="auto"``
 (``patches/placement/transformers_auto_map.py``).
 
-* :mod:`plan`, :mod:`training`: the two entry points. :mod:`result`: what they return. :mod:`renamed`: old arguments.
+* :mod:`plan`, :mod:`training`: the two entry points. :mod:`result`: what they return.
 * :mod:`budgets`: the memory to plan for.
 * :mod:`blueprint`: a model's blocks and their bytes. :mod:`upstream`: what differs between releases.
 * :mod:`memory`: the KV cache and a forward's temporaries. :mod:`training_step`: a step's, counted by running one, with

@@ -326,25 +326,8 @@ class TrainingPlan:
         data = {_TRAINING_DATA.get(name, name): getattr(self, name) for name in self.__dataclass_fields__}
         return data | {"streamed": list(self.streamed)}
 
-    @property
-    def sequence(self) -> int:
-        """``max_length`` under its old name, as ``rank``, ``checkpointing`` and ``optimizer`` are for others."""
-        return self.max_length
 
-    @property
-    def rank(self) -> int:
-        return self.r
-
-    @property
-    def checkpointing(self) -> bool:
-        return self.gradient_checkpointing
-
-    @property
-    def optimizer(self) -> str:
-        return self.optim
-
-
-#: Attributes of a training plan whose keys in JSON are their old names.
+#: Attributes of a training plan whose keys in JSON are other names.
 _TRAINING_DATA = {
     "max_length": "sequence",
     "r": "rank",

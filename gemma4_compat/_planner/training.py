@@ -15,7 +15,6 @@ from gemma4_compat._planner import blueprint, budgets, layout, switches, trainin
 from gemma4_compat._planner.blueprint import Blueprint
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.memory import TrainingLoad
-from gemma4_compat._planner.renamed import renamed
 from gemma4_compat._planner.result import Source, TrainingPlan
 from gemma4_compat._planner.switches import MARGIN
 from gemma4_compat._planner.training_step import Step, StepMemory
@@ -23,7 +22,6 @@ from gemma4_compat._planner.use import TrainingUse
 from gemma4_compat._quantization import config, qat
 
 
-@renamed(sequence="max_length", rank="r", checkpointing="gradient_checkpointing", optimizer="optim")
 def plan_training(
     model: Any,
     vram: float | str | Mapping[int | str, float | str] | None = None,

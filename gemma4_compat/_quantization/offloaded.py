@@ -103,12 +103,3 @@ def compact(names: Iterable[str]) -> list[str]:
         else:
             others.append(name)
     return [f"{stem}.{runs_text(sorted(found), ',')}" for stem, found in numbers.items()] + others
-
-
-def _readable(total: int) -> str:
-    value, unit = float(total), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"

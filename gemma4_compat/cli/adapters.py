@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import gemma4_compat
-from gemma4_compat.cli.app import Json, app, command, fail, print_json, renaming, say, tell, working
+from gemma4_compat.cli.app import Json, app, command, fail, print_json, say, tell, working
 
 # Options of `merge`.
 _Start = Annotated[
@@ -116,7 +116,7 @@ def export(
         say(_export_text.report_text(report))
 
 
-@app.command(cls=renaming(base="start"))
+@app.command()
 @command("a merge")
 def merge(
     base_model: Annotated[

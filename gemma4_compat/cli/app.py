@@ -48,35 +48,12 @@ class Command(typer.core.TyperCommand):
         super().format_options(ctx, formatter)
 
 
-def renaming(**names: str) -> type[Command]:
-    """A command that still takes options under their old names, and says what they are called now.
-
-    Args:
-        names: new names by old ones, without dashes in front, as in ``optimizer="optim"``.
-    """
-    renamed = {f"--{old.replace('_', '-')}": f"--{new.replace('_', '-')}" for old, new in names.items()}
-
-    class Renaming(Command):
-        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            found = []
-            for word in args:
-                name, equals, value = word.partition("=")
-                if name in renamed:
-                    tell(f"{name} is called {renamed[name]} now; the old name will go")
-                found.append(renamed.get(name, name) + equals + value)
-            return super().parse_args(ctx, found)
-
-    return Renaming
-
-
 class _Commands(typer.core.TyperGroup):
     """The commands; a usage error about arguments is shown like all other text."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0].endswith(".py"):
             ctx.fail(f"{args[0]!r} is not a command; to run it: gemma4-compat run {args[0]}")
-        if args[:1] == ["plan"] and "--train" in args:  # as it was called before it was a command
-            args = ["plan-training", *(word for word in args[1:] if word != "--train")]
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

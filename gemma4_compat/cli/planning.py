@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import gemma4_compat
-from gemma4_compat.cli.app import Json, app, command, fail, print_json, renaming, say, working
+from gemma4_compat.cli.app import Json, app, command, fail, print_json, say, working
 
 _Model = Annotated[
     str,
@@ -109,16 +109,7 @@ def plan(
         say(text.plan_text(planned, blocks=_blocks()))
 
 
-@app.command(
-    name="plan-training",
-    cls=renaming(
-        sequence="max_length",
-        rank="r",
-        optimizer="optim",
-        checkpointing="gradient_checkpointing",
-        no_checkpointing="no_gradient_checkpointing",
-    ),
-)
+@app.command(name="plan-training")
 @command("a training plan")
 def plan_training(
     model: _Model,

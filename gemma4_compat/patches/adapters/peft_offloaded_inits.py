@@ -105,7 +105,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
         def run() -> None:
             loss = model(**batch, labels=batch["input_ids"]).loss
-            if torch.is_grad_enabled():  # CorDA reads inputs alone
+            if torch.is_grad_enabled():  # CorDA reads only inputs
                 loss.backward()
 
         prepare(model, config, run)

@@ -36,9 +36,9 @@ def test_scan_knows_the_bits_of_the_layers(workspace: Any, adapter: Path) -> Non
     assert json.loads(text)["quantization"] == "gemma"
 
 
-@pytest.mark.parametrize("options", [[], ["--train"]], ids=str)
-def test_plan_says_what_to_use(workspace: Any, options: list[str]) -> None:
-    code, text = said("plan", workspace.qat(), "--vram", "8GiB", *options)
+@pytest.mark.parametrize("command", ["plan", "plan-training"])
+def test_plan_says_what_to_use(workspace: Any, command: str) -> None:
+    code, text = said(command, workspace.qat(), "--vram", "8GiB")
     assert code == 2
     assert "QAT (quant_method 'gemma')" in text
     assert "device_map='auto'" in text

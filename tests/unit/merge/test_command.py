@@ -6,10 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner
 
-import gemma4_compat
 from gemma4_compat import cli
 
 
@@ -35,15 +33,3 @@ def test_the_help_says_when_each_base_is_right() -> None:
     text = " ".join(done.output.replace("│", " ").split())
     assert "right if the merged model is used in bf16" in text
     assert "right if the adapter was trained and evaluated on the quantized base" in text
-
-
-def test_the_old_name_of_start_works_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, start: str, **__: Any) -> None:
-        raise gemma4_compat.Gemma4CompatError(f"start={start}")
-
-    monkeypatch.setattr(gemma4_compat, "merge_adapter", refuse)
-    done = CliRunner().invoke(cli.app, ["merge", "BASE", "ADAPTER", "OUT", "--base=dequantized"])
-    assert done.stderr.splitlines() == [
-        "gemma4-compat: --base is called --start now; the old name will go",
-        "gemma4-compat: start=dequantized",
-    ]
