@@ -57,3 +57,23 @@ def test_the_way_in_points_to_what_is_there() -> None:
     for file, names in found:
         text = (ROOT / "gemma4_compat" / file).read_text(encoding="utf-8")
         assert [name for name in names if f"def {name}(" not in text] == [], file
+
+
+def too_long(text: str) -> list[str]:
+    """A module of more than 500 lines; functions whose bodies, below the docstring, have more than 80."""
+    tree = ast.parse(text)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    found = ["module"] if text.count("\n") > 500 else []
+    for node in functions:
+        body = node.body[ast.get_docstring(node) is not None :]
+        found += [node.name] if body and (body[-1].end_lineno or 0) - body[0].lineno >= 80 else []
+    return found
+
+
+def test_no_module_and_no_function_is_too_long() -> None:
+    files = [path for path in (ROOT / "gemma4_compat").rglob("*.py") if path.name != "measured.py"]  # generated
+    found = {path.name: names for path in files if (names := too_long(path.read_text(encoding="utf-8")))}
+    assert not found
+    assert too_long("def f():\n" + "    pass\n" * 81) == ["f"]
+    assert too_long("def f():\n" + "    pass\n" * 80 + "\n" * 419) == []
+    assert too_long("\n" * 501) == ["module"]

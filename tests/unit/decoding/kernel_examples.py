@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import re
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from gemma4_compat._decoding import (
     shifting,
     top_tokens,
 )
+from gemma4_compat._decoding.compiling import Nvrtc
 from gemma4_compat._decoding.kernel_source import Kernel
 from gemma4_compat._decoding.pointwise import Load, Number, Part, Value
 
@@ -221,3 +225,17 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
 }
 #: The first compute capability of modules whose kernels older GPUs do not get.
 FROM = {"flash_source": (8, 0)}
+
+
+def nvrtc_of_a_wheel() -> Nvrtc | None:
+    """NVRTC without CUDA: PyTorch for CUDA brings its wheel, and so does the extra ``test``."""
+    for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+        try:
+            files = metadata.files(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        # Some releases find their second library only if it is loaded.
+        for pattern in (r"libnvrtc-builtins\.so.*", r"libnvrtc\.so\.\d+"):
+            libraries = [ctypes.CDLL(str(file.locate())) for file in files if re.fullmatch(pattern, file.name)]
+        return Nvrtc(libraries[0])
+    return None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import re
-from importlib import metadata
 from typing import NamedTuple
 
 import pytest
@@ -16,7 +14,7 @@ pytest.importorskip("torch")
 from gemma4_compat._decoding import compiling, kernel_source
 from gemma4_compat._decoding.compiling import Nvrtc
 from tests.helpers import ROOT
-from tests.unit.decoding.kernel_examples import EXAMPLES, FROM
+from tests.unit.decoding.kernel_examples import EXAMPLES, FROM, nvrtc_of_a_wheel
 
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 #: Architectures of the fast suite: from 9.0 on, kernels start early. 7.5 takes longest, for it has no bfloat16.
@@ -52,19 +50,10 @@ def needs(log: str) -> dict[str, Needs]:
 
 @pytest.fixture(scope="module")
 def nvrtc() -> Nvrtc:
-    """From a wheel: PyTorch for CUDA brings it, and so does the extra ``test``."""
-    for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
-        try:
-            files = metadata.files(name) or []
-        except metadata.PackageNotFoundError:
-            continue
-        # Some releases find their second library only if it is loaded.
-        for pattern in (r"libnvrtc-builtins\.so.*", r"libnvrtc\.so\.\d+"):
-            libraries = [ctypes.CDLL(str(file.locate())) for file in files if re.fullmatch(pattern, file.name)]
-        return Nvrtc(libraries[0])
-    if os.environ.get("NVRTC") == "required":  # .ci/run
+    found = nvrtc_of_a_wheel()
+    if found is None and os.environ.get("NVRTC") == "required":  # .ci/run
         pytest.fail("the extra `test` has brought no nvidia-cuda-nvrtc")
-    pytest.skip("needs NVRTC for Linux: pip install 'nvidia-cuda-nvrtc>=13'")
+    return found or pytest.skip("needs NVRTC for Linux: pip install 'nvidia-cuda-nvrtc>=13'")
 
 
 @functools.cache
