@@ -20,8 +20,9 @@ BUDGET = 600.0
 COLLECTING = 12.0
 #: pytest-xdist's workers: each imports every file of the tier.
 PROCESSES = 2
-#: CPU seconds of these processes before their first test, and of those that reproductions are forked from.
-START = 60.0
+#: CPU seconds that no test is seen to take: of these processes before their first test, of those that reproductions are
+#: forked from, and of the reproductions.
+START = 150.0
 
 #: What the quick tests have in any case: patterns of ``FILE::FUNCTION``, in all their cases.
 FIRST = (
@@ -34,13 +35,14 @@ FIRST = (
     "tests/project/tools/test_tiers.py::*",
 )
 
-#: Folders of tests whose name is not their room's.
+#: Rooms whose tests are not in ``tests/unit/ROOM``.
 ROOMS = {
-    "cli": "commands",
-    "stand_ins": "reproduction",
-    "checkpoint": "models",
-    "repair": "merge",
-    "startup": "engine",
+    "checkpoint": "tests/unit/models",
+    "cli": "tests/unit/commands",
+    "quantization": "tests/patches/quantization",
+    "repair": "tests/unit/merge",
+    "stand_ins": "tests/unit/reproduction",
+    "startup": "tests/unit/engine",
 }
 
 Tier = Mapping[str, Mapping[str, bool]]  # by file and function: whether all cases are in it, or the first one alone

@@ -11,6 +11,7 @@ import pytest
 from tests import durations, tiers
 from tests.helpers import ROOT, child
 
+PROMISE = "test_with_the_patch_it_is_gone"
 COSTS = {
     "tests/test_a.py": {"": [1.0, 2.0, 2], "test_short": [0.5, 0.5, 1], "test_grid": [1.0, 9.0, 9]},
     "tests/test_b.py": {"": [1.0, 2.0, 2], "test_long": [30.0, 30.0, 1]},
@@ -49,8 +50,7 @@ def test_the_quick_tests_stay_within_their_budget() -> None:
     assert tiers.collecting(tier, costs) <= tiers.COLLECTING
     declared = tiers.quick(costs, budget=0.0)
     assert tiers.seconds(declared, costs) <= tiers.BUDGET * 2 / 3, "little room is left for other tests"
-    patches = {file for file in costs if file.startswith("tests/patches/")}
-    assert patches <= set(tier)
+    assert {file for file, names in costs.items() if f"TestPromise::{PROMISE}" in names} <= set(tier)
 
 
 def test_each_file_of_the_repository_has_its_tests() -> None:
@@ -83,10 +83,10 @@ def test_an_unknown_commit_is_an_error(tmp_path: Path) -> None:
 
 
 def test_no_file_of_tests_does_anything_long_when_it_is_imported() -> None:
-    """Every process of pytest imports them. Some of the 0.5 s are Python's, which compiles a file and its helpers."""
+    """Every process of pytest imports them. Some of the 0.7 s are Python's, which compiles a file and its helpers."""
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
     done = child("-W", "ignore", "-c", _IMPORTS, timeout=600)
-    slow = {name: took for name, took in done.data.items() if took > 0.5}
+    slow = {name: took for name, took in done.data.items() if took > 0.7}
     assert slow == {}, "CPU seconds"
 
 
