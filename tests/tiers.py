@@ -20,8 +20,8 @@ BUDGET = 600.0
 COLLECTING = 12.0
 #: pytest-xdist's workers: each imports every file of the tier.
 PROCESSES = 2
-#: CPU seconds that no test is seen to take: of these processes before their first test, of those that reproductions are
-#: forked from, and of the reproductions.
+#: CPU seconds that no test is seen to take: of these processes before their first test, of those that reproductions
+#: are forked from, and of the reproductions.
 START = 150.0
 
 #: What the quick tests have in any case: patterns of ``FILE::FUNCTION``, in all their cases.
