@@ -47,8 +47,8 @@ def install(model: Any) -> bool:
             before, after = bypass.pre_forward, bypass.post_forward
             _HOOKS.add(
                 root,
-                root.register_forward_pre_hook(torch_internals.UncompiledHook(before), prepend=True),
-                root.register_forward_hook(torch_internals.UncompiledHook(after), always_call=True),
+                root.register_forward_pre_hook(torch_internals.uncompiled(before), prepend=True),
+                root.register_forward_hook(torch_internals.uncompiled(after), always_call=True),
             )
             found = True
     return found

@@ -71,8 +71,8 @@ def install(model: Any, lock: ModelLock | None = None) -> int:
             # A tower runs once per prompt; in the language model the first layer follows the last, token after token.
             streamer = LayerStreamer(layers, cyclic="tower" not in name, lock=lock)
             for layer in layers:
-                before = torch_internals.UncompiledHook(streamer.pre_forward)
-                after = torch_internals.UncompiledHook(streamer.post_forward)
+                before = torch_internals.uncompiled(streamer.pre_forward)
+                after = torch_internals.uncompiled(streamer.post_forward)
                 _streamers[layer] = weakref.ref(streamer)
                 model_lock.guard(layer, lock)
                 _HOOKS.add(

@@ -29,32 +29,16 @@ def queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-class UncompiledHook:
-    """A hook that torch.compile does not compile, between its graphs, like accelerate's hooks.
+def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` as a hook that torch.compile does not compile, between its graphs, like accelerate's hooks.
 
-    A model with accelerate's hooks cannot be pickled. The error is theirs: this hook can be.
-
-    Args:
-        method: what the hook calls.
+    A model with accelerate's hooks cannot be pickled. The name makes this hook raise the same error as theirs.
     """
+    import torch
 
-    def __init__(self, method: Callable[..., Any]) -> None:
-        import torch
-
-        self._method = torch.compiler.disable(method)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._method(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> UncompiledHook:
-        return self
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return UncompiledHook, (_nothing,)
-
-
-def _nothing(*_: Any) -> None:
-    """What a pickled hook calls."""
+    hook: Any = torch.compiler.disable(method)
+    hook.__qualname__ = f"uncompiled.<locals>.{method.__name__}"
+    return hook  # type: ignore[no-any-return]
 
 
 def skipped(function: Callable[..., Any]) -> None:
