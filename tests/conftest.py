@@ -102,7 +102,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         file, _, function = item.nodeid.partition("[")[0].partition("::")
         is_first = (file, function) not in seen
         seen.add((file, function))
-        every = tier[file].get(function) if file in tier else True
+        if function not in durations.read().get(file, {}):
+            return True  # a new one
+        every = tier.get(file, {}).get(function)
         return every is not None and (every or is_first)
 
     if tier:

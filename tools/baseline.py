@@ -29,7 +29,8 @@ PLANS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("plan_training", "E2B", {"vram": "8GiB"}),
     ("plan_training", "E4B", {"vram": "12GiB", "max_length": 4096, "optim": "paged_adamw_8bit"}),
 )
-#: PTX is a matter of the architecture's generation: before matrix units had bfloat16, with it, and with early starts.
+#: PTX is a matter of the architecture's generation: before tensor cores had bfloat16, with it, and with programmatic
+#: dependent launch.
 ARCHITECTURES = ("compute_75", "compute_80", "compute_90")
 
 

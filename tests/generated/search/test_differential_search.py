@@ -166,6 +166,8 @@ def test_an_error_is_that_of_one_device_or_of_a_model_that_upstream_has() -> Non
     assert verdict.judge("a call", off | {"ready": False}, on, None).verdict == verdict.EQUAL
     stumbled = error("AttributeError", text="'NoneType' object has no attribute 'unsqueeze'")
     assert verdict.judge("a call", stumbled, on, None).verdict == verdict.EQUAL
+    pickled = error("AttributeError", text="Can't pickle local object 'uncompiled.<locals>.post_forward'")
+    assert verdict.judge("a call", off, pickled, None).verdict == verdict.EQUAL
 
 
 def test_differences_are_told() -> None:

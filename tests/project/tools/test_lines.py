@@ -1,10 +1,6 @@
-"""How many lines a room has is agreed: ``python -m tools.lines``."""
+"""How many lines a room has is agreed: ``python -m tools.lines``, which CI runs with lint."""
 
 from __future__ import annotations
-
-import json
-
-import pytest
 
 from tools import lines
 
@@ -19,10 +15,3 @@ def test_more_than_three_per_cent_is_above() -> None:
         rows, above = lines.table(today, agreed)
         assert [line.partition(":")[0] for line in above] == wrong
         assert len(rows) == len({*today, *agreed})
-
-
-def test_no_room_has_grown_beyond_what_was_agreed(capsys: pytest.CaptureFixture[str]) -> None:
-    if not (lines.ROOT / ".git").exists():
-        pytest.skip("not a checkout of git")
-    rows, above = lines.table(lines.count(), json.loads(lines.FILE.read_text(encoding="utf-8")))
-    assert above == [], "\n".join(rows)
