@@ -10,7 +10,7 @@ from gemma4_compat._engine.patch import Target
 _MODULE = "transformers.modeling_utils"
 
 
-def targets(replacement: Callable[..., Any], asleep: Callable[[bool], bool] | None = None) -> tuple[Target, ...]:
+def targets(replacement: Callable[..., Any], dormant: Callable[[bool], bool] | None = None) -> tuple[Target, ...]:
     """The lookup, once per layer. ``replacement(original, self, key)``; from 5.7 on a default follows the key."""
     return (
         Target(
@@ -18,13 +18,13 @@ def targets(replacement: Callable[..., Any], asleep: Callable[[bool], bool] | No
             name="AttentionInterface.__getitem__",
             replacement=replacement,
             affected="<5.7.0",
-            asleep=asleep,
+            dormant=dormant,
         ),
         Target(
             module=_MODULE,
             name="AttentionInterface.get_interface",
             replacement=replacement,
             affected=">=5.7.0",
-            asleep=asleep,
+            dormant=dormant,
         ),
     )

@@ -15,7 +15,7 @@ from typing import Any
 from gemma4_compat._decoding import prompts, static_caches
 from gemma4_compat._models import cache_names
 
-#: Replaces the forward of text models, asleep until `decode_fast`.
+#: Replaces the forward of text models, dormant until `decode_fast`.
 PATCH = "transformers-graph-decoding"
 #: ``reader(below, inputs)``: returns what ``below(**inputs)``, the forward of the text model, returns.
 Reader = Callable[[Callable[..., Any], dict[str, Any]], Any]

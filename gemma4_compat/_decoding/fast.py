@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from gemma4_compat._common import arguments
 from gemma4_compat._decoding import decoder, embedded, obstacles
 from gemma4_compat._decoding.recording import RECORDERS
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family, walk
 
@@ -90,7 +90,7 @@ def decode_fast(
         decoding.reason(obstacle)
     decoding.preferred = enabled and obstacle is None
     if decoding.preferred:
-        sleep.awaken(embedded.PATCH)
+        dormant.activate(embedded.PATCH)
     own = decoding.preferred and not exact
     if not enabled or own != decoding.own:
         decoding.clear()

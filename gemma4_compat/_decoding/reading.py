@@ -16,7 +16,7 @@ import torch
 
 from gemma4_compat._attention import windows
 from gemma4_compat._decoding import attention, flash, own
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 
 #: Whether kernels of this package may compute attention with a mask, by the width of a head, and that of prompts which
 #: are read at once, where no mask is needed. On an H100 a call with a mask took 0.23 to 0.41 of the time of PyTorch's
@@ -39,9 +39,9 @@ def read(device: Any) -> contextlib.AbstractContextManager[Any]:
     Only attention is looked at: a mode sees each look at a shape as well, and takes a microsecond for it, 70 ms for a
     prompt of an E2B. So it needs the patch whose function stands before that of attention.
     """
-    if not sleep.is_installed(windows.ID):
+    if not dormant.is_installed(windows.ID):
         return contextlib.nullcontext()
-    sleep.awaken(windows.ID)
+    dormant.activate(windows.ID)
     return windows.each_inside(Reading(device))
 
 
@@ -96,7 +96,7 @@ def is_used(device: Any) -> bool:
     """Whether these kernels compute the attention of prompts that has a mask, as far as it was tried."""
     with _lock:
         found = [passed for (where, layout), passed in _passed.items() if where == device and layout.masked]
-    return bool(found) and all(found) and sleep.is_installed(windows.ID)
+    return bool(found) and all(found) and dormant.is_installed(windows.ID)
 
 
 def computes(device: Any, dtype: Any, heads: Iterable[tuple[int, int, int]]) -> bool:
@@ -119,7 +119,7 @@ def computes(device: Any, dtype: Any, heads: Iterable[tuple[int, int, int]]) -> 
             call = flash.understood(query, key, key, mask, enable_gqa=True)
         if call is None or not WITH_MASK.get(width, False) or not _passes(call):
             return False
-    return sleep.is_installed(windows.ID)
+    return dormant.is_installed(windows.ID)
 
 
 def _passes(call: flash.Call) -> bool:

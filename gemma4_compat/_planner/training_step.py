@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from gemma4_compat._attention import windows
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._fast_training import counting
 from gemma4_compat._fast_training.counting import Kept
@@ -133,7 +133,7 @@ def measure(model: Any, quantized: Collection[str], step: Step, *, quantized_exp
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     _check(step)
-    if step.sliding_windows and not sleep.is_installed(windows.ID):
+    if step.sliding_windows and not dormant.is_installed(windows.ID):
         raise Gemma4CompatError(
             f"sliding_windows needs the patch {windows.ID}, which is not applied here: "
             f"gemma4_compat.status()[{windows.ID!r}] says why"

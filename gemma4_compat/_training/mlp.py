@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from gemma4_compat._accelerate import attached
 from gemma4_compat._common import arguments, in_place, notice
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
 from gemma4_compat._training import head, norms, per_layer, pieces, shared_states, whole
@@ -70,7 +70,7 @@ def chunked_mlp(model: _Model, *, tokens: int | None = None, enabled: bool = Tru
     if not found or not any(family.is_gemma4(module) for module in _modules(model)):
         raise Gemma4CompatError(f"chunked_mlp requires a Gemma 4 model with text layers; got {arguments.shown(model)}")
     if enabled:
-        sleep.awaken(ID)
+        dormant.activate(ID)
         if not all(whole.is_on(one, "TextMLP") for one in found):
             raise Gemma4CompatError(
                 f"chunked_mlp needs the patch {ID}, which is not applied here: gemma4_compat.status()[{ID!r}] says why"

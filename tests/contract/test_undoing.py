@@ -122,14 +122,14 @@ def test_changed_upstream_code_is_left_alone_whichever_target_it_is(inside: Insi
     applicable = expected(inside, patch) == "applied"
     assert not applicable or set(experiments) >= upstreams(patch)
     groups = {str(target): target.group for target in patch.targets}
-    wakers = {str(target) for target in patch.targets if target.waker}
+    activators = {str(target) for target in patch.targets if target.activator}
     for name, experiment in experiments.items():
         seen = experiment["seen"]
         changed = {groups[twin] for twin in experiment["inherited"]}
         others = {target for target, group in groups.items() if group not in changed} & set(experiments)
         assert experiment["differences"] == []
         replaced = {target for target, ours in seen["replaced"].items() if ours and target in experiments}
-        if name in wakers:  # left out, and nothing sleeps
+        if name in activators:  # left out, and nothing is dormant
             assert replaced == (set(experiments) - {name} if applicable else set())
             assert experiment["said"] == []
             continue

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 def rotary_embedding(original: Callable[..., Any], self: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
     """Every text model has one."""
     if getattr(config, "num_kv_shared_layers", 0) and not getattr(config, "hidden_size_per_layer_input", 0):
-        sleep.awaken(_ID)
+        dormant.activate(_ID)
     return original(self, config, *args, **kwargs)
 
 
@@ -77,12 +77,14 @@ PATCH = Patch(
     acts_on=ActsOn.GEMMA4,
     after=("transformers-rotary-order", "transformers-rotary-cast", "transformers-sliced-prompts"),
     targets=(
-        Target(module=_GEMMA4, name="Gemma4TextRotaryEmbedding.__init__", replacement=rotary_embedding, waker=True),
+        Target(
+            module=_GEMMA4, name="Gemma4TextRotaryEmbedding.__init__", replacement=rotary_embedding, activator=True
+        ),
         Target(
             module=_GEMMA4,
             name="Gemma4TextModel._maybe_slice_kv_shared_inputs",
             replacement=slice_inputs,
-            asleep=lambda late: not late,
+            dormant=lambda late: not late,
         ),
     ),
     reproduce=reproduce,

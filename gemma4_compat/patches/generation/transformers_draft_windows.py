@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _DRAFT = 5
 
 
 def activate_past_recording(original: Callable[..., Any], self: Any) -> Any:
-    sleep.awaken(_ID)
+    dormant.activate(_ID)
     return original(self)
 
 
@@ -87,13 +87,13 @@ PATCH = Patch(
             module=_CACHES,
             name="DynamicSlidingWindowLayer.activate_past_recording",
             replacement=activate_past_recording,
-            waker=True,
+            activator=True,
         ),
         Target(
             module=_CACHES,
             name="DynamicSlidingWindowLayer.update",
             replacement=update,
-            asleep=lambda late: not late,  # a layer from before may record already
+            dormant=lambda late: not late,  # a layer from before may record already
         ),
         Target(
             module="transformers.generation.candidate_generator",

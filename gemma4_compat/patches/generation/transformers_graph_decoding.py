@@ -312,7 +312,7 @@ def _target(family: str, kind: str) -> Target:
         name=f"{kind}TextModel.forward",
         replacement=text_model,
         group=family,
-        asleep=lambda _late: True,
+        dormant=True,
     )
 
 
@@ -342,7 +342,7 @@ PATCH = Patch(
             module="transformers.generation.utils",
             name="GenerationMixin.generate",
             replacement=generate,
-            asleep=lambda _late: True,
+            dormant=True,
         ),
         Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),
         Target(

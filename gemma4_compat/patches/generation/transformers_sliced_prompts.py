@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names, prefill
 
@@ -33,7 +33,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def static_cache(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    sleep.awaken(_ID)
+    dormant.activate(_ID)
     return original(self, *args, **kwargs)
 
 
@@ -121,19 +121,19 @@ PATCH = Patch(
             module="transformers.cache_utils",
             name="StaticCache.__init__",
             replacement=static_cache,
-            waker=True,
+            activator=True,
         ),
         Target(
             module=_GEMMA4,
             name="Gemma4TextModel._maybe_slice_kv_shared_inputs",
             replacement=slice_inputs,
-            asleep=lambda _late: True,  # a cache from before is only not sliced
+            dormant=True,  # a cache from before is only not sliced
         ),
         Target(
             module=_GEMMA4,
             name="Gemma4TextDecoderLayer.__call__",
             replacement=decoder_layer,
-            asleep=lambda _late: True,  # a cache from before is only not sliced
+            dormant=True,  # a cache from before is only not sliced
         ),
     ),
     reproduce=reproduce,

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._decoding import obstacles
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import prefill as prefill_of
 
@@ -49,7 +49,7 @@ def prefill(
     if generation_config.prefill_chunk_size is not None and self.config.model_type in _GEMMA4:
         tokens = prefill_of.new_tokens(input_ids, generation_config, model_kwargs)
         if not _may_read_more(self, generation_config):
-            sleep.awaken(_ID)
+            dormant.activate(_ID)
             self = _InChunks(self, tokens)
     return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
@@ -168,7 +168,7 @@ PATCH = Patch(
             module="transformers.models.gemma4.modeling_gemma4",
             name=f"{_LAYER}.__call__",
             replacement=decoder_layer,
-            asleep=lambda _late: True,
+            dormant=True,
         ),
     ),
     reproduce=reproduce,

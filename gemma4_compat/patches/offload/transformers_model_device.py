@@ -79,12 +79,12 @@ PATCH = Patch(
     requires=("accelerate",),
     needs=("transformers-offloaded-embedding",),
     targets=(
-        hooked.waker(_ID, "model.device"),
+        hooked.activator(_ID, "model.device"),
         Target(
             module="transformers.modeling_utils",
             name="ModuleUtilsMixin.device",
             replacement=device,
-            asleep=hooked.asleep,
+            dormant=hooked.no_hooks,
             group="model.device",
         ),
         Target(

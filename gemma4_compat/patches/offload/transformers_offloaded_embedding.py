@@ -101,13 +101,13 @@ PATCH = Patch(
     requires=("accelerate",),
     needs=("accelerate-tied-on-disk",),
     targets=(
-        hooked.waker(_ID),
-        Target(module=_MODELING, name="Gemma4Model.forward", replacement=model_forward, asleep=hooked.asleep),
+        hooked.activator(_ID),
+        Target(module=_MODELING, name="Gemma4Model.forward", replacement=model_forward, dormant=hooked.no_hooks),
         Target(
             module=_MODELING,
             name="Gemma4TextModel.get_per_layer_inputs",
             replacement=get_per_layer_inputs,
-            asleep=hooked.asleep,
+            dormant=hooked.no_hooks,
         ),
     ),
     reproduce=reproduce,

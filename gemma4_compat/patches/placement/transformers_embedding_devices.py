@@ -110,13 +110,13 @@ PATCH = Patch(
     acts_on=ActsOn.EVERY_MODEL,
     requires=("accelerate",),
     targets=(
-        hooked.waker(_ID),
-        Target(module=_MODELING, name="Gemma4Model.forward", replacement=model_forward, asleep=hooked.asleep),
+        hooked.activator(_ID),
+        Target(module=_MODELING, name="Gemma4Model.forward", replacement=model_forward, dormant=hooked.no_hooks),
         Target(
             module=_MODELING,
             name="Gemma4TextModel.get_per_layer_inputs",
             replacement=get_per_layer_inputs,
-            asleep=hooked.asleep,
+            dormant=hooked.no_hooks,
         ),
         Target(
             module="transformers.models.gemma4_unified.modeling_gemma4_unified",

@@ -63,12 +63,12 @@ PATCH = Patch(
     requires=("accelerate",),
     acts_on=ActsOn.GEMMA4,
     targets=(
-        hooked.waker(_ID),
+        hooked.activator(_ID),
         Target(
             module="transformers.models.gemma4.modeling_gemma4",
             name="Gemma4TextModel.project_per_layer_inputs",
             replacement=project_per_layer_inputs,
-            asleep=hooked.asleep,
+            dormant=hooked.no_hooks,
         ),
     ),
     reproduce=reproduce,

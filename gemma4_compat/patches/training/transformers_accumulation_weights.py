@@ -212,7 +212,7 @@ PATCH = Patch(
             module=_GEMMA4,
             name="Gemma4ForConditionalGeneration.forward",
             replacement=forward,
-            asleep=lambda _late: versions.admits(">=5.6", versions.current("transformers") or ""),
+            dormant=lambda _late: versions.admits(">=5.6", versions.current("transformers") or ""),
             group="gemma4",
         ),
     ),

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._attention import attention_lookup, weights
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import capturing
 
@@ -39,7 +39,7 @@ def attention_function(original: Callable[..., Any], self: Any, key: str | None,
 def asked(original: Callable[..., Any], model: Any) -> Any:
     """Called where something is to be collected: from then on layers look whether it is their weights."""
     if str(model.config.model_type).startswith("gemma4"):
-        sleep.awaken(_ID)
+        dormant.activate(_ID)
     return original(model)
 
 
@@ -67,8 +67,8 @@ PATCH = Patch(
     affected=">=5.5.0",
     acts_on=ActsOn.GEMMA4,
     targets=(
-        *attention_lookup.targets(attention_function, asleep=lambda _late: True),
-        Target(module=capturing.MODULE, name="maybe_install_capturing_hooks", replacement=asked, waker=True),
+        *attention_lookup.targets(attention_function, dormant=True),
+        Target(module=capturing.MODULE, name="maybe_install_capturing_hooks", replacement=asked, activator=True),
     ),
     reproduce=reproduce,
     after=("transformers-sliding-windows", "transformers-flash-attention"),  # whose functions return no weights

@@ -24,7 +24,7 @@ import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import checkpointing, family, shared_kv
 
@@ -42,18 +42,18 @@ def decoder_layer(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
 
 def set_gradient_checkpointing(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if any(map(family.is_gemma4_module, self.modules())):  # it may be inside another model
-        sleep.awaken(ID)
+        dormant.activate(ID)
     return original(self, *args, **kwargs)
 
 
 def set_state(original: Callable[..., Any], self: Any, state: dict[str, Any]) -> Any:
     """A layer is unpickled: checkpointing may be on, and nobody turns it on again."""
     if state.get(checkpointing.FLAG) and family.is_gemma4_module(self):
-        sleep.awaken(ID)
+        dormant.activate(ID)
     return original(self, state)
 
 
-def _may_sleep(late: bool) -> bool:
+def _may_be_dormant(late: bool) -> bool:
     """Checkpointing may be on already in models from before."""
     return not late
 
@@ -94,14 +94,14 @@ PATCH = Patch(
             module=_GEMMA4,
             name="Gemma4TextDecoderLayer.__call__",
             replacement=decoder_layer,
-            asleep=_may_sleep,
+            dormant=_may_be_dormant,
             group="gemma4",
         ),
         Target(
             module=_UNIFIED,
             name="Gemma4UnifiedTextDecoderLayer.__call__",
             replacement=decoder_layer,
-            asleep=_may_sleep,
+            dormant=_may_be_dormant,
             group="gemma4_unified",
         ),
         Target(
@@ -113,7 +113,7 @@ PATCH = Patch(
             module="transformers.modeling_layers",
             name="GradientCheckpointingLayer.__setstate__",
             replacement=set_state,
-            waker=True,
+            activator=True,
         ),
     ),
     reproduce=reproduce,

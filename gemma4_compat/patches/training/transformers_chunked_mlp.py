@@ -64,7 +64,7 @@ def _target(family: str, kind: str) -> Target:
         name=f"{kind}TextModel.forward",
         replacement=text_model,
         group=family,
-        asleep=lambda _late: not settings.is_enabled(mlp.ID),
+        dormant=lambda _late: not settings.is_enabled(mlp.ID),
     )
 
 

@@ -60,6 +60,6 @@ PATCH = Patch(
     affected=">=5.5.0",
     acts_on=ActsOn.EVERY_MODEL,
     bug=("https://github.com/pytorch/pytorch/issues/196678",),
-    targets=(*attention_lookup.targets(attention_function, asleep=unseen_keys.no_cuda),),
+    targets=(*attention_lookup.targets(attention_function, dormant=unseen_keys.no_cuda),),
     reproduce=reproduce,
 )

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._attention import attention_lookup, flash
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names
 
@@ -76,7 +76,7 @@ def _is_split(config: Any) -> bool:
 
     found = flash.is_split(config)
     if found and not torch.compiler.is_compiling():
-        sleep.awaken(_ID)
+        dormant.activate(_ID)
     return found
 
 
@@ -84,11 +84,11 @@ def implementation(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     """What a model is made with, or given later: from the first flash kernel on, layers have to be told apart."""
     found = original(self, *args, **kwargs)
     if _may_be_flash(found):
-        sleep.awaken(_ID)
+        dormant.activate(_ID)
     return found
 
 
-def _sleeps(late: bool) -> bool:
+def _is_dormant(late: bool) -> bool:
     """Whether no model can run flash yet. Where models may have been made before, all configurations are looked at."""
     name, kind = "_attn_implementation_internal", sys.modules["transformers.configuration_utils"].PreTrainedConfig
     made = [item for item in gc.get_objects() if issubclass(type(item), kind)] if late else []
@@ -144,9 +144,9 @@ PATCH = Patch(
             module="transformers.modeling_utils",
             name="PreTrainedModel._check_and_adjust_attn_implementation",
             replacement=implementation,
-            waker=True,
+            activator=True,
         ),
-        *attention_lookup.targets(attention_function, asleep=_sleeps),
+        *attention_lookup.targets(attention_function, dormant=_is_dormant),
     ),
     reproduce=reproduce,
     after=("transformers-cudnn-padding", "transformers-sliding-windows"),  # its layers run their sdpa

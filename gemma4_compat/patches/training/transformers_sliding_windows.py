@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._attention import attention_lookup, block_layout, windows
-from gemma4_compat._engine import settings, sleep
+from gemma4_compat._engine import dormant, settings
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names
 
@@ -48,11 +48,11 @@ def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
     if given is None:
         given = kwargs["input_ids"] if "input_ids" in kwargs else args[0] if args else None
     if given is not None and given.shape[1] > 1:
-        _awaken_for(self, given, cache_names.cache_in(kwargs))
+        _activate_for(self, given, cache_names.cache_in(kwargs))
     return original(self, *args, **kwargs)
 
 
-def _awaken_for(model: Any, given: Any, cache: Any) -> None:
+def _activate_for(model: Any, given: Any, cache: Any) -> None:
     """Awaken the patch if the text may be long enough: with fewer keys, no block is shorter than all of them."""
     import torch
 
@@ -62,7 +62,7 @@ def _awaken_for(model: Any, given: Any, cache: Any) -> None:
         seen = getattr(cache, "get_seq_length", None)  # that of continuous batching has none, nor windows
         known = 0 if seen is None else int(seen())
         if tokens + known >= 2 * max(window, block_layout.UNIT):
-            sleep.awaken(windows.ID)
+            dormant.activate(windows.ID)
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -120,7 +120,7 @@ PATCH = Patch(
     targets=(
         _target("gemma4", "Gemma4"),
         _target("gemma4_unified", "Gemma4Unified"),
-        *attention_lookup.targets(attention_function, asleep=lambda _late: True),
+        *attention_lookup.targets(attention_function, dormant=True),
     ),
     reproduce=reproduce,
     after=("transformers-cudnn-padding",),  # the sdpa that blocks run is the repaired one
