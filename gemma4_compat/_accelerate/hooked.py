@@ -8,24 +8,24 @@ from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._engine import dormant
-from gemma4_compat._engine.patch import Target
+
+#: What a patch replaces to be activated: ``PATCH.replaces(**hooked.ADD_HOOK)(hooked.activator(PATCH.id))``.
+ADD_HOOK: dict[str, Any] = {
+    "module": "accelerate.hooks",
+    "name": "add_hook_to_module",
+    "codes": {"9d0155698be1": "accelerate 1.12 to 1.15"},
+    "activator": True,
+}
 
 
-def activator(patch_id: str, group: str = "") -> Target:
-    """The target that activates a patch."""
+def activator(patch_id: str) -> Callable[..., Any]:
+    """The replacement that activates a patch."""
 
     def add_hook_to_module(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         dormant.activate(patch_id)
         return original(*args, **kwargs)
 
-    return Target(
-        module="accelerate.hooks",
-        name="add_hook_to_module",
-        replacement=add_hook_to_module,
-        codes={"9d0155698be1": "accelerate 1.12 to 1.15"},
-        activator=True,
-        group=group,
-    )
+    return add_hook_to_module
 
 
 def no_hooks(late: bool) -> bool:

@@ -229,13 +229,10 @@ def _complete(patch_id: str) -> Patch:
     """Import a patch file (it imports no upstream library) and complete the patch from docstring, folder and data.
 
     Raises:
-        ValueError: the file holds another patch, or its docstring lacks a section.
+        ValueError: the docstring lacks a section, or what the file declares makes no sense.
     """
-    name = f"gemma4_compat.patches.{AREA_OF[patch_id]}.{patch_id.replace('-', '_')}"
-    module = importlib.import_module(name)
-    patch: Patch = module.PATCH
-    if patch.id != patch_id:
-        raise ValueError(f"{name} holds the patch {patch.id!r}; its id must be its file's name")
+    module = importlib.import_module(f"gemma4_compat.patches.{AREA_OF[patch_id]}.{patch_id.replace('-', '_')}")
+    patch: Patch = module.PATCH.complete(module)
     documentation = inspect.cleandoc(module.__doc__ or "")
     ordered = RELEASES[patch.distribution]
     inside = [release for release in ordered if versions.admits(patch.affected, release)]
