@@ -64,7 +64,6 @@ class Patch:
         after: tuple[str, ...] = (),
         needs: tuple[str, ...] = (),
         bug: tuple[str, ...] = (),
-        fixed: str | None = None,
         applied_upstream: str | None = None,
     ) -> None:
         file = sys._getframe(1).f_globals["__name__"].rpartition(".")[2]  # of the file that declares it
@@ -80,7 +79,7 @@ class Patch:
             "after": after,
             "needs": needs,
             "bug": bug,
-            "fixed": fixed,
+            "fixed": affected.partition("<")[2] or None,  # releases are affected until one is fixed
             "applied_upstream": applied_upstream,
         }
         self._targets: dict[str, engine.Target | None] = {}

@@ -30,7 +30,6 @@ PATCH = Patch(
     "F30",
     severity="crash",
     affected=">=5.23.0,<5.24.0",
-    fixed="5.24.0",
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.24.0",
 )
 

@@ -27,7 +27,6 @@ PATCH = Patch(
     "F24",
     severity="crash",
     affected=">=5.5.0,<5.15.0",
-    fixed="5.15.0",
     bug=("https://github.com/huggingface/transformers/issues/46629",),
     applied_upstream="https://github.com/huggingface/transformers/pull/47447",
 )

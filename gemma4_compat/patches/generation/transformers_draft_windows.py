@@ -26,7 +26,6 @@ PATCH = Patch(
     severity="crash",
     affected=">=5.15.0,<5.18.0",
     acts_on="every model",
-    fixed="5.18.0",
     applied_upstream="https://github.com/huggingface/transformers/pull/48280",
 )
 

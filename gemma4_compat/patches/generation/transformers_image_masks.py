@@ -27,7 +27,6 @@ PATCH = Patch(
     "F68",
     severity="wrong_result",
     affected=">=5.5.0,<5.13.0",
-    fixed="5.13.0",
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.13.0",
 )
 

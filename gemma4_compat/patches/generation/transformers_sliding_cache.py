@@ -30,7 +30,6 @@ PATCH = Patch(
     "F24",
     severity="memory",
     affected=">=5.5.0,<5.14.0",
-    fixed="5.14.0",
     applied_upstream="https://github.com/huggingface/transformers/pull/47118",
     needs=("transformers-assisted-cache", "transformers-vision-masks"),
 )

@@ -25,7 +25,6 @@ PATCH = Patch(
     severity="crash",
     affected=">=5.5.0,<5.10.1",
     acts_on="every model",
-    fixed="5.10.1",
     applied_upstream="https://github.com/huggingface/transformers/pull/46235",
 )
 

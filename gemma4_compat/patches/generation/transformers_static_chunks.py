@@ -25,7 +25,6 @@ PATCH = Patch(
     "F24",
     severity="crash",
     affected=">=5.13.0,<5.18.0",
-    fixed="5.18.0",
     bug=("https://github.com/huggingface/transformers/issues/48501",),
     applied_upstream="https://github.com/huggingface/transformers/pull/48619",
 )

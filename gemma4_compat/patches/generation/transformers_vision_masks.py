@@ -24,7 +24,6 @@ PATCH = Patch(
     "F24",
     severity="wrong_result",
     affected=">=5.13.0,<5.17.0",
-    fixed="5.17.0",
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.17.0",
 )
 

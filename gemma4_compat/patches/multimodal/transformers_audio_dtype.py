@@ -24,7 +24,6 @@ PATCH = Patch(
     "F25",
     severity="crash",
     affected=">=5.5.0,<5.15.0",
-    fixed="5.15.0",
     bug=("https://github.com/huggingface/transformers/issues/47672",),
     applied_upstream="https://github.com/huggingface/transformers/pull/47482",
 )

@@ -24,7 +24,6 @@ PATCH = Patch(
     "F25",
     severity="wrong_result",
     affected=">=5.5.0,<5.10.1",
-    fixed="5.10.1",
     applied_upstream="https://github.com/huggingface/transformers/pull/46277",
 )
 

@@ -23,7 +23,6 @@ PATCH = Patch(
     "F10",
     severity="crash",
     affected=">=5.5.0,<5.11.0",
-    fixed="5.11.0",
     bug=("https://github.com/huggingface/transformers/issues/45672",),
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.11.0",
     requires=("bitsandbytes",),

@@ -24,7 +24,6 @@ PATCH = Patch(
     "F10 F30",
     severity="wrong_result",
     affected=">=5.10.1,<5.13.0",
-    fixed="5.13.0",
     bug=("https://github.com/huggingface/transformers/issues/46899",),
     applied_upstream="https://github.com/huggingface/transformers/pull/46904",
     requires=("bitsandbytes",),

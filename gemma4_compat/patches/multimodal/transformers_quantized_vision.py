@@ -23,7 +23,6 @@ PATCH = Patch(
     "F9",
     severity="wrong_result",
     affected=">=5.5.0,<5.13.0",
-    fixed="5.13.0",
     bug=("https://github.com/huggingface/transformers/issues/46932",),
     applied_upstream="https://github.com/huggingface/transformers/pull/46933",
     requires=("bitsandbytes",),

@@ -28,7 +28,6 @@ PATCH = Patch(
     requires=("bitsandbytes", "transformers>=5"),
     bug=("https://github.com/huggingface/transformers/issues/43872",),
     applied_upstream="https://github.com/huggingface/accelerate/pull/3976",
-    fixed="1.14.0",
 )
 
 MARK = "_is_hf_initialized"

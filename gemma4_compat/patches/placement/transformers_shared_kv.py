@@ -34,7 +34,6 @@ PATCH = Patch(
     "F5 F30 F33",
     severity="crash",
     affected=">=5.5.2,<5.23.0",
-    fixed="5.23.0",
     bug=("https://github.com/huggingface/transformers/issues/45663",),
     applied_upstream="https://github.com/huggingface/transformers/pull/47290",
 )

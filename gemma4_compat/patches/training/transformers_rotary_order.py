@@ -29,7 +29,6 @@ PATCH = Patch(
     "F30 F35",
     severity="wrong_result",
     affected=">=5.5.0,<5.16.0",
-    fixed="5.16.0",
     applied_upstream="https://github.com/huggingface/transformers/pull/48162",
 )
 

@@ -23,7 +23,6 @@ PATCH = Patch(
     "F58",
     severity="crash",
     affected=">=5.5,<5.6",
-    fixed="5.6",
     bug=("https://github.com/huggingface/transformers/issues/45200",),
     applied_upstream="https://github.com/huggingface/transformers/pull/45454",
 )

@@ -25,7 +25,6 @@ PATCH = Patch(
     "F19",
     severity="wrong_result",
     affected=">=5.5.0,<5.5.2",
-    fixed="5.5.2",
     bug=("https://github.com/huggingface/transformers/issues/45242",),
     applied_upstream="https://github.com/huggingface/transformers/pull/45312",
 )

@@ -26,7 +26,6 @@ PATCH = Patch(
     severity="memory",
     affected=">=5.5.0,<5.13.0",
     acts_on="every model",
-    fixed="5.13.0",
     applied_upstream="https://github.com/huggingface/transformers/pull/46960",
 )
 
