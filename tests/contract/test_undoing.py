@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions as _versions
-from gemma4_compat.patches import measured
+from gemma4_compat.patches import registry
 from tests.collecting import collect_failures
 from tests.contract.conftest import PATCHES, modules_here, predicted, targets_here, version
 from tests.contract.observation import groups_here
@@ -108,11 +108,11 @@ def upstreams(patch: Patch) -> set[str]:
 def twins(name: str, targets: Iterable[str]) -> list[str]:
     """The targets that are one function, which classes inherit: the first one is named."""
     tail = name.rpartition(".")[2]
-    known = measured.KNOWN.get(name)
+    known = registry.KNOWN.get(name)
     return [
         one
         for one in targets
-        if one == name or (one.endswith(f".{tail}") and known and measured.KNOWN[one].keys() == known.keys())
+        if one == name or (one.endswith(f".{tail}") and known and registry.KNOWN[one].keys() == known.keys())
     ]
 
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._accelerate.module_hooks import hidden_map, map_owner
-from gemma4_compat._common import notice
+from gemma4_compat._common import json_files, notice
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._offload import peft_layers
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
@@ -71,8 +71,6 @@ def load_adapter(original: Original, self: Any, model_id: Any, *args: Any, **kwa
 
 def _refuse_folder_without_weights(model_id: Any, subfolder: str | None) -> None:
     """Check before the base model is touched; upstream would treat the folder as a hub id and report that instead."""
-    from gemma4_compat._common import json_files  # imports json, which the package does not load at import
-
     folder = Path(model_id, subfolder or "")
     config = folder / "adapter_config.json"
     if not config.is_file() or any((folder / name).is_file() for name in _WEIGHTS):
