@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 else:  # patch files only annotate with it, and reproductions need torch
     Workspace = Any
 
-__all__ = ["FORWARDS", "GEMMA4", "UNIFIED", "Detection", "Original", "Outcome", "Patch", "Workspace"]
+__all__ = ["FORWARDS", "MODELING_GEMMA4", "MODELING_UNIFIED", "Detection", "Original", "Outcome", "Patch", "Workspace"]
 
-GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
-UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
+MODELING_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
+MODELING_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 #: What a replacement gets first: upstream's function, with the patches that are below this one.
 Original = Callable[..., Any]

@@ -22,7 +22,7 @@ from typing import Any
 
 from gemma4_compat._adapters import rows
 from gemma4_compat._models import media
-from gemma4_compat.patches.api import GEMMA4, UNIFIED, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F119", severity="wrong_result", affected=">=5.5.0", requires=("peft>=0.18.0",), needs=("peft-adapter-names",)
@@ -45,20 +45,20 @@ def expand_inputs(original: Original, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-@PATCH.replaces(GEMMA4, "Gemma4Model.get_image_features", group="gemma4")
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedModel.get_image_features", group="unified")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.get_image_features", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedModel.get_image_features", group="unified")
 def image_features(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return _encode("image", original, self, args, kwargs)
 
 
-@PATCH.replaces(GEMMA4, "Gemma4Model.get_video_features", group="gemma4")
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedModel.get_video_features", group="unified")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.get_video_features", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedModel.get_video_features", group="unified")
 def video_features(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return _encode("video", original, self, args, kwargs)
 
 
-@PATCH.replaces(GEMMA4, "Gemma4Model.get_audio_features", group="gemma4")
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedModel.get_audio_features", group="unified")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.get_audio_features", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedModel.get_audio_features", group="unified")
 def audio_features(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return _encode("audio", original, self, args, kwargs)
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._engine import dormant
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F108",
@@ -32,7 +32,7 @@ PATCH = Patch(
 )
 
 
-@PATCH.replaces(GEMMA4, "Gemma4TextRotaryEmbedding.__init__", activator=True)
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextRotaryEmbedding.__init__", activator=True)
 def rotary_embedding(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
     """Every text model has one."""
     if getattr(config, "num_kv_shared_layers", 0) and not getattr(config, "hidden_size_per_layer_input", 0):
@@ -40,7 +40,7 @@ def rotary_embedding(original: Original, self: Any, config: Any, *args: Any, **k
     return original(self, config, *args, **kwargs)
 
 
-@PATCH.replaces(GEMMA4, "Gemma4TextModel._maybe_slice_kv_shared_inputs", dormant=lambda late: not late)
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel._maybe_slice_kv_shared_inputs", dormant=lambda late: not late)
 def slice_inputs(
     original: Original, self: Any, hidden_states: Any, per_layer_inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:

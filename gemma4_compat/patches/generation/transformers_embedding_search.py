@@ -24,7 +24,7 @@ from typing import Any
 
 from gemma4_compat._models import per_layer
 from gemma4_compat._models.family import is_gemma4_config
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F93",
@@ -35,7 +35,7 @@ PATCH = Patch(
 )
 
 
-@PATCH.replaces(GEMMA4, "Gemma4TextModel.get_per_layer_inputs")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.get_per_layer_inputs")
 def get_per_layer_inputs(
     original: Original, self: Any, input_ids: Any, inputs_embeds: Any = None, *args: Any, **kwargs: Any
 ) -> Any:

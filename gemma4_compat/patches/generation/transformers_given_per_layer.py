@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._models import per_layer
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F93",
@@ -27,7 +27,7 @@ PATCH = Patch(
 )
 
 
-@PATCH.replaces(GEMMA4, "Gemma4Model.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.forward")
 def model_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("inputs_embeds") is None or kwargs.get("per_layer_inputs") is None:
         return original(self, *args, **kwargs)
@@ -35,7 +35,7 @@ def model_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> A
         return original(self, *args, **kwargs)
 
 
-@PATCH.replaces(GEMMA4, "Gemma4TextModel.get_per_layer_inputs")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.get_per_layer_inputs")
 def get_per_layer_inputs(original: Original, self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     given = per_layer.given() if input_ids is None else None
     return original(self, input_ids, *args, **kwargs) if given is None else given

@@ -53,7 +53,7 @@ from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._models import cache_names
 from gemma4_compat._planner import reading
 from gemma4_compat._turns import returned
-from gemma4_compat.patches.api import GEMMA4, UNIFIED, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F52",
@@ -267,8 +267,8 @@ def assisted_decoding(original: Original, self: Any, input_ids: Any, *args: Any,
         return assisted.Text(self, input_ids, config, given).decode(prepared)
 
 
-@PATCH.replaces(GEMMA4, "Gemma4TextModel.forward", group="gemma4", dormant=True)
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedTextModel.forward", group="gemma4_unified", dormant=True)
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.forward", group="gemma4", dormant=True)
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedTextModel.forward", group="gemma4_unified", dormant=True)
 def text_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """After ``decode_fast``, the text model's part of a prompt with images or sounds is replayed."""
     import torch

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._attention import masks
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F68",
@@ -31,7 +31,7 @@ PATCH = Patch(
 )
 
 
-@PATCH.replaces(GEMMA4, "create_causal_mask_mapping", optional=True)  # until 5.8.1
+@PATCH.replaces(MODELING_GEMMA4, "create_causal_mask_mapping", optional=True)  # until 5.8.1
 def create_causal_mask_mapping(  # before 5.9.0
     original: Original,
     config: Any,
@@ -57,7 +57,7 @@ def create_causal_mask_mapping(  # before 5.9.0
     )
 
 
-@PATCH.replaces(GEMMA4, "get_block_sequence_ids_for_mask", optional=True)  # from 5.9.0 on
+@PATCH.replaces(MODELING_GEMMA4, "get_block_sequence_ids_for_mask", optional=True)  # from 5.9.0 on
 def get_block_sequence_ids_for_mask(original: Original, *args: Any, **kwargs: Any) -> Any:
     # For a prompt without images the model makes its own int64 types. Reading their values would cost a sync.
     import torch

@@ -22,7 +22,7 @@ from typing import Any
 
 from gemma4_compat._attention import masks
 from gemma4_compat._models import cache_names
-from gemma4_compat.patches.api import UNIFIED, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F68",
@@ -35,7 +35,7 @@ PATCH = Patch(
 _IMAGES = "gemma4_compat_images"
 
 
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedModel.forward")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedModel.forward")
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(original).bind(self, *args, **kwargs).arguments if args else kwargs
     kinds, mask = given.get("mm_token_type_ids"), given.get("attention_mask")
@@ -48,7 +48,7 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(self, *args, **kwargs, **{_IMAGES: (kinds, mask)})
 
 
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedTextModel.forward")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedTextModel.forward")
 def text_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     images = kwargs.pop(_IMAGES, None)
     if images is not None:
@@ -57,7 +57,7 @@ def text_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _masks(config: Any, kinds: Any, mask: Any, *, inputs_embeds: Any, position_ids: Any, **kwargs: Any) -> Any:
-    unified = sys.modules[UNIFIED]
+    unified = sys.modules[MODELING_UNIFIED]
     names = ("attention_mask", "inputs_embeds", "position_ids")
     given = {name: value for name, value in kwargs.items() if name in cache_names.NAMES}
     given |= dict(zip(names, (mask, inputs_embeds, position_ids), strict=True))

@@ -21,7 +21,7 @@ from typing import Any
 
 from gemma4_compat._engine import dormant
 from gemma4_compat._models import cache_names, prefill
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F84", kind="speed", severity="speed", affected=">=5.23.0", after=("transformers-unread-chunks",))
 
@@ -35,7 +35,7 @@ def static_cache(original: Original, self: Any, *args: Any, **kwargs: Any) -> An
 
 
 # A cache from before is only not sliced.
-@PATCH.replaces(GEMMA4, "Gemma4TextModel._maybe_slice_kv_shared_inputs", dormant=True)
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel._maybe_slice_kv_shared_inputs", dormant=True)
 def slice_inputs(
     original: Original,
     self: Any,
@@ -68,7 +68,7 @@ def slice_inputs(
 
 
 # A cache from before is only not sliced.
-@PATCH.replaces(GEMMA4, "Gemma4TextDecoderLayer.__call__", dormant=True)
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextDecoderLayer.__call__", dormant=True)
 def decoder_layer(original: Original, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     if hidden_states.shape[1] == 1 and self.self_attn.is_kv_shared_layer and kwargs.get("attention_mask") is None:
         positions, states = kwargs.get("position_ids"), kwargs.get("shared_kv_states")

@@ -25,7 +25,7 @@ from typing import Any
 from gemma4_compat._decoding import obstacles
 from gemma4_compat._engine import dormant
 from gemma4_compat._models import prefill as prefill_of
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F84",
@@ -65,7 +65,7 @@ def prefill(
     return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
 
-@PATCH.replaces(GEMMA4, f"{_LAYER}.__call__", dormant=True)
+@PATCH.replaces(MODELING_GEMMA4, f"{_LAYER}.__call__", dormant=True)
 def decoder_layer(original: Original, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.pop(_UNREAD, False) and self.self_attn.is_kv_shared_layer:
         return hidden_states

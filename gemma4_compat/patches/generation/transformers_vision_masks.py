@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._attention import masks
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F24",
@@ -28,7 +28,7 @@ PATCH = Patch(
 )
 
 
-@PATCH.replaces(GEMMA4, "create_masks_for_vision_model")
+@PATCH.replaces(MODELING_GEMMA4, "create_masks_for_vision_model")
 def create_masks(original: Original, *args: Any, **kwargs: Any) -> Any:
     return masks.masks(original, *args, **kwargs)
 

@@ -24,7 +24,7 @@ import logging
 import sys
 from typing import Any
 
-from gemma4_compat.patches.api import GEMMA4, Detection, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Detection, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F8", severity="crash", affected=">=5.20.0")
 
@@ -40,8 +40,8 @@ _building: contextvars.ContextVar[Any] = contextvars.ContextVar("gemma4_compat_b
 _asked: contextvars.ContextVar[str | None] = contextvars.ContextVar("gemma4_compat_attention", default=None)
 
 
-@PATCH.replaces(GEMMA4, "Gemma4ForConditionalGeneration.__init__")
-@PATCH.replaces(GEMMA4, "Gemma4Model.__init__")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4ForConditionalGeneration.__init__")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.__init__")
 def build(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
     if _building.get() is not config:
         _settle(config)
@@ -52,7 +52,7 @@ def build(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any)
         _building.reset(token)
 
 
-@PATCH.replaces(GEMMA4, "Gemma4PreTrainedModel.set_attn_implementation")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4PreTrainedModel.set_attn_implementation")
 def set_attn_implementation(original: Original, self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
     whole = isinstance(attn_implementation, str) and getattr(self.config, "audio_config", None) is not None
     token = _asked.set(attn_implementation if whole else None)
@@ -62,7 +62,7 @@ def set_attn_implementation(original: Original, self: Any, attn_implementation: 
         _asked.reset(token)
 
 
-@PATCH.replaces(GEMMA4, "Gemma4AudioModel.get_correct_attn_implementation")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioModel.get_correct_attn_implementation")
 def get_correct_attn_implementation(
     original: Original, self: Any, requested_attention: str | None, *args: Any, **kwargs: Any
 ) -> Any:
@@ -81,7 +81,7 @@ def _settle(config: Any) -> None:
     # A dict that names only the tower makes no request for the others.
     if not asked == audio._attn_implementation == config.text_config._attn_implementation:
         return
-    if not _declares(sys.modules[GEMMA4].Gemma4AudioModel, asked):
+    if not _declares(sys.modules[MODELING_GEMMA4].Gemma4AudioModel, asked):
         _say(asked)
         audio._attn_implementation_internal = "eager"  # where upstream stores its decision
 
@@ -105,7 +105,7 @@ def _say(implementation: str) -> None:
 
 
 def detect() -> Detection:
-    tower = sys.modules[GEMMA4].Gemma4AudioModel
+    tower = sys.modules[MODELING_GEMMA4].Gemma4AudioModel
     declared = all(getattr(tower, flag) for flag in (*dict(_FLAGS).values(), "_supports_attention_backend"))
     return Detection.NOT_AFFECTED if declared else Detection.AFFECTED
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._models import autocast
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F25", severity="crash", affected=">=5.5.0", after=("transformers-quantized-audio",))
 
@@ -29,16 +29,16 @@ BOUND = 0.05
 _LARGEST = 65504.0  # float16
 
 
-@PATCH.replaces(GEMMA4, "Gemma4AudioLayer.forward")
-@PATCH.replaces(GEMMA4, "Gemma4AudioFeedForward.forward")
-@PATCH.replaces(GEMMA4, "Gemma4AudioLightConv1d.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioLayer.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioFeedForward.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioLightConv1d.forward")
 def clipped(original: Original, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     if _makes_half(hidden_states):
         self = _Instead(self, gradient_clipping=min(self.gradient_clipping, _LARGEST))
     return original(self, hidden_states, *args, **kwargs)
 
 
-@PATCH.replaces(GEMMA4, "Gemma4AudioAttention.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioAttention.forward")
 def attention(original: Original, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     if _makes_half(hidden_states):
         lowest = max(float(self.config.attention_invalid_logits_value), -_LARGEST)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F25",
@@ -29,7 +29,7 @@ PATCH = Patch(
 )
 
 
-@PATCH.replaces(GEMMA4, "Gemma4Model.get_audio_features")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.get_audio_features")
 def get_audio_features(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     found = original(self, *args, **kwargs)
     features, dtype = getattr(found, "pooler_output", None), self.get_input_embeddings().weight.dtype

@@ -23,7 +23,7 @@ import functools
 import logging
 from typing import Any
 
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F8",
@@ -37,13 +37,13 @@ _LOGGER = logging.getLogger("gemma4_compat")
 _KNOWN = frozenset({"eager", "sdpa", "paged|eager", "paged|sdpa"})
 
 
-@PATCH.replaces(GEMMA4, "Gemma4AudioModel._convert_4d_mask_to_blocked_5d")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioModel._convert_4d_mask_to_blocked_5d")
 def blocked(original: Original, self: Any, mask_4d: Any) -> Any:
     return original(self, mask_4d == 0 if mask_4d.is_floating_point() else mask_4d)
 
 
-@PATCH.replaces(GEMMA4, "Gemma4AudioModel.get_correct_attn_implementation")
-@PATCH.replaces(GEMMA4, "Gemma4AudioModel._check_and_adjust_attn_implementation")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioModel.get_correct_attn_implementation")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioModel._check_and_adjust_attn_implementation")
 def implementation(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     found = original(self, *args, **kwargs)  # raises if it is unknown or not installed
     if found in _KNOWN:

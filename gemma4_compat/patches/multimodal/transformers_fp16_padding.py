@@ -19,7 +19,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat.patches.api import GEMMA4, UNIFIED, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F25", severity="wrong_result", affected=">=5.5.0")
 
@@ -27,8 +27,8 @@ PATCH = Patch("F25", severity="wrong_result", affected=">=5.5.0")
 BOUND = 0.03
 
 
-@PATCH.replaces(GEMMA4, "eager_attention_forward", group="gemma4")
-@PATCH.replaces(UNIFIED, "eager_attention_forward", group="gemma4_unified")
+@PATCH.replaces(MODELING_GEMMA4, "eager_attention_forward", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "eager_attention_forward", group="gemma4_unified")
 def eager(
     original: Original, module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any
 ) -> Any:

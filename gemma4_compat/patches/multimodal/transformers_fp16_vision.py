@@ -18,7 +18,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F25",
@@ -31,7 +31,7 @@ PATCH = Patch(
 BOUND = 0.03
 
 
-@PATCH.replaces(GEMMA4, "Gemma4VisionPooler.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4VisionPooler.forward")
 def pool(original: Original, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     import torch
 
@@ -40,7 +40,7 @@ def pool(original: Original, self: Any, hidden_states: Any, *args: Any, **kwargs
     return original(self, hidden_states, *args, **kwargs)
 
 
-@PATCH.replaces(GEMMA4, "Gemma4VisionModel.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4VisionModel.forward")
 def tower(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     import torch
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._quantization import compute_dtype
-from gemma4_compat.patches.api import UNIFIED, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F25", severity="wrong_result", affected=">=5.10.1", after=("transformers-quantized-vision-unified",))
 
@@ -31,7 +31,7 @@ BOUND = 0.01
 _SCALE = 64.0
 
 
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedVisionEmbedder.forward")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedVisionEmbedder.forward")
 def embed(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(compute_dtype.View(self, {"patch_dense": _PatchDense(self.patch_dense)}), *args, **kwargs)
 

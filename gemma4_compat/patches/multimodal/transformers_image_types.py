@@ -26,15 +26,15 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import cache_names, media
 from gemma4_compat._models import prefill as prefill_of
 from gemma4_compat._models.family import is_gemma4_config
-from gemma4_compat.patches.api import GEMMA4, UNIFIED, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F118", severity="wrong_result", affected=">=5.5.0", after=("transformers-image-masks-unified",))
 
 _TYPES = "mm_token_type_ids"
 
 
-@PATCH.replaces(GEMMA4, "Gemma4Model.forward", group="gemma4")
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedModel.forward", group="unified")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.forward", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedModel.forward", group="unified")
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if args:
         names = list(inspect.signature(original).parameters)[1:]  # without self

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._quantization import compute_dtype
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F10",
@@ -33,21 +33,21 @@ PATCH = Patch(
 BOUND = 0.15
 
 
-@PATCH.replaces(GEMMA4, "Gemma4AudioFeedForward.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioFeedForward.forward")
 def feed_forward(original: Original, self: Any, hidden_states: Any) -> Any:
     return original(
         compute_dtype.for_quantized(self, hidden_states.dtype, "ffw_layer_1", "ffw_layer_2"), hidden_states
     )
 
 
-@PATCH.replaces(GEMMA4, "Gemma4AudioLightConv1d.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioLightConv1d.forward")
 def convolution(original: Original, self: Any, hidden_states: Any) -> Any:
     return original(
         compute_dtype.for_quantized(self, hidden_states.dtype, "linear_start", "linear_end"), hidden_states
     )
 
 
-@PATCH.replaces(GEMMA4, "Gemma4AudioAttention.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioAttention.forward")
 def attention(original: Original, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     return original(compute_dtype.for_quantized(self, hidden_states.dtype, "post"), hidden_states, *args, **kwargs)
 

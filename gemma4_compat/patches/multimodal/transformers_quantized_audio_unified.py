@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._quantization import compute_dtype
-from gemma4_compat.patches.api import UNIFIED, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F10 F30",
@@ -33,7 +33,7 @@ PATCH = Patch(
 BOUND = 0.05
 
 
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedMultimodalEmbedder.forward")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedMultimodalEmbedder.forward")
 def multimodal_embedder(original: Original, self: Any, inputs_embeds: Any) -> Any:
     return original(compute_dtype.for_quantized(self, inputs_embeds.dtype, "embedding_projection"), inputs_embeds)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._quantization import compute_dtype
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F9",
@@ -34,7 +34,7 @@ PATCH = Patch(
 BOUND = 0.15
 
 
-@PATCH.replaces(GEMMA4, "Gemma4VisionPatchEmbedder.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4VisionPatchEmbedder.forward")
 def patch_embedder(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(
         compute_dtype.for_quantized(self, self.position_embedding_table.dtype, "input_proj"), *args, **kwargs

@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._quantization import compute_dtype
-from gemma4_compat.patches.api import UNIFIED, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F9 F30",
@@ -40,7 +40,7 @@ PATCH = Patch(
 BOUND = 0.05
 
 
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedVisionEmbedder.forward")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedVisionEmbedder.forward")
 def vision_embedder(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(compute_dtype.for_quantized(self, self.pos_embedding.dtype, "patch_dense"), *args, **kwargs)
 

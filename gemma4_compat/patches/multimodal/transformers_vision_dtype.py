@@ -21,12 +21,12 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._models import autocast
-from gemma4_compat.patches.api import FORWARDS, GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import FORWARDS, MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F9", severity="crash", affected=">=5.13.0", requires=("bitsandbytes",))
 
 
-@PATCH.replaces(GEMMA4, "Gemma4MultimodalEmbedder.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4MultimodalEmbedder.forward")
 def forward(original: Original, self: Any, inputs_embeds: Any, *args: Any, **kwargs: Any) -> Any:
     dtype = self.embedding_projection.weight.dtype
     if inputs_embeds.dtype != dtype and dtype.is_floating_point and autocast.dtype_on(inputs_embeds.device) is None:

@@ -27,7 +27,7 @@ from gemma4_compat._accelerate import hooked
 from gemma4_compat._accelerate.module_hooks import execution_device, offload_hook
 from gemma4_compat._models import padding_row, walk
 from gemma4_compat._offload import host_memory
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F11 F38 F42", severity="crash", affected=">=5.5", requires=("accelerate",), needs=("accelerate-tied-on-disk",)
@@ -35,7 +35,7 @@ PATCH = Patch(
 PATCH.replaces(**hooked.ADD_HOOK)(hooked.activator(PATCH.id))
 
 
-@PATCH.replaces(GEMMA4, "Gemma4Model.forward", dormant=hooked.no_hooks)
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.forward", dormant=hooked.no_hooks)
 def model_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     embedding = walk.in_use(self.language_model.embed_tokens)
     config = self.config.text_config
@@ -49,7 +49,7 @@ def model_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> A
         return original(self, *args, **kwargs)
 
 
-@PATCH.replaces(GEMMA4, "Gemma4TextModel.get_per_layer_inputs", dormant=hooked.no_hooks)
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.get_per_layer_inputs", dormant=hooked.no_hooks)
 def get_per_layer_inputs(original: Original, self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     embedding = walk.in_use(self.embed_tokens) if input_ids is None else None
     if embedding is None or offload_hook(embedding) is None or "weight" not in embedding._parameters:

@@ -24,7 +24,7 @@ from typing import Any
 
 from gemma4_compat._accelerate import hooked, module_hooks
 from gemma4_compat._models import walk
-from gemma4_compat.patches.api import GEMMA4, UNIFIED, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F81", severity="crash", affected=">=5.5.0", acts_on="every model", requires=("accelerate",))
 PATCH.replaces(**hooked.ADD_HOOK)(hooked.activator(PATCH.id))
@@ -32,13 +32,13 @@ PATCH.replaces(**hooked.ADD_HOOK)(hooked.activator(PATCH.id))
 _INPUTS = ("input_ids", "inputs_embeds")
 
 
-@PATCH.replaces(GEMMA4, "Gemma4Model.forward", dormant=hooked.no_hooks)
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedModel.forward", group="gemma4_unified")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.forward", dormant=hooked.no_hooks)
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedModel.forward", group="gemma4_unified")
 def model_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return _called(original, self, self.language_model.embed_tokens, args, kwargs)
 
 
-@PATCH.replaces(GEMMA4, "Gemma4TextModel.get_per_layer_inputs", dormant=hooked.no_hooks)
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.get_per_layer_inputs", dormant=hooked.no_hooks)
 def get_per_layer_inputs(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return _called(original, self, self.embed_tokens, args, kwargs)
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._accelerate import hooked, module_hooks
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F79", severity="crash", affected=">=5.5.0", requires=("accelerate",))
 PATCH.replaces(**hooked.ADD_HOOK)(hooked.activator(PATCH.id))
 
 
-@PATCH.replaces(GEMMA4, "Gemma4TextModel.project_per_layer_inputs", dormant=hooked.no_hooks)
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.project_per_layer_inputs", dormant=hooked.no_hooks)
 def project_per_layer_inputs(original: Original, self: Any, inputs_embeds: Any, per_layer_inputs: Any = None) -> Any:
     if per_layer_inputs is not None:
         device = module_hooks.hook_device(self.per_layer_projection_norm)

@@ -24,7 +24,7 @@ from typing import Any
 
 from gemma4_compat._models import family
 from gemma4_compat._offload import gathered_weights, idle_hooks
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F40",
@@ -48,7 +48,7 @@ def resize_token_embeddings(original: Original, self: Any, *args: Any, **kwargs:
     return found
 
 
-@PATCH.replaces(GEMMA4, "Gemma4PreTrainedModel._resize_per_layer_embeddings", optional=True)
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4PreTrainedModel._resize_per_layer_embeddings", optional=True)
 def resize_per_layer_embeddings(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if not self.config.get_text_config().hidden_size_per_layer_input:  # there are none
         return original(self, *args, **kwargs)

@@ -28,7 +28,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._models import shared_kv
-from gemma4_compat.patches.api import GEMMA4, UNIFIED, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F5 F30 F33",
@@ -39,8 +39,8 @@ PATCH = Patch(
 )
 
 
-@PATCH.replaces(GEMMA4, "Gemma4TextDecoderLayer.__call__", group="gemma4")
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedTextDecoderLayer.__call__", group="gemma4_unified")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextDecoderLayer.__call__", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedTextDecoderLayer.__call__", group="gemma4_unified")
 def decoder_layer(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return shared_kv.decoder_layer(original, self, *args, **kwargs)
 
@@ -92,5 +92,5 @@ def _unified(workspace: Workspace) -> Outcome:
     return Outcome.of_parity(found, "dispatch_model without skip_keys")
 
 
-PATCH.replaces(GEMMA4, "Gemma4TextModel.forward", group="gemma4")(shared_kv.text_model)
-PATCH.replaces(UNIFIED, "Gemma4UnifiedTextModel.forward", group="gemma4_unified")(shared_kv.text_model)
+PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.forward", group="gemma4")(shared_kv.text_model)
+PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedTextModel.forward", group="gemma4_unified")(shared_kv.text_model)

@@ -20,14 +20,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from gemma4_compat._models import padding_row, walk
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F64", severity="crash", affected=">=5.5")
 
 _WHOLE = ("Parameter", "Params4bit", "Int8Params")  # what most weights are: no further look
 
 
-@PATCH.replaces(GEMMA4, "Gemma4Model.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.forward")
 def model_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     # For each token: past torch's `__getattr__` where that finds nothing else.
     text = self._modules["language_model"] if "language_model" in self._modules else self.language_model  # noqa: SIM401

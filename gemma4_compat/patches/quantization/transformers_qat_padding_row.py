@@ -26,7 +26,7 @@ from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._models import walk
 from gemma4_compat._offload import host_memory
 from gemma4_compat._quantization import qat
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F56", severity="speed", affected=">=5.11", acts_on="QAT checkpoints")
 
@@ -43,7 +43,7 @@ class _Running(threading.local):
 _running = _Running()
 
 
-@PATCH.replaces(GEMMA4, "Gemma4Model.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.forward")
 def model_forward(original: Original, self: Any, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
     import torch
 

@@ -39,7 +39,7 @@ from gemma4_compat._quantization.experts import (
     report,
     tail_of,
 )
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F21", severity="memory", affected=">=5.5", requires=("accelerate", "bitsandbytes"))
 
@@ -143,7 +143,7 @@ def dequantize(original: Original, self: Any, model: Any, *args: Any, **kwargs: 
     return model
 
 
-@PATCH.replaces(GEMMA4, "Gemma4TextExperts.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextExperts.forward")
 def experts_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return expert_forward.forward(original, self, *args, **kwargs)
 

@@ -30,7 +30,7 @@ from typing import Any
 from gemma4_compat._common import in_place
 from gemma4_compat._engine import versions
 from gemma4_compat._models import family
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F60 F116", severity="wrong_result", affected=">=5.5")
 
@@ -119,7 +119,7 @@ def _is_sequence_parallel(trainer: Any) -> bool:
 
 
 @PATCH.replaces(
-    GEMMA4,
+    MODELING_GEMMA4,
     "Gemma4ForConditionalGeneration.forward",
     dormant=lambda _late: versions.admits(">=5.6", versions.current("transformers") or ""),
     group="gemma4",

@@ -25,18 +25,20 @@ from typing import Any
 
 from gemma4_compat._engine import dormant
 from gemma4_compat._models import checkpointing, family, shared_kv
-from gemma4_compat.patches.api import GEMMA4, UNIFIED, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F114", severity="memory", affected=">=5.5.2")
 
 
-def _may_be_dormant(late: bool) -> bool:
+def _is_dormant(late: bool) -> bool:
     """Checkpointing may be on already in models from before."""
     return not late
 
 
-@PATCH.replaces(GEMMA4, "Gemma4TextDecoderLayer.__call__", dormant=_may_be_dormant, group="gemma4")
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedTextDecoderLayer.__call__", dormant=_may_be_dormant, group="gemma4_unified")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextDecoderLayer.__call__", dormant=_is_dormant, group="gemma4")
+@PATCH.replaces(
+    MODELING_UNIFIED, "Gemma4UnifiedTextDecoderLayer.__call__", dormant=_is_dormant, group="gemma4_unified"
+)
 def decoder_layer(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return shared_kv.checkpointed_layer(original, self, *args, **kwargs)
 

@@ -20,15 +20,15 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._training import loss
-from gemma4_compat.patches.api import GEMMA4, UNIFIED, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F57", severity="memory", affected=">=5.5")
 
 
-@PATCH.replaces(GEMMA4, "Gemma4ForCausalLM.forward", group="gemma4")
-@PATCH.replaces(GEMMA4, "Gemma4ForConditionalGeneration.forward", group="gemma4")
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedForCausalLM.forward", group="gemma4_unified")
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedForConditionalGeneration.forward", group="gemma4_unified")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4ForCausalLM.forward", group="gemma4")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4ForConditionalGeneration.forward", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedForCausalLM.forward", group="gemma4_unified")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedForConditionalGeneration.forward", group="gemma4_unified")
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if not (self.training or loss.ATTRIBUTE in self.__dict__):
         return original(self, *args, **kwargs)

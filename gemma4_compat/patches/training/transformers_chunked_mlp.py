@@ -24,7 +24,7 @@ from typing import Any
 
 from gemma4_compat._engine import settings
 from gemma4_compat._training import mlp
-from gemma4_compat.patches.api import GEMMA4, UNIFIED, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F110", severity="memory", affected=">=5.5")
 
@@ -33,8 +33,8 @@ def _is_off(late: bool) -> bool:
     return not settings.is_enabled(mlp.ID)
 
 
-@PATCH.replaces(GEMMA4, "Gemma4TextModel.forward", group="gemma4", dormant=_is_off)
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedTextModel.forward", group="gemma4_unified", dormant=_is_off)
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.forward", group="gemma4", dormant=_is_off)
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedTextModel.forward", group="gemma4_unified", dormant=_is_off)
 def text_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if self.training and settings.is_enabled(mlp.ID):
         mlp.ask_once(self)

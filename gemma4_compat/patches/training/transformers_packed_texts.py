@@ -25,7 +25,7 @@ from typing import Any
 
 from gemma4_compat._attention import masks, packing
 from gemma4_compat._models import cache_names
-from gemma4_compat.patches.api import GEMMA4, UNIFIED, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F115",
@@ -51,8 +51,8 @@ def preprocess(original: Original, *args: Any, **kwargs: Any) -> Any:
     return found if texts is None else (early, mask, texts, *found[3:])
 
 
-@PATCH.replaces(GEMMA4, "create_masks_for_vision_model", group="gemma4", affected=">=5.23.0")
-@PATCH.replaces(UNIFIED, "create_masks_for_vision_model", group="gemma4_unified", affected=">=5.23.0")
+@PATCH.replaces(MODELING_GEMMA4, "create_masks_for_vision_model", group="gemma4", affected=">=5.23.0")
+@PATCH.replaces(MODELING_UNIFIED, "create_masks_for_vision_model", group="gemma4_unified", affected=">=5.23.0")
 def vision_masks(original: Original, *args: Any, **kwargs: Any) -> Any:  # called with keywords
     from transformers import masking_utils
 

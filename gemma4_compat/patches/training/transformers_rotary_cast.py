@@ -18,14 +18,14 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._models import rotary
-from gemma4_compat.patches.api import GEMMA4, UNIFIED, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F90", severity="wrong_result", affected=">=5.5.0", after=("transformers-rotary-order",))
 
 
-@PATCH.replaces(GEMMA4, "Gemma4TextRotaryEmbedding.__init__", group="gemma4")
-@PATCH.replaces(GEMMA4, "Gemma4VisionRotaryEmbedding.__init__", group="gemma4")
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedTextRotaryEmbedding.__init__", group="gemma4_unified")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextRotaryEmbedding.__init__", group="gemma4")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4VisionRotaryEmbedding.__init__", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedTextRotaryEmbedding.__init__", group="gemma4_unified")
 def rotary_embedding(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     rotary.keep_frequencies(self)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._models import rotary
-from gemma4_compat.patches.api import GEMMA4, UNIFIED, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F30 F35",
@@ -33,8 +33,8 @@ PATCH = Patch(
 )
 
 
-@PATCH.replaces(GEMMA4, "Gemma4TextRotaryEmbedding.__init__", group="gemma4")
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedTextRotaryEmbedding.__init__", group="gemma4_unified")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextRotaryEmbedding.__init__", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedTextRotaryEmbedding.__init__", group="gemma4_unified")
 def rotary_embedding(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     rotary.order_buffers(self)
@@ -45,6 +45,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     return scenarios.of_both_classes(
         workspace,
-        gemma4=lambda workspace: scenarios.second_rank(GEMMA4, workspace),
-        unified=lambda workspace: scenarios.second_rank(UNIFIED, workspace),
+        gemma4=lambda workspace: scenarios.second_rank(MODELING_GEMMA4, workspace),
+        unified=lambda workspace: scenarios.second_rank(MODELING_UNIFIED, workspace),
     )

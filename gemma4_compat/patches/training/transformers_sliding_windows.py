@@ -28,7 +28,7 @@ from typing import Any
 from gemma4_compat._attention import block_layout, windows
 from gemma4_compat._engine import dormant, settings
 from gemma4_compat._models import cache_names
-from gemma4_compat.patches.api import GEMMA4, UNIFIED, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F104",
@@ -48,8 +48,8 @@ def attention_function(original: Original, self: Any, key: str | None, *default:
     return found if key != "sdpa" or torch.compiler.is_compiling() else windows.over(found)
 
 
-@PATCH.replaces(GEMMA4, "Gemma4TextModel.forward", group="gemma4")
-@PATCH.replaces(UNIFIED, "Gemma4UnifiedTextModel.forward", group="gemma4_unified")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.forward", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedTextModel.forward", group="gemma4_unified")
 def text_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """From the first long text on, layers ask for a function of ours."""
     given = kwargs["inputs_embeds"] if "inputs_embeds" in kwargs else None  # noqa: SIM401  # a token costs no call

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F58",
@@ -28,7 +28,7 @@ PATCH = Patch(
 )
 
 
-@PATCH.replaces(GEMMA4, "create_causal_mask_mapping")
+@PATCH.replaces(MODELING_GEMMA4, "create_causal_mask_mapping")
 def create_causal_mask_mapping(
     original: Original,
     config: Any,

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._models import shared_kv
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F19",
@@ -42,14 +42,14 @@ class _NoCache:
         return keys, values
 
 
-@PATCH.replaces(GEMMA4, "Gemma4TextModel.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.forward")
 def text_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if self.config.num_kv_shared_layers:
         kwargs[_NAME] = shared_kv.SharedStates({})  # passed on to every layer with the remaining arguments
     return original(self, *args, **kwargs)
 
 
-@PATCH.replaces(GEMMA4, "Gemma4TextAttention.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextAttention.forward")
 def attention(
     original: Original,
     self: Any,
@@ -75,4 +75,4 @@ def reproduce(workspace: Workspace) -> Outcome:
     return Outcome(found > 0, f"without a cache the logits differ by {found:.3g} from those with one", found)
 
 
-PATCH.replaces(GEMMA4, "Gemma4TextDecoderLayer.__call__")(shared_kv.checkpointed_layer)
+PATCH.replaces(MODELING_GEMMA4, "Gemma4TextDecoderLayer.__call__")(shared_kv.checkpointed_layer)

@@ -20,7 +20,7 @@ from typing import Any
 
 from gemma4_compat._accelerate import attached
 from gemma4_compat._common import notice
-from gemma4_compat.patches.api import GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F99", kind="notice", severity="crash", affected=">=5.5.0")
 
@@ -32,7 +32,7 @@ _TOWERS = (
 _TOLD = attached.UNFED_TOWERS_TOLD
 
 
-@PATCH.replaces(GEMMA4, "Gemma4Model.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.forward")
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if self.training and not args:
         _look(self, kwargs)
