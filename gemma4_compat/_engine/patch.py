@@ -198,8 +198,9 @@ class Target:
 class Patch:
     """One defect and its repair. The vocabulary is that of DEP-3, OSV and PyPA version specifiers.
 
-    What a patch file says elsewhere is not repeated in its ``PATCH``: ``summary``, ``symptom`` and ``retire_when``
-    come from the file's docstring, ``area`` from its folder, ``measured`` and ``known`` from the measured data.
+    A patch file says each thing once (``patches/api.py``): ``id``, ``distribution`` and ``area`` come from its place,
+    ``summary``, ``symptom`` and ``retire_when`` from its docstring, ``fixed`` from ``affected``, ``targets`` from what
+    its functions replace, ``measured`` and ``known`` from the measured data.
 
     Attributes:
         id: ``<distribution>-<slug>``; it never changes.

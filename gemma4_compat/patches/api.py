@@ -151,4 +151,4 @@ def _one_of(choices: type[_Choice], value: str) -> _Choice:
         return choices(value)
     except ValueError:
         said = ", ".join(map(repr, map(str, choices)))
-        raise ValueError(f"{choices.__name__.lower()} {value!r} is none of {said}") from None
+        raise ValueError(f"{choices.__name__.lower()} {value!r} is not one of {said}") from None

@@ -102,7 +102,7 @@ def test_a_function_of_the_file_looks_at_the_loaded_code(module: ModuleType) -> 
 @pytest.mark.parametrize(
     "change, error",
     [
-        (("crash", "crsh"), "severity 'crsh' is none of 'crash', 'wrong_result', 'memory', 'speed'"),
+        (("crash", "crsh"), "severity 'crsh' is not one of 'crash', 'wrong_result', 'memory', 'speed'"),
         (('"Layer.double"', '"double"'), "replaces fakelib.leaf.double twice"),
         (("_name)(half)", "_name)"), "replaces fakelib.leaf.third, but no function follows `replaces`"),
     ],
