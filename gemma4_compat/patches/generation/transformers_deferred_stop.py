@@ -23,8 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._decoding import advancing, call, choosing, deferral
-from gemma4_compat._decoding.recording import RECORDERS
+from gemma4_compat._generation import call
+from gemma4_compat._generation.sampling import choosing
+from gemma4_compat._graphs import advancing, deferral
+from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._models import cache_names
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._decoding import overflow
+from gemma4_compat._generation.prompts import overflow
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F113", kind="notice", severity="wrong_result", affected=">=5.5")

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemma4_compat._generation.prefix_cache import reuse, session
 from gemma4_compat._models import cache_names
-from gemma4_compat._turns import reuse, session
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(

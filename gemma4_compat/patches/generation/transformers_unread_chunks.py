@@ -22,8 +22,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._decoding import obstacles
 from gemma4_compat._engine import dormant
+from gemma4_compat._graphs import obstacles
 from gemma4_compat._models import prefill as prefill_of
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
