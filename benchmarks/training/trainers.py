@@ -67,7 +67,7 @@ from benchmarks.decoding import models
 from benchmarks.small_card import device
 from benchmarks.training import trainers_fit as fit
 from benchmarks.training import trainers_report
-from gemma4_compat._diagnostics import environment
+from gemma4_compat._doctor import environment
 from gemma4_compat._engine import versions
 
 

@@ -171,7 +171,7 @@ def summary(results: list[Result], wall: float, options: argparse.Namespace) -> 
     import torch
 
     from gemma4_compat import __version__
-    from gemma4_compat._diagnostics import findings
+    from gemma4_compat._doctor.reproductions import findings
 
     failing = {str(seed): failure.signature for seed, _, _, failure in results if failure is not None}
     return {

@@ -171,7 +171,7 @@ def summary(
 ) -> dict[str, Any]:
     """What was tried, where, and what was found, as JSON-able data."""
     from gemma4_compat import __version__
-    from gemma4_compat._diagnostics import findings
+    from gemma4_compat._doctor.reproductions import findings
 
     outcomes = [result.outcome for result in results]
     return {

@@ -256,7 +256,7 @@ def summary(
     import torch
 
     from gemma4_compat import __version__
-    from gemma4_compat._diagnostics import findings
+    from gemma4_compat._doctor.reproductions import findings
 
     mode = " --one-device" if options.one_device else ""
     failing = {str(r.seed): r.outcome.failure.signature for r in results if r.outcome.failure is not None}

@@ -1,1 +1,0 @@
-"""Checkpoints that lack weights or files, completed."""
