@@ -7,23 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from typing import Any
 
+from gemma4_compat._doctor import processes
 from gemma4_compat._doctor.check import errors
 
 
 def main() -> int:
     """Do what the order says; 0 also if a step of it has crashed."""
-    said = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    say = processes.events()
     order: dict[str, Any] = json.load(sys.stdin)
-
-    def say(event: dict[str, Any]) -> None:
-        said.write(json.dumps(event) + "\n")
-        said.flush()
-
     try:
         with _stand_in(order):
             _run(order, say)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import queue
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._common import temporary
+from gemma4_compat._doctor import processes
 from gemma4_compat._doctor.check import errors
-from gemma4_compat._doctor.reproductions import children
 from gemma4_compat._errors import Gemma4CompatError
 
 #: The type of the error of a child for which the time was too short.
@@ -220,7 +214,10 @@ class Check:
         limit = max(limit, _FEWEST)
         began = time.monotonic()
         self._progress(f"{title}{self._estimate(outcome)}", True)
-        with children.text_file() as written, _Process(order, written) as process:
+        tiny = bool(order.get("tape")) or order.get("folder") is None
+        environment = processes.environment({"HF_HUB_DISABLE_PROGRESS_BARS": "1"}, threads=not tiny)
+        with processes.Process(*_CHILD, environment=environment) as process:
+            process.tell(json.dumps(order), last=True)
             ended = self._listen(process, outcome, began + limit)
         outcome.seconds = time.monotonic() - began
         if not outcome.said.get("end"):
@@ -228,7 +225,7 @@ class Check:
             outcome.failed[f"after {step}" if step in outcome.done else step] = ended
         return outcome
 
-    def _listen(self, process: _Process, outcome: Outcome, deadline: float) -> dict[str, Any]:
+    def _listen(self, process: processes.Process, outcome: Outcome, deadline: float) -> dict[str, Any]:
         """Take its events; how it ended, for the case that it did not say that it has."""
         step_began = time.monotonic()
         while True:
@@ -246,7 +243,7 @@ class Check:
             if "step" in event:
                 step_began = now
                 self._progress(f"{outcome.title}: {event['step']}{self._estimate(outcome)}", False)
-        return process.ended(time.monotonic() >= deadline)
+        return _ended(process)
 
     def _estimate(self, outcome: Outcome) -> str:
         """What is left, from the seconds that the same steps took; nothing before any has ended."""
@@ -262,6 +259,18 @@ class Check:
         return f"; about {left:.0f} s left" if left >= 1 else ""
 
 
+def _ended(process: processes.Process) -> dict[str, Any]:
+    """How it ended, as an error."""
+    if process.late:
+        return errors.of_process(TIME_OVER, "no result in the time there was (--minutes gives more)")
+    status, output = process.ended()
+    if status < 0:
+        name = signal.Signals(-status).name
+        why = ", as the system does when its memory is full" if name == "SIGKILL" else ""
+        return errors.of_process(name, f"the process was ended by {name}{why}", output)
+    return errors.of_process("ProcessEnded", processes.how(status, output), output)
+
+
 def _take(outcome: Outcome, event: dict[str, Any]) -> None:
     if "done" in event:
         outcome.done[event["done"]] = event["found"]
@@ -273,82 +282,3 @@ def _take(outcome: Outcome, event: dict[str, Any]) -> None:
         outcome.steps = event["steps"]
     else:
         outcome.said |= event
-
-
-class _Process:
-    """A running child: its events, and how it ended."""
-
-    def __init__(self, order: dict[str, Any], written: Any) -> None:
-        self._written = written
-        self._process = subprocess.Popen(
-            [sys.executable, *_CHILD],
-            env=_environment(tiny=bool(order.get("tape")) or order.get("folder") is None),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=written,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-        )
-        self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already; `ended` says how
-            self._process.stdin.write(json.dumps(order))
-            self._process.stdin.close()
-
-    def _read(self) -> None:
-        for line in self._process.stdout or ():
-            try:
-                self._events.put(json.loads(line))
-            except ValueError:  # cut short: it was killed while it wrote
-                break
-        self._events.put(None)
-
-    def event(self, seconds: float) -> dict[str, Any] | None:
-        """The next; None if it has ended, or so many seconds have gone by."""
-        try:
-            return self._events.get(timeout=max(seconds, 0))
-        except queue.Empty:
-            return None
-
-    def ended(self, late: bool) -> dict[str, Any]:
-        """How it ended, as an error; it is ended if it has not."""
-        if late and self._process.poll() is None:
-            self.kill()
-            return errors.of_process(TIME_OVER, "no result in the time there was (--minutes gives more)")
-        status = self._process.wait()
-        self._written.seek(0)
-        output = self._written.read()
-        if status < 0:
-            name = signal.Signals(-status).name
-            why = ", as the system does when its memory is full" if name == "SIGKILL" else ""
-            return errors.of_process(name, f"the process was ended by {name}{why}", output)
-        return errors.of_process("ProcessEnded", children.ended(status, output), output)
-
-    def kill(self) -> None:
-        """End it now."""
-        self._process.kill()
-        self._process.wait()
-
-    def __enter__(self) -> _Process:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            self._process.wait(0 if kind else 5)  # this process was interrupted, or the child has said its last word
-        except subprocess.TimeoutExpired:
-            self.kill()
-        self._reader.join()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
-
-def _environment(*, tiny: bool) -> dict[str, str]:
-    found = dict(os.environ, HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
-    found.setdefault("PYTHONWARNINGS", "ignore")
-    found.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if tiny:
-        found.setdefault("OMP_NUM_THREADS", "1")  # a tiny model computes faster in one thread
-    return found

@@ -1,7 +1,7 @@
-"""Run one reproduction in this process and print JSON: ``python -m ....child ID FOLDER``.
+"""Run one reproduction in this process and say its result: ``python -m gemma4_compat._doctor.reproductions.child``.
 
-``doctor`` runs it twice, with the shim off and on. ``build FOLDER [VARIANT]`` creates the folder instead, and
-``show ID FOLDER`` asks the trained model in it (``doctor --show``).
+Its arguments are a command and a folder. ``doctor`` runs it twice, with the shim off and on. The command ``build`` or
+``build VARIANT`` creates the folder instead, and ``show ID`` asks the trained model in it (``doctor --show``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import json
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat import _shim
+from gemma4_compat._doctor import processes
 from gemma4_compat._doctor.reproductions import scenes
 from gemma4_compat._engine.patch import Outcome, Patch
 from gemma4_compat._reproduction.trained import Trained
@@ -95,12 +95,7 @@ def answer(command: str, folder: Path) -> dict[str, Any]:
     return {"built": str(folder), "forks": sys.platform == "linux" and workspace.main == "cpu"}
 
 
-def main(argv: list[str]) -> int:
-    command, folder, *variant = argv
-    never_wait_for_the_disk()
-    print("\n" + json.dumps(answer(" ".join([command, *variant]), Path(folder)), allow_nan=True), flush=True)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    _say = processes.events()
+    never_wait_for_the_disk()
+    _say(answer(sys.argv[1], Path(sys.argv[2])))

@@ -209,6 +209,7 @@ def _built(folder: Path, stack: contextlib.ExitStack) -> tuple[_Run, int]:
                 # One more than cores: a process that loads models for its forks takes no command meanwhile.
                 return lambda command, shim: (with_shim if shim else without)(command), min(16, cores + 1)
     else:
+        stack.callback(children.end)
         _checked(children.alone("build", off, disabled="all"))
         Workspace(off).copied(on)
     # Processes that mostly import the libraries.

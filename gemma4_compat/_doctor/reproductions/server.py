@@ -17,10 +17,12 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from gemma4_compat._doctor import processes
 from gemma4_compat._doctor.reproductions import children
 from gemma4_compat._reproduction.workspace import Workspace, never_wait_for_the_disk
 
@@ -38,8 +40,7 @@ class _Child:
 
 def serve(folder: Path) -> None:
     """Answer until standard input ends."""
-    results = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # other output goes to standard error
+    say = processes.events()
 
     import accelerate  # noqa: F401
     import bitsandbytes  # noqa: F401
@@ -55,7 +56,7 @@ def serve(folder: Path) -> None:
             child.import_targets([patch])
     _share()
     never_wait_for_the_disk()
-    Server(folder, results).run()
+    Server(folder, say).run()
 
 
 def _share() -> None:
@@ -91,9 +92,8 @@ PREPARED = ((2, None), (8, "4bit"), (8, "8bit"))
 class Server:
     """The loop. Its only thread makes all forks."""
 
-    def __init__(self, folder: Path, results: IO[str]) -> None:
-        self._folder = folder
-        self._results = results
+    def __init__(self, folder: Path, say: Callable[[dict[str, Any]], None]) -> None:
+        self._folder, self._say = folder, say
         self._asked = 0  # commands but `build`
         self._running: dict[int, _Child] = {}  # by the descriptor of the pipe that a result comes through
         self._selector = selectors.DefaultSelector()
@@ -137,7 +137,7 @@ class Server:
                 if first == self._asked:
                     workspace.prepare(quantization)
             _wait_for_threads()
-        output = children.text_file()
+        output = processes.text_file()
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -182,9 +182,8 @@ class Server:
         with child.output as output:
             if result is None:
                 output.seek(0)
-                result = children.crashed(children.ended(os.waitstatus_to_exitcode(ended), output.read()))
-        self._results.write(json.dumps({"number": child.number, "result": result}) + "\n")
-        self._results.flush()
+                result = children.crashed(processes.how(os.waitstatus_to_exitcode(ended), output.read()))
+        self._say({"number": child.number, "result": result})
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ _ROWS = dict(re.findall(r"^\| ([A-Z][^|]*) \| (.*) \|$", _HELD, re.MULTILINE))
 #: the program that its user names.
 _STARTERS = {
     "_common/patterns.py",
-    "_doctor/reproductions/children.py",
+    "_doctor/processes.py",
     "_doctor/reproductions/server.py",
     "_doctor/launch/environment.py",
+    "_doctor/launch/program.py",
 }
-_STARTERS |= {"_doctor/launch/program.py", "_doctor/check/run.py"}
 #: The one module that downloads, and only if it is told to.
 _DOWNLOADS = "gemma4_compat/cli/check.py"
 _NETWORK = {"socket", "ssl", "http", "ftplib", "smtplib", "requests", "httpx", "urllib.request"}

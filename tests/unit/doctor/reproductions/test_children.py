@@ -1,4 +1,4 @@
-"""The forks in which the tests run reproductions say what processes of their own would say."""
+"""Children end in one clear way, and with whoever waits for them; forks say what processes of their own would say."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from gemma4_compat._doctor.processes import Process, environment, how
 from gemma4_compat._doctor.reproductions import child, children
 from gemma4_compat._doctor.reproductions.children import Forks
 from tests.unit.commands.helpers import ROOT
@@ -58,8 +61,9 @@ def test_a_process_that_cannot_import_the_libraries_is_a_result(
 
 
 HANGS = """
-import sys, time
+import time
 from pathlib import Path
+from gemma4_compat._doctor import processes
 from gemma4_compat._doctor.reproductions import child, children, server
 children.TIMEOUT = 1
 
@@ -68,7 +72,7 @@ def answer(command, folder):
     return {"command": command}
 
 child.answer = answer
-server.Server(Path("nowhere"), sys.stdout).run()
+server.Server(Path("nowhere"), processes.events()).run()
 """
 
 
@@ -100,8 +104,9 @@ def test_commands_side_by_side_get_their_own_results(forks: Forks) -> None:
 
 
 THREADS = """
-import sys, threading, time
+import threading, time
 from pathlib import Path
+from gemma4_compat._doctor import processes
 from gemma4_compat._doctor.reproductions import child, server
 
 ended = []
@@ -111,7 +116,7 @@ def preload(*_):
 
 server.Workspace.preload = preload
 child.answer = lambda command, folder: {"ended": len(ended)}
-server.Server(Path("nowhere"), sys.stdout).run()
+server.Server(Path("nowhere"), processes.events()).run()
 """
 
 
@@ -211,3 +216,72 @@ def test_only_what_needs_a_gpu_may_fail_to_import(tmp_path: Path, monkeypatch: p
         child.import_targets([patch])
     absent: Any = types.SimpleNamespace(targets=[types.SimpleNamespace(module="no_such_module.at_all")])
     child.import_targets([absent])
+
+
+SAYS = "import json, sys, time; print(json.dumps({'pid': __import__('os').getpid()}), flush=True);"
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_events_and_how_a_child_ended() -> None:
+    with Process("-c", f"{SAYS} sys.exit(sys.stdin.read())", environment=environment({})) as process:
+        assert process.event(60) is not None
+        process.tell("its last words", last=True)
+        assert process.event(60) is None
+        assert not process.late
+        assert how(*process.ended()) == "the process ended with 1: its last words"
+
+
+def test_a_child_that_closes_its_output_and_goes_on_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemma4_compat._doctor.processes._ENDING", 0.2)
+    with Process("-c", "import os, time; os.close(1); time.sleep(60)", environment=environment({})) as process:
+        assert process.event(60) is None
+        assert process.ended()[0] != 0
+
+
+def test_a_late_child_is_ended() -> None:
+    with Process("-c", f"{SAYS} time.sleep(60)", environment=environment({})) as process:
+        said = process.event(60)
+        assert said is not None
+        assert process.event(0.1) is None
+        assert process.late
+        assert gone(said["pid"])
+
+
+def test_an_interrupted_parent_ends_its_child() -> None:
+    process = Process("-c", f"{SAYS} time.sleep(60)", environment=environment({}))
+    said = process.event(60)
+    process.__exit__(KeyboardInterrupt)
+    assert said is not None
+    assert gone(said["pid"])
+
+
+def test_whoever_waits_for_a_reproduction_is_told_that_it_was_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(children, "_CHILD", "sleeps")
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(children.alone("any", tmp_path)))
+    waiting.start()
+    while not children._running:
+        time.sleep(0.01)
+    children.end()
+    waiting.join(30)
+    assert found[0]["defect"] is True
+    assert found[0]["detail"].startswith("the process ended with ")
+
+
+def test_a_reproduction_that_takes_too_long_is_a_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(children, "_CHILD", "sleeps")
+    monkeypatch.setattr(children, "TIMEOUT", 1)
+    assert children.alone("any", tmp_path)["detail"] == "no result after 1 s"
