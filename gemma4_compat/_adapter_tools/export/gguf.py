@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._adapter_tools.export.base import Base, layer_of
+from gemma4_compat._adapter_tools.base import Base, layer_of
 from gemma4_compat._adapter_tools.export.pieces import Piece, Written, refuse
 from gemma4_compat._adapter_tools.export.plain import Module, Plain, instead
 from gemma4_compat._checkpoint import shards

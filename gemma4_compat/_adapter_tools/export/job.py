@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat._adapter_tools.base import Base, build, layer_of
 from gemma4_compat._adapter_tools.export import gguf, mlx, pieces, plain, servers
-from gemma4_compat._adapter_tools.export.base import Base, build_base, layer_of
 from gemma4_compat._adapter_tools.export.pieces import Piece, Written
 from gemma4_compat._adapter_tools.export.plain import Plain
 from gemma4_compat._adapter_tools.export.result import ExportReport
@@ -73,8 +73,8 @@ def export_adapter(
     found = adapters.read(adapter)
     if not found.tensors:
         raise Gemma4CompatError(f"the adapter in {str(found.folder)!r} has no weights: {WEIGHTS} is empty")
-    built = build_base(base, found.config.get("base_model_name_or_path"))
-    names = [path for path in built.paths.values() if path]
+    built = build(_named(found.config.get("base_model_name_or_path")) if base is None else base)
+    names = list(built.paths.values())
     shapes = {key: tensor.shape for key, tensor in found.tensors.items()}
     adapters.refuse_unbounded(found.folder, found.config, shapes, names)
     inputs = [found.folder, *([Path(built.name)] if files.exists(Path(built.name), "folder") else [])]
@@ -101,6 +101,20 @@ def export_adapter(
         model_class=type(built.model).__name__,
         dead=(*dead, *report.pop("dead", ())),
         **report,
+    )
+
+
+def _named(trained_on: Any) -> str:
+    """The base that the adapter names, which is untrusted: it is never followed as a path."""
+    if not isinstance(trained_on, str) or not trained_on:
+        raise Gemma4CompatError("the adapter does not say which base it was trained on; give it (--base)")
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", trained_on) and not files.exists(
+        Path(trained_on), "folder"
+    ):
+        return trained_on
+    raise Gemma4CompatError(
+        f"the adapter was trained on {trained_on!r}, which is not a hub id; give the base (--base): a folder, an id, "
+        "or a variant such as E4B"
     )
 
 
@@ -183,7 +197,7 @@ def _write_peft(
         Piece(key, entry.dtype, entry.shape, functools.partial(shards.read, entry)) for key, entry in entries.items()
     ]
     pieces.save(staging, WEIGHTS, copies)
-    names = [path for path in built.paths.values() if path]
+    names = list(built.paths.values())
     tuned = {name for key in entries if (name := translations.module_name(_owner(key, names), names))}
     if getattr(config, "target_modules", None) and matching.targeted(config, names) - tuned:
         config.target_modules = matching.targeted(config, names) & tuned or config.target_modules

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._adapter_tools.export.base import Base
+from gemma4_compat._adapter_tools.base import Base
 from gemma4_compat._adapter_tools.export.pieces import Piece, Written, refuse
 from gemma4_compat._adapter_tools.export.plain import Module, Plain, instead
 from gemma4_compat._checkpoint.shards import Entry
@@ -49,7 +49,7 @@ def write(plain: Plain, base: Base, read: Callable[[Entry], Any], name: str) -> 
     if towers:
         command = f"python -m mlx_vlm.generate --model {name} --adapter-path OUT --prompt ..."
         notes = ["mlx-lm has no vision and audio and refuses the adapter; mlx-vlm reads it"]
-        if any(name.startswith("audio_tower.") for name in base.modules):
+        if any(name.startswith("audio_tower.") for name in base.paths):
             notes, warning = [], _VLM_FAILS
     elif text_only or base.is_text_only:
         notes = ["mlx-lm reads the adapter; mlx-vlm does not"]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gemma4_compat._adapter_tools.export.base import Base, layer_of
+from gemma4_compat._adapter_tools.base import Base, layer_of
 from gemma4_compat._adapter_tools.export.pieces import Piece, Written, number, refuse, zeros
 from gemma4_compat._adapter_tools.export.plain import Module, Plain, instead
 from gemma4_compat._adapters.translation import PREFIX
@@ -158,7 +158,7 @@ class _Layers:
             up, down = found.get((path, "gate_up_proj")), found.get((path, "down_proj"))
             known = up or down
             assert known is not None
-            parameters = self.base.modules[known.name]
+            parameters = self.base.modules[known.path]
             inside = parameters.gate_up_proj.shape[1] // 2, parameters.gate_up_proj.shape[2]
             shapes = {"gate_proj": inside, "up_proj": inside, "down_proj": inside[::-1]}
             for expert in range(known.experts):

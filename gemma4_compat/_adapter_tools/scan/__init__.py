@@ -2,5 +2,5 @@
 
 * :mod:`job`: the scan. :mod:`result`, :mod:`text`: what it found.
 * :mod:`configuration`, :mod:`lora_file`: what the adapter's two files say.
-* :mod:`base`: the base's class and its linears. :mod:`comparison`: compares the adapter with them.
+* :mod:`comparison`: compares the adapter with a base.
 """

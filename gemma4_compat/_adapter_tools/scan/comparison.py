@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from gemma4_compat._adapter_tools.base import Base
 from gemma4_compat._adapter_tools.scan import configuration, lora_file
-from gemma4_compat._adapter_tools.scan.base import Base
 from gemma4_compat._adapter_tools.scan.result import TOWERS, Findings, Hit, tower_of
 from gemma4_compat._adapters import clipped, fitting, translation
 from gemma4_compat._adapters.saved import REFUSALS, SavedAdapter, module_of

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gemma4_compat._adapter_tools.base import build, quantized
 from gemma4_compat._adapter_tools.scan import configuration, lora_file
-from gemma4_compat._adapter_tools.scan.base import build
 from gemma4_compat._adapter_tools.scan.comparison import Comparison
 from gemma4_compat._adapter_tools.scan.lora_file import Ranks
 from gemma4_compat._adapter_tools.scan.result import Findings, Scan, count_by_tower, tower_of
 from gemma4_compat._adapters import translation
 from gemma4_compat._adapters.saved import CONFIG, SavedAdapter, module_of, read
-from gemma4_compat._common import patterns
+from gemma4_compat._common import patterns, shadowed
 from gemma4_compat._errors import Gemma4CompatError
 
 
@@ -55,7 +55,10 @@ def _against(
     saved: SavedAdapter, peft_type: str, ranks: Ranks, base: Any, quantize: str | None, renames: bool
 ) -> Scan:
     findings = Findings()
-    built = build(base, quantize, findings)
+    shadowed.refuse("torch", "transformers", "peft")
+    built = build(base)
+    findings.notes += filter(None, [built.assumed])
+    built = quantized(built, quantize, findings.notes)
     patterns.refuse_slow(saved.config, built.modules, repr(str(saved.folder / CONFIG)))
     comparison = Comparison(saved, peft_type, built, findings)
     # Where PEFT says which shapes it wants, those are compared instead of the ranks.
