@@ -21,7 +21,6 @@ from typing import Any
 
 from gemma4_compat._adapter_tools.merge import adapter as adapters
 from gemma4_compat._adapter_tools.merge import quantized, resume, text, verification, weights
-from gemma4_compat._adapter_tools.merge import start as starts
 from gemma4_compat._adapter_tools.merge.check import Parity
 from gemma4_compat._adapter_tools.merge.result import MergeParityError, MergeReport
 from gemma4_compat._adapter_tools.merge.tensors import MergedTensors, tied_sources
@@ -33,7 +32,7 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import build
 
 #: torch's names of dtypes -> those of the reports.
-_DTYPES = {name: short for short, name in starts.DTYPES.items()}
+_DTYPES = {name: short for short, name in weights.DTYPES.items()}
 #: The folder for the merged model if the result is quantized.
 _MERGED = ".merged"
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
@@ -111,10 +110,10 @@ def merge_adapter(
     model = _on_meta(base_folder)
     placement = verification.placement(model, device_map)
     of_base = None if quantize_result is not None and start == "original" else skip_modules
-    chosen = starts.choose(model, start, quantize, of_base)
+    chosen = weights.choose(model, start, quantize, of_base)
     target = quantized.target(model, quantize_result, skip_modules, chosen)
     entries = shards.checkpoint(base_folder)
-    kind = dtype or starts.stored_dtype(model, entries, chosen)
+    kind = dtype or weights.stored_dtype(model, entries, chosen)
     left: list[Path] = []
     with (
         folders.staging(out, leftovers=left) as staging,
@@ -123,8 +122,8 @@ def merge_adapter(
         began = time.perf_counter()
         found = weights.find_base(entries, model)
         opened = _opened(given, model, Path(scratch), found, allow_pickle)
-        starts.apply(chosen, found, model, kind)
-        tensors = MergedTensors(model, found, opened, starts.DTYPES[kind], tied_sources(model, base_folder))
+        weights.apply(chosen, found, model, kind)
+        tensors = MergedTensors(model, found, opened, weights.DTYPES[kind], tied_sources(model, base_folder))
         tensors.untie()
         tensors.refuse_mismatches()
         folder = staging if target is None else staging / _MERGED
@@ -181,7 +180,7 @@ class _Result:
 
 
 def _verifier(
-    base: Path, tensors: MergedTensors, chosen: starts.Start, kind: str, options: dict[str, Any]
+    base: Path, tensors: MergedTensors, chosen: weights.Start, kind: str, options: dict[str, Any]
 ) -> verification.Verifier:
     for adapter in tensors.adapters:
         adapters.write_copy(adapter)
@@ -220,7 +219,7 @@ def _quantize(
     result.seconds["merge"] += time.perf_counter() - began
 
 
-def _facts(tensors: MergedTensors, chosen: starts.Start) -> dict[str, Any]:
+def _facts(tensors: MergedTensors, chosen: weights.Start) -> dict[str, Any]:
     """What the report says about base and adapters."""
     opened = tensors.adapters
     return {
@@ -256,7 +255,7 @@ def _weights_of(adapter: Any) -> dict[str | Path, float]:
 
 
 def _opened(
-    given: Sequence[tuple[Path, float]], model: Any, scratch: Path, base: weights.Base, allow_pickle: bool
+    given: Sequence[tuple[Path, float]], model: Any, scratch: Path, base: weights.Weights, allow_pickle: bool
 ) -> list[adapters.Adapter]:
     """The adapters, each with its own folder for a copy."""
     found = []
@@ -271,10 +270,10 @@ def _opened(
 
 
 def _refuse_bad_options(start: str, dtype: str | None, check: int, tolerance: float | None) -> None:
-    if start not in starts.BASES:
-        raise Gemma4CompatError(f"start {start!r} is unknown; use one of {', '.join(starts.BASES)}")
-    if dtype is not None and (not isinstance(dtype, str) or dtype not in starts.DTYPES):
-        known = ", ".join(f"{short} ({name})" for short, name in starts.DTYPES.items())
+    if start not in weights.BASES:
+        raise Gemma4CompatError(f"start {start!r} is unknown; use one of {', '.join(weights.BASES)}")
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in weights.DTYPES):
+        known = ", ".join(f"{short} ({name})" for short, name in weights.DTYPES.items())
         raise Gemma4CompatError(f"dtype {dtype!r} is unknown; it is one of {known}")
     if not isinstance(check, int) or check < 0:
         raise Gemma4CompatError(f"check must be a number of prompts (0 for none), not {reprlib.repr(check)}")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gemma4_compat._adapter_tools.merge.adapter import Adapter, kind_of
-from gemma4_compat._adapter_tools.merge.weights import Base
+from gemma4_compat._adapter_tools.merge.weights import Weights
 from gemma4_compat._adapters import matching
 from gemma4_compat._adapters.translation import PREFIX
 from gemma4_compat._checkpoint import shards
@@ -24,7 +24,7 @@ _WIDEST = "widest"
 
 
 def merged(
-    path: str, model: Any, base: Base, adapters: Sequence[Adapter], sources: Mapping[str, str]
+    path: str, model: Any, base: Weights, adapters: Sequence[Adapter], sources: Mapping[str, str]
 ) -> dict[str, Any]:
     """The weights of one module with the adapters in them, in float32, by their names in the model.
 

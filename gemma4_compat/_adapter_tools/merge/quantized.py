@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._adapter_tools.merge import weights
-from gemma4_compat._adapter_tools.merge.start import DTYPES, Start, quantization_config
-from gemma4_compat._adapter_tools.merge.weights import Base
+from gemma4_compat._adapter_tools.merge.weights import DTYPES, Start, Weights
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Entry, Output
 from gemma4_compat._common import json_files
@@ -58,7 +57,7 @@ def target(model: Any, name: Any, skip: Any, start: Start) -> Target | None:
     return Target(name, Start("dequantized", name, False, False, settings, tuple(skipped)))
 
 
-def nbytes(base: Base, outputs: Collection[Output], model: Any, chosen: Target, dtype: str) -> int:
+def nbytes(base: Weights, outputs: Collection[Output], model: Any, chosen: Target, dtype: str) -> int:
     """Bytes of the weights that :func:`write` will write, without the small texts stored with 4-bit weights.
 
     Args:
@@ -66,7 +65,7 @@ def nbytes(base: Base, outputs: Collection[Output], model: Any, chosen: Target, 
         outputs: the tensors of the merged model.
         model: its model on meta.
         chosen: how to quantize.
-        dtype: of the weights, a key of ``start.DTYPES``.
+        dtype: of the weights, a key of ``weights.DTYPES``.
     """
     packed = _packed(base, model, chosen)
     total = 0
@@ -97,7 +96,7 @@ def write(
         out: a folder.
         model: its model on meta.
         chosen: how to quantize.
-        dtype: of the weights, a key of ``start.DTYPES``.
+        dtype: of the weights, a key of ``weights.DTYPES``.
         largest: bytes of a file with weights.
         there: see :func:`shards.write`.
         done: likewise.
@@ -121,7 +120,7 @@ def write(
     return files, sum(output.nbytes for output in outputs)
 
 
-def _packed(base: Base, model: Any, chosen: Target) -> set[str]:
+def _packed(base: Weights, model: Any, chosen: Target) -> set[str]:
     """Keys of the weights that are quantized; also those that the model does not have, as in KV-shared layers."""
     names = (f"{name}.weight" for name in configs.linear_names(model, chosen.start.skip))
     packed = {base.keys[name] for name in names if name in base.disk}
@@ -223,7 +222,7 @@ def _write_config(source: Path, out: Path, chosen: Target, dtype: str) -> None:
     import torch
 
     data = json_files.settings(source / "config.json")
-    settings = quantization_config(chosen.start, getattr(torch, DTYPES[dtype])).to_dict()
+    settings = weights.quantization_config(chosen.start, getattr(torch, DTYPES[dtype])).to_dict()
     settings["llm_int8_enable_fp32_cpu_offload"] = False  # with it, modules on the CPU would not be read as 4 bits
     text = json.dumps({**data, "quantization_config": settings}, indent=2)
     shards.write_text(out / "config.json", text + "\n")

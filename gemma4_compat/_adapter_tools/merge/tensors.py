@@ -10,7 +10,7 @@ from typing import Any
 
 from gemma4_compat._adapter_tools.merge import one_module
 from gemma4_compat._adapter_tools.merge.adapter import Adapter, kind_of
-from gemma4_compat._adapter_tools.merge.weights import Base
+from gemma4_compat._adapter_tools.merge.weights import Weights
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Entry, Output
 from gemma4_compat._common import json_files
@@ -39,7 +39,7 @@ class MergedTensors:
     """
 
     def __init__(
-        self, model: Any, base: Base, adapters: Sequence[Adapter], dtype: str, sources: dict[str, str]
+        self, model: Any, base: Weights, adapters: Sequence[Adapter], dtype: str, sources: dict[str, str]
     ) -> None:
         self.model = model
         self.base = base

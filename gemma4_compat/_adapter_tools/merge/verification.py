@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._accelerate import device_maps
-from gemma4_compat._adapter_tools.merge import check
-from gemma4_compat._adapter_tools.merge import start as starts
+from gemma4_compat._adapter_tools.merge import check, weights
 from gemma4_compat._adapter_tools.merge.adapter import Adapter
 from gemma4_compat._adapter_tools.merge.check import Parity
-from gemma4_compat._adapter_tools.merge.start import Start
 from gemma4_compat._adapter_tools.merge.tensors import MergedTensors
+from gemma4_compat._adapter_tools.merge.weights import Start
 from gemma4_compat._errors import Gemma4CompatError
 
 _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -26,7 +25,7 @@ class Verifier:
         base: folder of the base.
         tensors: what was merged.
         start: which values of the base the merge started from.
-        dtype: of the merged weights, a key of ``start.DTYPES``.
+        dtype: of the merged weights, a key of ``weights.DTYPES``.
         device_map: where the models run, from :func:`placement`.
         count: of prompts.
         tolerance: see :func:`check.compare`.
@@ -47,7 +46,7 @@ class Verifier:
         import transformers
 
         self._class = getattr(transformers, type(tensors.model).__name__)
-        self._options = {"dtype": getattr(torch, starts.DTYPES[dtype]), "device_map": device_map}
+        self._options = {"dtype": getattr(torch, weights.DTYPES[dtype]), "device_map": device_map}
         self._base, self._tensors, self._start, self._dtype = base, tensors, start, dtype
         self._adapted = [*tensors.modules, *dict.fromkeys(name.rpartition(".")[0] for name in tensors.replaced)]
         self._prompts, self._notes = check.prompts(base, tensors.model, count, self._adapted)
@@ -57,7 +56,7 @@ class Verifier:
     def merged(self, folder: Path) -> Parity:
         """How the outputs of the merged model in ``folder`` compare."""
         start = self._start
-        is_dequantized = start.quantize is not None and not starts.is_exact_in_4bit(start, self._tensors.base)
+        is_dequantized = start.quantize is not None and not weights.is_exact_in_4bit(start, self._tensors.base)
 
         def load_base() -> Any:
             if is_dequantized:
@@ -125,7 +124,7 @@ def _stored_base(model_class: Any, base: Path, start: Start, options: dict[str, 
     from gemma4_compat._quantization import opt_in
 
     if start.quantize is not None and not start.stored:
-        options = options | {"quantization_config": starts.quantization_config(start, options["dtype"])}
+        options = options | {"quantization_config": weights.quantization_config(start, options["dtype"])}
     with opt_in.OFFLOADED.enabled():
         return model_class.from_pretrained(str(base), **options)
 

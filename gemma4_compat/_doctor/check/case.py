@@ -14,6 +14,7 @@ from gemma4_compat._decoding import decoding_statistics, fused_steps
 from gemma4_compat._decoding.fast import decode_fast
 from gemma4_compat._doctor.check import answers, errors, prompts, speeds
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._quantization import config
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -219,7 +220,9 @@ def load(order: dict[str, Any]) -> Any:
     options: dict[str, Any] = {"dtype": torch.bfloat16}
     offloads = any(device in ("cpu", "disk") for device in order["device_map"].values())
     if order["quantization"] is not None:
-        options["quantization_config"] = _quantization_config(order, offloads=offloads)
+        options["quantization_config"] = config.bitsandbytes(
+            order["quantization"], torch.bfloat16, order["skip"], offloads=offloads
+        )
     on_gpu = torch.cuda.is_available()
     options["device_map"] = order["device_map"] if on_gpu else {"": "cpu"}
     if "disk" in order["device_map"].values():
@@ -227,22 +230,6 @@ def load(order: dict[str, Any]) -> Any:
     with _contexts(order, offloads=offloads):
         model = cls.from_pretrained(order["folder"], local_files_only=True, **options).eval()
     return model if on_gpu or not offloads else _dispatched(model, order)
-
-
-def _quantization_config(order: dict[str, Any], *, offloads: bool) -> Any:
-    import torch
-    from transformers import BitsAndBytesConfig
-
-    shared = {"llm_int8_enable_fp32_cpu_offload": offloads, "llm_int8_skip_modules": order["skip"]}
-    if order["quantization"] == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True, **shared)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=order["quantization"] == "4bit-double",
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        **shared,
-    )
 
 
 @contextlib.contextmanager
