@@ -48,18 +48,16 @@ if TYPE_CHECKING:
     from gemma4_compat._adapter_tools.repair import repair_checkpoint as repair_checkpoint
     from gemma4_compat._adapter_tools.scan.result import Problem as Problem
     from gemma4_compat._adapter_tools.scan.result import Scan as Scan
-    from gemma4_compat._decoding.decoder import decoding_statistics as decoding_statistics
-    from gemma4_compat._decoding.fast import decode_fast as decode_fast
-    from gemma4_compat._decoding.recaptures import DecodingStatistics as DecodingStatistics
-    from gemma4_compat._decoding.recaptures import Recapture as Recapture
     from gemma4_compat._doctor.explain.explanation import Explanation as Explanation
     from gemma4_compat._doctor.explain.explanation import explain as explain
     from gemma4_compat._doctor.reproductions.diagnosis import Diagnosis as Diagnosis
     from gemma4_compat._doctor.reproductions.diagnosis import doctor as doctor
     from gemma4_compat._doctor.reproductions.findings import Finding as Finding
-    from gemma4_compat._fast_training.fast import train_fast as train_fast
-    from gemma4_compat._fast_training.fast import training_statistics as training_statistics
-    from gemma4_compat._fast_training.layers import TrainingStatistics as TrainingStatistics
+    from gemma4_compat._generation.fast import decode_fast as decode_fast
+    from gemma4_compat._generation.prefix_cache.reuse import reuse_prefix as reuse_prefix
+    from gemma4_compat._graphs.decoder import decoding_statistics as decoding_statistics
+    from gemma4_compat._graphs.recaptures import DecodingStatistics as DecodingStatistics
+    from gemma4_compat._graphs.recaptures import Recapture as Recapture
     from gemma4_compat._models.inspection import MetaTensor as MetaTensor
     from gemma4_compat._models.inspection import find_meta_tensors as find_meta_tensors
     from gemma4_compat._models.inspection import input_device as input_device
@@ -71,9 +69,11 @@ if TYPE_CHECKING:
     from gemma4_compat._planner.training import plan_training as plan_training
     from gemma4_compat._quantization.skip_modules import SkipModule as SkipModule
     from gemma4_compat._quantization.skip_modules import quantization_skip_modules as quantization_skip_modules
+    from gemma4_compat._training.captured.layers import TrainingStatistics as TrainingStatistics
+    from gemma4_compat._training.fast import train_fast as train_fast
+    from gemma4_compat._training.fast import training_statistics as training_statistics
     from gemma4_compat._training.loss import chunked_loss as chunked_loss
     from gemma4_compat._training.mlp import chunked_mlp as chunked_mlp
-    from gemma4_compat._turns.reuse import reuse_prefix as reuse_prefix
 
 __version__ = "0.1.0"
 
@@ -144,7 +144,7 @@ _LAZY = {
     "Assessment": "gemma4_compat._needed.judge",
     "Attached": "gemma4_compat._accelerate.listing",
     "Attachment": "gemma4_compat._accelerate.listing",
-    "DecodingStatistics": "gemma4_compat._decoding.recaptures",
+    "DecodingStatistics": "gemma4_compat._graphs.recaptures",
     "Diagnosis": "gemma4_compat._doctor.reproductions.diagnosis",
     "Explanation": "gemma4_compat._doctor.explain.explanation",
     "ExportReport": "gemma4_compat._adapter_tools.export.result",
@@ -156,17 +156,17 @@ _LAZY = {
     "Parity": "gemma4_compat._adapter_tools.merge.check",
     "Plan": "gemma4_compat._planner.result",
     "Problem": "gemma4_compat._adapter_tools.scan.result",
-    "Recapture": "gemma4_compat._decoding.recaptures",
+    "Recapture": "gemma4_compat._graphs.recaptures",
     "RepairReport": "gemma4_compat._adapter_tools.repair",
     "Scan": "gemma4_compat._adapter_tools.scan.result",
     "SkipModule": "gemma4_compat._quantization.skip_modules",
     "TrainingPlan": "gemma4_compat._planner.result",
-    "TrainingStatistics": "gemma4_compat._fast_training.layers",
+    "TrainingStatistics": "gemma4_compat._training.captured.layers",
     "attached": "gemma4_compat._accelerate.listing",
     "chunked_loss": "gemma4_compat._training.loss",
     "chunked_mlp": "gemma4_compat._training.mlp",
-    "decode_fast": "gemma4_compat._decoding.fast",
-    "decoding_statistics": "gemma4_compat._decoding.decoder",
+    "decode_fast": "gemma4_compat._generation.fast",
+    "decoding_statistics": "gemma4_compat._graphs.decoder",
     "doctor": "gemma4_compat._doctor.reproductions.diagnosis",
     "explain": "gemma4_compat._doctor.explain.explanation",
     "export_adapter": "gemma4_compat._adapter_tools.export.job",
@@ -177,9 +177,9 @@ _LAZY = {
     "plan_training": "gemma4_compat._planner.training",
     "quantization_skip_modules": "gemma4_compat._quantization.skip_modules",
     "repair_checkpoint": "gemma4_compat._adapter_tools.repair",
-    "reuse_prefix": "gemma4_compat._turns.reuse",
-    "train_fast": "gemma4_compat._fast_training.fast",
-    "training_statistics": "gemma4_compat._fast_training.fast",
+    "reuse_prefix": "gemma4_compat._generation.prefix_cache.reuse",
+    "train_fast": "gemma4_compat._training.fast",
+    "training_statistics": "gemma4_compat._training.fast",
 }
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every name, misspelt ones too

@@ -4,3 +4,5 @@
 * :mod:`configuration`, :mod:`lora_file`: what the adapter's two files say.
 * :mod:`comparison`: compares the adapter with a base.
 """
+
+from __future__ import annotations
