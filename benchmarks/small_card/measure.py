@@ -124,9 +124,9 @@ def planned_use(
     import transformers
     from transformers import AutoConfig
 
-    from gemma4_compat._planner import blueprint as blueprints
-    from gemma4_compat._planner import use as uses
-    from gemma4_compat._planner.memory import Load, TrainingLoad
+    from gemma4_compat._memory import blueprint as blueprints
+    from gemma4_compat._memory import use as uses
+    from gemma4_compat._memory.formulas import Load, TrainingLoad
     from gemma4_compat._quantization import config
     from gemma4_compat._reproduction import tiny_models
 

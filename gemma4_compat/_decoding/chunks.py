@@ -18,7 +18,7 @@ _log = logging.getLogger("gemma4_compat")
 
 
 class Room(Protocol):
-    """The memory for a prompt: ``_planner.reading.Room``."""
+    """The memory for a prompt: ``_memory.room.Room``."""
 
     def fits(self, chunk: int | None = None, *, times: int = 1) -> bool: ...
 

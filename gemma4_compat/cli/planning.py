@@ -81,7 +81,7 @@ def plan(
     Needs torch and transformers, no weights and no GPU. Exit 0 with a plan, 2 if nothing fits or on bad usage.
     `plan-training` plans a training.
     """
-    from gemma4_compat._planner import text
+    from gemma4_compat._plan import text
 
     working(f"planning {model}: importing torch and transformers first")
     planned = gemma4_compat.plan_device_map(
@@ -181,7 +181,7 @@ def plan_training(
     For text. Needs torch, transformers and PEFT, no weights and no GPU. Exit 0 with a plan, 2 if nothing fits or on
     bad usage.
     """
-    from gemma4_compat._planner import training_text
+    from gemma4_compat._plan import training_text
 
     if vram and len(vram) > 1:
         fail("a training plan covers one accelerator; give --vram once")
@@ -216,6 +216,6 @@ def plan_training(
 
 def _blocks() -> bool:
     """Whether standard output has the characters of the bars."""
-    from gemma4_compat._planner import text
+    from gemma4_compat._plan import text
 
     return text.can_show_blocks(getattr(sys.stdout, "encoding", None))

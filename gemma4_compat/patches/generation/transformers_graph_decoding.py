@@ -51,8 +51,8 @@ from gemma4_compat._decoding import (
 )
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._memory import room
 from gemma4_compat._models import cache_names
-from gemma4_compat._planner import reading
 from gemma4_compat._turns import returned
 
 if TYPE_CHECKING:
@@ -175,9 +175,9 @@ def prefill(
     at_once = in_pieces if given is not None and decoding.any_length else whole
     if not tokens:
         return at_once()
-    room = reading.Room(self, cache, len(input_ids), tokens)
+    memory = room.Room(self, cache, len(input_ids), tokens)
     estimated = decoding.own and at_once is whole and given is not None
-    return chunks.read(decoding, model_kwargs, room, at_once, in_chunks, estimated=estimated)
+    return chunks.read(decoding, model_kwargs, memory, at_once, in_chunks, estimated=estimated)
 
 
 def valid_auto_compile_criteria(

@@ -16,7 +16,7 @@ from gemma4_compat._common import terminal
 from gemma4_compat._common.text import parse_size
 from gemma4_compat._diagnostics import answers, messages, search
 from gemma4_compat._needed import judge, report
-from gemma4_compat._planner import budgets
+from gemma4_compat._plan import budgets
 from gemma4_compat._scan import job
 from gemma4_compat._scan.text import scan_text
 from tests.generated.fuzz import adapters, checkpoints, commands, errors, options, requirements, safetensors

@@ -22,7 +22,7 @@ from gemma4_compat._attention import block_layout, products, windows
 from gemma4_compat._decoding import recording
 from gemma4_compat._fast_training import calls, graphs, layers
 from gemma4_compat._models import cache_names, checkpointing, shared_kv
-from gemma4_compat._planner.training_step import TARGETS
+from gemma4_compat._plan.training_step import TARGETS
 from gemma4_compat._reproduction import tiny_models
 from gemma4_compat._stand_ins.tape import standing_in
 from tests.patches.training.test_transformers_chunked_loss import CLASSES, batch, built

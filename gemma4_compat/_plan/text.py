@@ -1,0 +1,206 @@
+"""A plan as text: a bar for each device, the map, the expected peaks, and the code that loads it."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from gemma4_compat._common.text import runs_text, size_text
+from gemma4_compat._memory.layout import PREFILL_CHUNK
+from gemma4_compat._memory.use import Use
+from gemma4_compat._plan import measured, prompt_kernels, speed
+from gemma4_compat._plan.code import FAST, grouped
+
+if TYPE_CHECKING:
+    from gemma4_compat._plan.result import Plan
+
+#: The buses that a plan names by default.
+BUSES = {
+    "12 GiB/s (PCIe 3 x16)": speed.PCIE_3_X16,
+    "24 (PCIe 4 x16)": speed.PCIE_4_X16,
+    "49 (PCIe 5 x16)": speed.PCIE_5_X16,
+}
+#: The meaning of a bar's cells, and how they look in block characters and in ASCII.
+_PARTS = ("weights", "streaming buffers", "KV cache", "temporaries", "free")
+BLOCKS = "█▓▒░·"
+ASCII = "#=+-."
+
+
+def can_show_blocks(encoding: str | None) -> bool:
+    """Whether an output with this encoding has the characters of the bars."""
+    try:
+        BLOCKS.encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def plan_text(plan: Plan, *, width: int | None = None, blocks: bool = True) -> str:
+    """The whole plan; lines of the report are at most ``width`` columns, by default the terminal's."""
+    width = max(50, min(width or shutil.get_terminal_size().columns, 100))
+    return "\n".join(
+        [
+            *_heading(plan, width),
+            "",
+            *_bars(plan, width, BLOCKS if blocks else ASCII),
+            "",
+            *map_lines(plan.device_map, width),
+            *_streamed(plan, width),
+            "",
+            *_peaks(plan, width),
+            *_attention(plan, width),
+            "",
+            *_decoding(plan, width),
+            *_assistant(plan, width),
+            "",
+            plan.code,
+        ]
+    )
+
+
+def _heading(plan: Plan, width: int) -> Iterator[str]:
+    stored = {None: "bf16", "8bit": "8 bit", "4bit": "4 bit", "4bit-double": "4 bit, double quantization"}
+    given = [name for name in ("vision", "audio") if getattr(plan, name)]
+    experts = ", experts too" if plan.experts else ""
+    title = f"{plan.model} ({plan.model_class}), {stored[plan.quantization]}{experts}, context {plan.context}"
+    title += f", prompt in chunks of {plan.prefill_chunk}" if plan.prefill_chunk is not None else ""
+    title += f", batch {plan.batch}" + "".join(f", {name}" for name in given)
+    yield from textwrap.wrap(title, width)
+    if plan.source.chosen_experts:
+        chosen = "The experts are quantized as well, because in bf16 they would not all stay on the accelerator. "
+        chosen += "--no-quantize-experts keeps them in bf16."
+        yield from textwrap.wrap(chosen, width, break_on_hyphens=False)
+    if plan.chosen_chunk:
+        chosen = (
+            "The prompt is read in chunks: at once it would not fit, or leave less room for decoder layers and fast "
+        )
+        yield from textwrap.wrap(
+            f"{chosen}decoding. --prefill-chunk sets another size.", width, break_on_hyphens=False
+        )
+    if plan.assumed:
+        yield from textwrap.wrap(f"Assumed: {plan.assumed}.", width)
+
+
+def _bars(plan: Plan, width: int, cells: str) -> Iterator[str]:
+    labels = {device: f"gpu {device}" if isinstance(device, int) else str(device) for device in plan.use}
+    label_width = max(len(label) for label in (*labels.values(), "disk"))
+    room = width - label_width - len("  []  10.00 GiB of 10.00 GiB")
+    for device, use in plan.use.items():
+        bar = _bar(use, room, cells)
+        yield f"{labels[device]:<{label_width}}  [{bar}]  {size_text(use.peak)} of {size_text(use.budget)}"
+    for label, nbytes in (("cpu", plan.cpu), ("disk", plan.disk)):
+        if nbytes:
+            yield f"{label:<{label_width}}  {size_text(nbytes)}"
+    yield from textwrap.wrap("  ".join(f"{cell} {part}" for cell, part in zip(cells, _PARTS)), width)
+
+
+def _bar(use: Use, room: int, cells: str) -> str:
+    """``room`` cells for the budget: what the larger of the two forwards uses."""
+    weights = use.weights + use.adapter
+    kv = min(use.kv, max(0, use.peak - weights - use.pages))
+    parts = [weights, use.pages, kv, max(0, use.peak - weights - use.pages - kv)]
+    bar, done = "", 0
+    for cell, nbytes in zip(cells, parts):
+        done += nbytes
+        bar += cell * (round(room * done / use.budget) - len(bar))
+    return bar[:room].ljust(room, cells[-1])
+
+
+def map_lines(device_map: Mapping[str, int | str], width: int) -> Iterator[str]:
+    """A device map, device by device, with numbered modules as ranges."""
+    by_device: dict[int | str, list[str]] = {}
+    for (path, after), numbers, device in grouped(device_map):
+        by_device.setdefault(device, []).append(path if numbers is None else f"{path} {runs_text(numbers)}{after}")
+    for device, entries in by_device.items():
+        label = f"{device}: "
+        yield from textwrap.wrap(
+            ", ".join(entries), width, initial_indent=label, subsequent_indent=" " * len(label), break_on_hyphens=False
+        )
+
+
+def _streamed(plan: Plan, width: int) -> Iterator[str]:
+    if plan.looked_up:
+        looked_up = (
+            f"The experts of {len(plan.looked_up)} decoder layers are off the accelerator; each token fetches only "
+        )
+        looked_up += "those it is routed to."
+        yield from textwrap.wrap(looked_up, width)
+    if plan.paged:
+        streamed = f"{len(plan.paged)} decoder layers are streamed: copied to the accelerator while others compute."
+        yield from textwrap.wrap(streamed, width)
+
+
+def _peaks(plan: Plan, width: int) -> Iterator[str]:
+    yield "Expected peaks:"
+    for device, use in plan.use.items():
+        phases = (f"{name} {size_text(getattr(use, name))}" for name in ("loading", "prefill", "decode"))
+        yield from textwrap.wrap(
+            f"{device}: {', '.join(phases)}", width, initial_indent="  ", subsequent_indent="    "
+        )
+    yield from textwrap.wrap(f"Longest context that fits this map: {plan.longest_context} tokens.", width)
+    if plan.chunked_prefill:
+        chunked = f"With the prompt in chunks of {PREFILL_CHUNK} tokens (--prefill-chunk {PREFILL_CHUNK}) this map's "
+        longest = f", and {plan.longest_chunked} tokens fit" if plan.longest_chunked else ""
+        yield from textwrap.wrap(f"{chunked}prefill peaks at {size_text(plan.chunked_prefill)}{longest}.", width)
+
+
+def _attention(plan: Plan, width: int) -> Iterator[str]:
+    if plan.own_attention:
+        text = "Chunks are read with this package's attention, which makes no copies of keys and values. It needs "
+        text += "compute capability 8.0 or newer."
+    elif plan.copies_because:
+        text = f"The prefill includes copies that PyTorch's attention makes, because {plan.copies_because}."
+        if plan.copies_because == prompt_kernels.UNKNOWN:
+            text += " From 8.0 on, fast decoding makes none: --card names the card."
+    else:
+        return
+    yield from textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def _assistant(plan: Plan, width: int) -> Iterator[str]:
+    taken = sum(use.assistant for use in plan.use.values())
+    if not taken:
+        return
+    text = f"The assistant takes {size_text(taken)}"
+    if plan.source.in_rounds:
+        text += ": weights, a second window of sliding layers, and graphs. How many tokens it drafts is measured as it"
+        text += " runs, and it stops where drafts do not pay."
+    elif plan.fast:
+        text += ". With it, transformers decodes without replays: experts give a token other bits beside others."
+    else:
+        text += ", and transformers decodes with it as without this package."
+    yield from textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def _decoding(plan: Plan, width: int) -> Iterator[str]:
+    if not plan.fast:
+        yield from textwrap.wrap(f"No fast decoding: {plan.slow_because}.", width)
+        return
+    pools = sum(use.graph for use in plan.use.values())
+    text = f"Fast decoding (gemma4_compat.decode_fast): {FAST[0].lower()}{FAST[1:]}. "
+    text += f"Its graphs keep {size_text(pools)}."
+    if plan.brought:
+        text += f" The bus limits its speed: each token brings {size_text(plan.brought)} over it."
+        if plan.paged:
+            least, most = (round(100 * share) for share in speed.BUS_SHARE)
+            text += f" Where it was measured, replay of streamed layers reached {least} to {most} % of the bus."
+        buses = {f"{size_text(plan.bus)}/s": plan.bus} if plan.bus else BUSES
+        allowed = ", ".join(f"{bus / plan.brought:.1f} at {name}" for name, bus in buses.items())
+        text += f" Tokens a second that the bus allows, computed: {allowed}."
+    else:
+        text += " The card limits its speed."
+    if plan.rate.measured:
+        found = (f"{rate:.0f} on {name} after {tokens} tokens" for name, (rate, tokens) in plan.rate.measured.items())
+        text += f" Tokens a second, measured: {', '.join(found)} (docs/CARDS.md)."
+    if plan.modelled:
+        over = {name for name in plan.modelled if plan.brought and not plan.bus and measured.bus(name)}
+        rates = ", ".join(
+            f"{rate:.0f} on {name}{' (its bus is measured)' if name in over else ''}"
+            for name, rate in plan.modelled.items()
+        )
+        text += f" Tokens a second, modelled and not measured: {rates}."
+    elif plan.not_modelled and not plan.rate.measured:
+        text += f" Its tokens a second cannot be modelled: {plan.not_modelled}."
+    yield from textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
