@@ -14,5 +14,5 @@ Called by ``gemma4_compat.plan_device_map`` and ``plan_training``, by their comm
 * :mod:`assistants`: what an assistant takes, and rounds with its drafts.
 * :mod:`speed`: tokens per second on a card, from a model. :mod:`measured`: as somebody measured them; the form of such
   a report is :mod:`card_report`.
-* :mod:`text`, :mod:`training_text`, :mod:`code`, :mod:`training_code`: a plan as text and as Python.
+* :mod:`text`, :mod:`code`: a plan as text and as Python.
 """

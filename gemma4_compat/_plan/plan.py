@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from gemma4_compat._common import shadowed
 from gemma4_compat._common.text import parse_size, size_text
 from gemma4_compat._engine import versions
@@ -29,9 +31,35 @@ _FOUR_BIT = ("4bit", "4bit-double")
 _CHUNKS = tuple(size for size in room.SIZES if size <= layout.PREFILL_CHUNK)
 #: Tokens of an answer: chunks bring streamed layers once more each, and then each token brings fewer of them.
 _ANSWER = 100
+#: What a load takes from a request.
+_OF_LOAD = ("context", "batch", "prompt", "prefill_chunk", "vision", "audio", "attention")
 _NO_ROOM = "its static cache, the prefill into it and its graphs do not fit"
 #: A model, its layout, its load, and why that is without fast decoding.
 _Planned = tuple[Blueprint, Layout[Use], Load, str]
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What is planned: the arguments of :func:`plan_device_map`, and their defaults."""
+
+    model: Any
+    vram: float | str | Sequence[float | str] | Mapping[int | str, float | str] | None = None
+    context: int = 8192
+    batch: int = 1
+    prompt: int | None = None
+    prefill_chunk: int | None = None
+    quantize: str | None = "4bit"
+    quantize_experts: bool | None = None
+    adapter: str | Path | None = None
+    vision: bool = False
+    audio: bool = False
+    cpu: float | str | None = None
+    disk: float | str | None = None
+    attention: str = "sdpa"
+    balanced: bool = False
+    fast: bool = True
+    assistant: bool = False
+    bus: float | str | None = None
+    card: str | None = None
 
 
 def plan_device_map(
@@ -106,90 +134,48 @@ def plan_device_map(
     Raises:
         Gemma4CompatError: it does not fit (the message says what would), or an argument cannot be understood.
     """
+    return planned(Request(**locals()))
+
+
+def planned(request: Request) -> Plan:
+    """The plan for a request: see :func:`plan_device_map`."""
     shadowed.refuse("torch", "transformers")
+    card = request.card
     cards = {name: speed.CARDS[name] for name in speed.COMMON} if card is None else {card: speed.card(card)}
-    given = budgets.of(vram, card)
-    if prefill_chunk is not None and (vision or audio):
-        raise Gemma4CompatError(
-            f"prefill_chunk is {prefill_chunk!r} for inputs with images or audio: releases of transformers differ in "
-            "whether they split such a prompt. Leave prefill_chunk out"
-        )
-    if assistant and batch != 1:
-        raise Gemma4CompatError(
-            f"assistant=True with batch={batch}: with an assistant, generate takes one prompt at a time. Use batch=1, "
-            "or leave assistant out"
-        )
-    if assistant and not assistants.exist():
-        raise Gemma4CompatError(
-            f"assistant=True, but transformers {versions.installed('transformers')} has no assistants for Gemma 4. "
-            "Install transformers 5.8 or newer, or leave assistant out"
-        )
-    load = Load(
-        assistant=assistant,
-        context=context,
-        batch=batch,
-        prompt=prompt,
-        prefill_chunk=prefill_chunk,
-        vision=vision,
-        audio=audio,
-        attention=attention,
-    )
-    options: dict[str, Any] = {
-        "cpu": None if cpu is None else parse_size(cpu),
-        "disk": None if disk is None else parse_size(disk),
-        "balanced": balanced,
-    }
-    found_bus = 0 if bus is None else parse_size(bus.removesuffix("/s") if isinstance(bus, str) else bus)
-    capability = prompt_kernels.capability(vram, card)
-    stored = quantize, quantize_experts
-    return _plan(
-        model, given, load, options, stored, adapter, fast=fast, bus=found_bus, cards=cards, capability=capability
-    )
-
-
-def _plan(
-    model: Any,
-    given: Mapping[int | str, int],
-    load: Load,
-    options: Mapping[str, Any],
-    quantize: tuple[str | None, bool | None],
-    adapter: str | Path | None,
-    *,
-    fast: bool,
-    bus: int,
-    cards: Mapping[str, speed.Card],
-    capability: tuple[int, int] | None,
-) -> Plan:
-    """The plan for arguments that were checked; ``options`` are those of ``layout.layout``, ``quantize`` are
-    ``quantize`` and ``quantize_experts`` of :func:`plan_device_map`, ``capability`` is from :mod:`prompt_kernels`.
-    """
-    asked, (wanted, quantize_experts) = load, quantize
-    built, name, assumed = build.on_meta(model)
-    quantization = _quantization(built, wanted, quantize_experts)
+    given = budgets.of(request.vram, card)
+    _check(request)
+    options = {"cpu": _bytes(request.cpu), "disk": _bytes(request.disk), "balanced": request.balanced}
+    bus = _bytes(request.bus.removesuffix("/s") if isinstance(request.bus, str) else request.bus) or 0
+    capability = prompt_kernels.capability(request.vram, card)
+    built, name, assumed = build.on_meta(request.model)
+    quantization = _quantization(built, request)
     stored = _stored_experts(built, name)
 
-    def planned(experts: bool) -> _Planned:
-        cut = _blueprint(built, quantization, adapter, experts=experts)
-        why = prompt_kernels.obstacle(cut, asked, capability)
+    def with_experts(experts: bool) -> _Planned:
+        cut = _blueprint(built, quantization, request.adapter, experts=experts)
+        load = Load(**{field: getattr(request, field) for field in _OF_LOAD})
+        load = replace(load, **assistants.needs(cut)) if request.assistant else load
+        why = prompt_kernels.obstacle(cut, load, capability)
         try:
-            return cut, *_read_as_fits(cut, given, replace(asked, own_in_chunks=not why), options, fast=fast)
+            return cut, *_read_as_fits(cut, given, replace(load, own_in_chunks=not why), options, fast=request.fast)
         except Gemma4CompatError as error:
-            helps = why == prompt_kernels.UNKNOWN and fast and not _slow_anywhere(cut, given)
-            if helps and prompt_kernels.fits(cut, given, asked, _CHUNKS[-1]):
+            helps = why == prompt_kernels.UNKNOWN and request.fast and not _slow_anywhere(cut, given)
+            if helps and prompt_kernels.fits(cut, given, load, _CHUNKS[-1]):
                 raise Gemma4CompatError(f"{error} {prompt_kernels.NAME_A_CARD}") from error
             raise
 
-    choose = quantize_experts is None and not stored and quantization in _FOUR_BIT
-    cut, placed, load, slow_because = _with_experts(planned) if choose else planned(stored or bool(quantize_experts))
+    choose = request.quantize_experts is None and not stored and quantization in _FOUR_BIT
+    found = _chosen_experts(with_experts) if choose else with_experts(stored or bool(request.quantize_experts))
+    cut, placed, load, slow_because = found
     experts = quantization if any(block.experts for block in cut.blocks) else None
     source = Source(
         model=name,
         model_class=cut.model_class,
         quantization=quantization,
         skip=tuple(config.default_skip_modules(built)),
-        adapter=None if adapter is None else str(adapter),
-        assistant=_assistant(name) if load.assistant else None,
-        in_rounds=load.assistant and load.fast and not assistants.obstacle(cut),
+        adapter=None if request.adapter is None else str(request.adapter),
+        assistant=_assistant(name) if request.assistant else None,
+        in_rounds=load.fast and load.drafts > 0,
         experts=experts,
         stored_experts=stored,
         chosen_experts=choose and experts is not None,
@@ -205,14 +191,36 @@ def _plan(
         rate=Rate(slow_because=slow_because, bus=bus, modelled=modelled, not_modelled=why_not, measured=timed),
         longest_context=layout.longest_context(cut, given, load, limit=limit, placed=placed),
         chunked_prefill=_chunked_prefill(cut, placed, load),
-        chosen_chunk=load.prefill_chunk != asked.prefill_chunk,
-        copies_because=prompt_kernels.copies(cut, placed, load, prompt_kernels.obstacle(cut, asked, capability)),
+        chosen_chunk=load.prefill_chunk != request.prefill_chunk,
+        copies_because=prompt_kernels.copies(cut, placed, load, prompt_kernels.obstacle(cut, load, capability)),
         longest_chunked=_longest_chunked(cut, given, placed, load, limit),
         code=code.loading_code(source, placed, load),
     )
 
 
-def _with_experts(planned: Callable[[bool], _Planned]) -> _Planned:
+def _check(request: Request) -> None:
+    if request.prefill_chunk is not None and (request.vision or request.audio):
+        raise Gemma4CompatError(
+            f"prefill_chunk is {request.prefill_chunk!r} for inputs with images or audio: releases of transformers "
+            "differ in whether they split such a prompt. Leave prefill_chunk out"
+        )
+    if request.assistant and request.batch != 1:
+        raise Gemma4CompatError(
+            f"assistant=True with batch={request.batch}: with an assistant, generate takes one prompt at a time. Use "
+            "batch=1, or leave assistant out"
+        )
+    if request.assistant and not assistants.exist():
+        raise Gemma4CompatError(
+            f"assistant=True, but transformers {versions.installed('transformers')} has no assistants for Gemma 4. "
+            "Install transformers 5.8 or newer, or leave assistant out"
+        )
+
+
+def _bytes(size: float | str | None) -> int | None:
+    return None if size is None else parse_size(size)
+
+
+def _chosen_experts(planned: Callable[[bool], _Planned]) -> _Planned:
     """The plan with experts in bf16, or in 4 bits if those in bf16 do not all stay on the accelerators."""
     found: _Planned | None
     try:
@@ -391,9 +399,9 @@ def _slow_here(cut: Blueprint, placed: Layout[Use]) -> str:
     return ""
 
 
-def _quantization(model: Any, quantize: str | None, quantize_experts: bool | None) -> str | None:
-    """How the checkpoint says its weights are stored, or else ``quantize``."""
-    quantization = None if quantize == "none" else quantize
+def _quantization(model: Any, request: Request) -> str | None:
+    """How the checkpoint says its weights are stored, or else the request."""
+    quantization = None if request.quantize == "none" else request.quantize
     settings = config.stored_settings(model.config)
     if settings is not None:
         quantization = config.name_of(settings)
@@ -403,7 +411,7 @@ def _quantization(model: Any, quantize: str | None, quantize_experts: bool | Non
                 f"the checkpoint is quantized with {settings.get('quant_method')!r}; plans know bitsandbytes and "
                 "bf16. Give the checkpoint it was made from"
             )
-    if quantize_experts and quantization not in _FOUR_BIT:
+    if request.quantize_experts and quantization not in _FOUR_BIT:
         raise Gemma4CompatError(
             f"quantize_experts quantizes to 4 bits, and quantize is {quantization!r}; use quantize='4bit' or "
             "'4bit-double'"

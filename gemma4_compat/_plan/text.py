@@ -1,20 +1,16 @@
-"""A plan as text: a bar for each device, the map, the expected peaks, and the code that loads it."""
+"""A plan as text: a bar for each device, the map, the expected peaks, and the code that loads it; or that trains it."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
 from gemma4_compat._common.text import runs_text, size_text
 from gemma4_compat._memory.layout import PREFILL_CHUNK
-from gemma4_compat._memory.use import Use
 from gemma4_compat._plan import measured, prompt_kernels, speed
 from gemma4_compat._plan.code import FAST, grouped
-
-if TYPE_CHECKING:
-    from gemma4_compat._plan.result import Plan
+from gemma4_compat._plan.result import Plan, TrainingPlan
 
 #: The buses that a plan names by default.
 BUSES = {
@@ -24,8 +20,10 @@ BUSES = {
 }
 #: The meaning of a bar's cells, and how they look in block characters and in ASCII.
 _PARTS = ("weights", "streaming buffers", "KV cache", "temporaries", "free")
+_TRAINING_PARTS = ("weights", "streaming buffers", "adapter and optimizer", "activations and gradients", "free")
 BLOCKS = "█▓▒░·"
 ASCII = "#=+-."
+_STORED = {None: "bf16", "8bit": "8 bit", "4bit": "4 bit", "4bit-double": "4 bit, double quantization"}
 
 
 def can_show_blocks(encoding: str | None) -> bool:
@@ -37,34 +35,46 @@ def can_show_blocks(encoding: str | None) -> bool:
     return True
 
 
-def plan_text(plan: Plan, *, width: int | None = None, blocks: bool = True) -> str:
+def plan_text(plan: Plan | TrainingPlan, *, width: int | None = None, blocks: bool = True) -> str:
     """The whole plan; lines of the report are at most ``width`` columns, by default the terminal's."""
     width = max(50, min(width or shutil.get_terminal_size().columns, 100))
-    return "\n".join(
-        [
-            *_heading(plan, width),
-            "",
-            *_bars(plan, width, BLOCKS if blocks else ASCII),
-            "",
-            *map_lines(plan.device_map, width),
-            *_streamed(plan, width),
-            "",
-            *_peaks(plan, width),
-            *_attention(plan, width),
-            "",
-            *_decoding(plan, width),
-            *_assistant(plan, width),
-            "",
-            plan.code,
-        ]
-    )
+    cells = BLOCKS if blocks else ASCII
+    report = _training(plan, width, cells) if isinstance(plan, TrainingPlan) else _generating(plan, width, cells)
+    return "\n".join([*report, "", plan.code])
+
+
+def bar(parts: Sequence[int], budget: int, room: int, cells: str) -> str:
+    """``room`` cells for the budget: so many for each part, and the rest is free."""
+    found, done = "", 0
+    for cell, nbytes in zip(cells, parts):
+        done += nbytes
+        found += cell * (round(room * done / budget) - len(found))
+    return found[:room].ljust(room, cells[-1])
+
+
+def _legend(cells: str, parts: Sequence[str], width: int) -> list[str]:
+    return textwrap.wrap("  ".join(f"{cell} {part}" for cell, part in zip(cells, parts)), width)
+
+
+def _generating(plan: Plan, width: int, cells: str) -> Iterator[str]:
+    yield from _heading(plan, width)
+    yield ""
+    yield from _bars(plan, width, cells)
+    yield ""
+    yield from map_lines(plan.device_map, width)
+    yield from _streamed(plan, width)
+    yield ""
+    yield from _peaks(plan, width)
+    yield from _attention(plan, width)
+    yield ""
+    yield from _decoding(plan, width)
+    yield from _assistant(plan, width)
 
 
 def _heading(plan: Plan, width: int) -> Iterator[str]:
-    stored = {None: "bf16", "8bit": "8 bit", "4bit": "4 bit", "4bit-double": "4 bit, double quantization"}
     given = [name for name in ("vision", "audio") if getattr(plan, name)]
     experts = ", experts too" if plan.experts else ""
-    title = f"{plan.model} ({plan.model_class}), {stored[plan.quantization]}{experts}, context {plan.context}"
+    title = f"{plan.model} ({plan.model_class}), {_STORED[plan.quantization]}{experts}, context {plan.context}"
     title += f", prompt in chunks of {plan.prefill_chunk}" if plan.prefill_chunk is not None else ""
     title += f", batch {plan.batch}" + "".join(f", {name}" for name in given)
     yield from textwrap.wrap(title, width)
@@ -88,24 +98,15 @@ def _bars(plan: Plan, width: int, cells: str) -> Iterator[str]:
     label_width = max(len(label) for label in (*labels.values(), "disk"))
     room = width - label_width - len("  []  10.00 GiB of 10.00 GiB")
     for device, use in plan.use.items():
-        bar = _bar(use, room, cells)
-        yield f"{labels[device]:<{label_width}}  [{bar}]  {size_text(use.peak)} of {size_text(use.budget)}"
+        weights = use.weights + use.adapter + use.pages
+        kv = min(use.kv, max(0, use.peak - weights))  # of the larger of the two forwards
+        parts = (use.weights + use.adapter, use.pages, kv, max(0, use.peak - weights - kv))
+        shown = bar(parts, use.budget, room, cells)
+        yield f"{labels[device]:<{label_width}}  [{shown}]  {size_text(use.peak)} of {size_text(use.budget)}"
     for label, nbytes in (("cpu", plan.cpu), ("disk", plan.disk)):
         if nbytes:
             yield f"{label:<{label_width}}  {size_text(nbytes)}"
-    yield from textwrap.wrap("  ".join(f"{cell} {part}" for cell, part in zip(cells, _PARTS)), width)
-
-
-def _bar(use: Use, room: int, cells: str) -> str:
-    """``room`` cells for the budget: what the larger of the two forwards uses."""
-    weights = use.weights + use.adapter
-    kv = min(use.kv, max(0, use.peak - weights - use.pages))
-    parts = [weights, use.pages, kv, max(0, use.peak - weights - use.pages - kv)]
-    bar, done = "", 0
-    for cell, nbytes in zip(cells, parts):
-        done += nbytes
-        bar += cell * (round(room * done / use.budget) - len(bar))
-    return bar[:room].ljust(room, cells[-1])
+    yield from _legend(cells, _PARTS, width)
 
 
 def map_lines(device_map: Mapping[str, int | str], width: int) -> Iterator[str]:
@@ -204,3 +205,57 @@ def _decoding(plan: Plan, width: int) -> Iterator[str]:
     elif plan.not_modelled and not plan.rate.measured:
         text += f" Its tokens a second cannot be modelled: {plan.not_modelled}."
     yield from textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _training(plan: TrainingPlan, width: int, cells: str) -> Iterator[str]:
+    stored = _STORED[plan.quantization] + (", experts too" if plan.experts else "")
+    checkpointing = "with" if plan.gradient_checkpointing else "without"
+    yield from textwrap.wrap(
+        f"Training {plan.model} ({plan.model_class}), {stored}: sequences of {plan.max_length} tokens, batch "
+        f"{plan.batch}, LoRA of rank {plan.r} on {plan.trained:,} weights, {plan.optim}, {checkpointing} "
+        f"checkpointing{', the loss in chunks' if plan.chunked_loss else ''}"
+        f"{', MLPs in pieces' if plan.chunked_mlp else ''}"
+        f"{', sliding layers by windows' if plan.sliding_windows else ''}"
+        f"{', decoder layers replayed' if plan.train_fast else ''}",
+        width,
+    )
+    if plan.assumed:
+        yield from textwrap.wrap(f"Assumed: {plan.assumed}.", width)
+    yield ""
+    room = width - len("gpu 0  []  10.00 GiB of 10.00 GiB")
+    parts = (plan.weights, plan.buffers, plan.adapter + plan.optimizer_states, plan.activations + plan.graphs)
+    yield f"gpu 0  [{bar(parts, plan.budget, room, cells)}]  {size_text(plan.peak)} of {size_text(plan.budget)}"
+    if plan.cpu:
+        yield f"cpu    {size_text(plan.cpu)}"
+    yield from _legend(cells, _TRAINING_PARTS, width)
+    yield ""
+    yield from map_lines(plan.device_map, width)
+    if plan.streamed:
+        yield from textwrap.wrap(
+            f"{len(plan.streamed)} decoder layers are streamed: copied to the accelerator in the forward and again in "
+            "the backward pass.",
+            width,
+        )
+    yield ""
+    yield f"Expected peak: {size_text(plan.peak)} in a step, {size_text(plan.loading)} while loading."
+    for name, nbytes in (
+        ("base weights", plan.weights),
+        ("streaming buffers", plan.buffers),
+        ("adapter", plan.adapter),
+        (f"states of {plan.optim}", plan.optimizer_states),
+        ("activations, loss and gradients", plan.activations),
+        *([("graphs of train_fast", plan.graphs)] if plan.train_fast else []),
+    ):
+        yield f"  {name:<33}{size_text(nbytes):>11}"
+    if plan.warning:
+        yield from textwrap.wrap(f"Warning: {plan.warning}.", width)
+    yield "Switches:"
+    for name, reason in plan.reasons.items():
+        on = getattr(plan, name, None)
+        state = "" if on is None else "on: " if on else "off: "
+        yield from textwrap.wrap(
+            f"{name.replace('_', ' ')}: {state}{reason}.", width, initial_indent="  ", subsequent_indent="    "
+        )
+    yield "What an option would change:"
+    for option, nbytes in plan.changes.items():
+        yield f"  {option:<33}{'-' if nbytes < 0 else '+'}{size_text(abs(nbytes)):>10}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
+
+import msgspec
 
 from gemma4_compat._common import shadowed
 from gemma4_compat._common.text import parse_size, size_text
@@ -16,11 +18,42 @@ from gemma4_compat._memory.formulas import TrainingLoad
 from gemma4_compat._memory.layout import Layout
 from gemma4_compat._memory.use import TrainingUse
 from gemma4_compat._models import build
-from gemma4_compat._plan import budgets, switches, training_code, training_step
+from gemma4_compat._plan import budgets, code, switches, training_step
 from gemma4_compat._plan.result import Source, TrainingPlan
 from gemma4_compat._plan.switches import MARGIN
 from gemma4_compat._plan.training_step import Step, StepMemory
 from gemma4_compat._quantization import config, qat
+
+_SWITCHES = ("chunked_loss", "chunked_mlp", "sliding_windows", "train_fast")
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What is planned: the arguments of :func:`plan_training`, and their defaults."""
+
+    model: Any
+    vram: float | str | Mapping[int | str, float | str] | None = None
+    max_length: int = 2048
+    batch: int = 1
+    padding: bool | None = None
+    r: int = 16
+    gradient_checkpointing: bool = True
+    optim: str = "adamw_torch"
+    chunked_loss: bool | None = None
+    chunked_mlp: bool | None = None
+    sliding_windows: bool | None = None
+    train_fast: bool | None = None
+    activation_offloading: bool = False
+    quantize: str | None = "4bit"
+    quantize_experts: bool | None = None
+    cpu: float | str | None = None
+    card: str | None = None
+
+    @property
+    def step(self) -> Step:
+        """The step, with the switches off that nobody asked for."""
+        found = {field.name: getattr(self, field.name) for field in fields(Step)}
+        found["padding"] = self.batch > 1 if self.padding is None else self.padding
+        return Step(**found | {switch: bool(found[switch]) for switch in _SWITCHES})
 
 
 def plan_training(
@@ -47,8 +80,7 @@ def plan_training(
 
     The installed releases' own code runs the step on tensors without memory (``FakeTensorMode``), and every storage it
     makes is counted. That takes half a minute, or more than one for a long text, no weights and no accelerator.
-    Arguments have the names of TRL's ``SFTConfig``, ``TrainingArguments`` and ``LoraConfig``; the previous names
-    (``sequence``, ``rank``, ``checkpointing``, ``optimizer``) still work, with a ``DeprecationWarning``.
+    Arguments have the names of TRL's ``SFTConfig``, ``TrainingArguments`` and ``LoraConfig``.
 
     Args:
         model: as for :func:`gemma4_compat.plan_device_map`, but not with quantized weights.
@@ -87,43 +119,32 @@ def plan_training(
         Gemma4CompatError: it does not fit (the message says what each option would save), or an argument cannot be
             understood.
     """
+    return planned(Request(**locals()))
+
+
+def planned(request: Request) -> TrainingPlan:
+    """The plan for a request: see :func:`plan_training`."""
     shadowed.refuse("torch", "transformers", "peft")
-    device, budget = _budget(vram, card)
-    quantization = None if quantize == "none" else quantize
+    model, experts = request.model, request.quantize_experts
+    device, budget = _budget(request.vram, request.card)
+    quantization = None if request.quantize == "none" else request.quantize
     if quantization not in (None, "4bit", "4bit-double"):
-        raise Gemma4CompatError(f"quantize is {quantize!r}; training plans know 4bit, 4bit-double and none")
-    step = Step(
-        max_length=max_length,
-        batch=batch,
-        padding=batch > 1 if padding is None else padding,
-        r=r,
-        gradient_checkpointing=gradient_checkpointing,
-        optim=optim,
-        chunked_loss=bool(chunked_loss),
-        chunked_mlp=bool(chunked_mlp),
-        sliding_windows=bool(sliding_windows),
-        train_fast=bool(train_fast),
-        activation_offloading=activation_offloading,
-    )
-    if quantize_experts and quantization is None:
-        raise Gemma4CompatError(f"quantize_experts quantizes to 4 bits, and quantize is {quantize!r}; use '4bit'")
-    cut, source = _described(model, quantization, experts=bool(quantize_experts))
-    if quantize_experts is None and quantization is not None and _experts_leave(cut, budget):
+        raise Gemma4CompatError(f"quantize is {quantization!r}; training plans know 4bit, 4bit-double and none")
+    step = request.step
+    if experts and quantization is None:
+        raise Gemma4CompatError(f"quantize_experts quantizes to 4 bits, and quantize is {quantization!r}; use '4bit'")
+    cut, source = _described(model, quantization, experts=bool(experts))
+    if experts is None and quantization is not None and _experts_leave(cut, budget):
         cut, source = _described(model, quantization, experts=True)
     measure: Callable[[Step], StepMemory] = functools.partial(_measure, model, quantization)
     if source.experts is not None:
         measure = functools.partial(_measure, model, quantization, quantized_experts=True)
-    measured = _measured(measure, step, replayed=train_fast is not False)
-    asked = {
-        "chunked_loss": chunked_loss,
-        "chunked_mlp": chunked_mlp,
-        "sliding_windows": sliding_windows,
-        "train_fast": train_fast,
-    }
-    free = [switch for switch, value in asked.items() if value is None]
+    measured = _measured(measure, step, replayed=request.train_fast is not False)
+    free = [switch for switch in _SWITCHES if getattr(request, switch) is None]
     step, reasons = switches.chosen(cut, device, budget, step, free, measured)
     memory, changes = measured(step), _changes(step, measured)
-    placed = _placed(cut, device, budget, memory, changes, cpu=None if cpu is None else parse_size(cpu))
+    host = None if request.cpu is None else parse_size(request.cpu)
+    placed = _placed(cut, device, budget, memory, changes, cpu=host)
     use = placed.use[device]
     return TrainingPlan(
         model=source.model,
@@ -131,17 +152,7 @@ def plan_training(
         device_map=placed.device_map,
         quantization=quantization,
         experts=source.experts,
-        max_length=max_length,
-        batch=batch,
-        padding=step.padding,
-        r=r,
-        gradient_checkpointing=gradient_checkpointing,
-        optim=optim,
-        chunked_loss=step.chunked_loss,
-        chunked_mlp=step.chunked_mlp,
-        sliding_windows=step.sliding_windows,
-        train_fast=step.train_fast,
-        activation_offloading=activation_offloading,
+        **vars(step),
         trained=sum(memory.sizes),
         weights=use.weights,
         buffers=use.pages,
@@ -158,7 +169,7 @@ def plan_training(
         reasons=reasons | switches.others(step),
         warning=switches.warning(use),
         assumed=source.assumed,
-        code=training_code.training_code(source, placed, step),
+        code=code.training_code(source, placed, step),
     )
 
 
@@ -233,7 +244,7 @@ def _changes(step: Step, measured: Callable[[Step], StepMemory]) -> dict[str, in
     checkpointing = step.gradient_checkpointing
     turned = replace(step, gradient_checkpointing=not checkpointing, activation_offloading=False)
     found = {f"--{'no-' if checkpointing else ''}gradient-checkpointing": measured(turned).peak - memory.peak}
-    for switch in ("chunked_loss", "chunked_mlp", "sliding_windows", "train_fast", "activation_offloading"):
+    for switch in (*_SWITCHES, "activation_offloading"):
         if not getattr(step, switch) and switches.never_used(step, switch):
             continue
         if switch == "train_fast" and switches.not_captured(measured(replace(step, train_fast=True))):
