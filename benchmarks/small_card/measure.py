@@ -152,7 +152,7 @@ def planned_use(
     resident = [block for block in blueprint.blocks if block not in away]
     share = uses.Share(
         resident=resident,
-        paged=[block for block in away if block.kind == "layer"],
+        streamed=[block for block in away if block.kind == "layer"],
         evicted=[block for block in away if block.kind != "layer"],
     )
 

@@ -4,8 +4,7 @@ Eviction is an ordered list of choices, each of which needs less accelerator mem
 the accelerator; the per-layer embeddings in host memory (rows are looked up there, which costs nothing); the towers as
 well, unused ones first; then the experts of as few decoder layers as needed (each token fetches only the experts it is
 routed to); then as few streamed decoder layers as needed. The first choice that fits is taken: more memory never
-streams more layers. Plans call streamed layers ``paged``: they are copied to the accelerator while the layers before
-them compute.
+streams more layers. Streamed layers are copied to the accelerator while the layers before them compute.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from gemma4_compat._memory.formulas import MEASURED, Load, TrainingLoad
 from gemma4_compat._memory.use import Share, TrainingUse, Use, use_of
 
 #: Fewer streamed layers than this free nothing: their buffers take the room of :attr:`Measured.slots` layers.
-_FEWEST_PAGED = MEASURED.slots + 1
+_FEWEST_STREAMED = MEASURED.slots + 1
 #: Suggested tokens per chunk of a prompt. For the 26B-A4B, chunks of 512 took twice the time and saved another 0.16
 #: GiB (benchmarks/results/2026-11-24-h200-experts-short).
 PREFILL_CHUNK = 1024
@@ -41,7 +40,7 @@ class Layout(Generic[Uses]):
         use: by accelerator.
         cpu: bytes in host memory, including padding of streamed layers.
         disk: bytes on disk.
-        paged: names of the streamed decoder layers.
+        streamed: names of the streamed decoder layers.
         looked_up: names of the decoder layers that stay without their experts.
         brought: bytes that each step copies over the bus: streamed layers, and the experts that it hits.
         awaited: the part of them that a layer waits for: the experts of layers that stay.
@@ -51,7 +50,7 @@ class Layout(Generic[Uses]):
     use: dict[int | str, Uses]
     cpu: int
     disk: int
-    paged: tuple[str, ...]
+    streamed: tuple[str, ...]
     looked_up: tuple[str, ...] = ()
     brought: int = 0
     awaited: int = 0
@@ -67,7 +66,7 @@ class _Choice:
     """The blocks that leave the accelerator, how many decoder layers' experts do, and how many layers are streamed."""
 
     evicted: frozenset[str]
-    paged: int
+    streamed: int
     experts: int = 0
 
 
@@ -121,7 +120,7 @@ def layout(
     found = _first_that_fits(blueprint, budgets, load)
     if found is None:
         raise Gemma4CompatError(_refusal(blueprint, budgets, load))
-    if balanced and len(budgets) > 1 and not (found.choice.paged or found.choice.experts):
+    if balanced and len(budgets) > 1 and not (found.choice.streamed or found.choice.experts):
         found = _balance(found)
     return _stored(found, cpu=cpu, disk=disk)
 
@@ -147,7 +146,7 @@ def smallest_budget(
         layers_leave: whether decoder layers, or their experts, may leave the accelerator.
     """
     load = load or Load()
-    choices = [one for one in _choices(blueprint, load) if layers_leave or not (one.paged or one.experts)]
+    choices = [one for one in _choices(blueprint, load) if layers_leave or not (one.streamed or one.experts)]
     return min(int(_Placement(blueprint, choice, {0: 1 << 62}, load).use[0].peak) for choice in choices)
 
 
@@ -199,9 +198,9 @@ def _choices(blueprint: Blueprint, load: Load | TrainingLoad) -> Iterator[_Choic
         evicted.append(block.name)
         yield _Choice(frozenset(evicted), 0)
     apart = sum(layer.experts_stored is not None for layer in blueprint.layers)
-    for count in range(_FEWEST_PAGED, apart + 1):
+    for count in range(_FEWEST_STREAMED, apart + 1):
         yield _Choice(frozenset(evicted), 0, count)
-    for count in range(_FEWEST_PAGED, len(blueprint.layers) + 1):
+    for count in range(_FEWEST_STREAMED, len(blueprint.layers) + 1):
         yield _Choice(frozenset(evicted), count, apart)
 
 
@@ -235,7 +234,7 @@ class _Placement:
     ) -> None:
         self.blueprint, self.choice, self.budgets, self.load = blueprint, choice, budgets, load
         self.main = next(iter(budgets)) if main is None else main
-        self.paged: list[Block] = []
+        self.streamed: list[Block] = []
         self.looked_up: list[Block] = []
         self.on: dict[Any, list[Block]] = {device: [] for device in budgets}
         self.evicted = [block for block in blueprint.blocks if block.name in choice.evicted]
@@ -256,7 +255,7 @@ class _Placement:
 
     def _place_layers(self, layers: list[Block]) -> None:
         others = [device for device in self.budgets if device != self.main]
-        if not self.choice.paged and not self.choice.experts:
+        if not self.choice.streamed and not self.choice.experts:
             # Fill the accelerators in order; the rest goes to the last, which then does not fit.
             for device in (self.main, *others):
                 while layers and self._holds(device, [*self.on[device], layers[0]]):
@@ -267,8 +266,8 @@ class _Placement:
         for device in reversed(others):
             while layers and self._holds(device, [layers[-1], *self.on[device]]):
                 self.on[device].insert(0, layers.pop())
-        self.paged = _spread(layers, min(self.choice.paged, len(layers)))
-        names = {layer.name for layer in self.paged}
+        self.streamed = _spread(layers, min(self.choice.streamed, len(layers)))
+        names = {layer.name for layer in self.streamed}
         stay = [layer for layer in layers if layer.name not in names]
         apart = [layer for layer in stay if layer.experts_stored is not None]
         self.looked_up = _spread(apart, min(self.choice.experts, len(apart)))
@@ -279,7 +278,7 @@ class _Placement:
 
     def _use(self, device: Any, resident: list[Block]) -> Use | TrainingUse:
         if device == self.main:
-            share = Share(resident=resident, looked_up=self.looked_up, paged=self.paged, evicted=self.evicted)
+            share = Share(resident=resident, looked_up=self.looked_up, streamed=self.streamed, evicted=self.evicted)
         else:
             share = Share(resident=resident, main=False)
         return use_of(self.blueprint, share, self.load, budget=self.budgets[device])
@@ -297,7 +296,7 @@ def placed_use(blueprint: Blueprint, placed: Layout[Use], load: Load) -> dict[in
             share = Share(
                 resident=resident,
                 looked_up=[block for block in resident if block.name in placed.looked_up],
-                paged=[block for block in away if block.kind == "layer"],
+                streamed=[block for block in away if block.kind == "layer"],
                 evicted=[block for block in away if block.kind != "layer"],
             )
         found[device] = use_of(blueprint, share, load, budget=use.budget)
@@ -331,10 +330,10 @@ def _balance(found: _Placement) -> _Placement:
 
 def _stored(found: _Placement, *, cpu: int | None, disk: int | None) -> Layout[Any]:
     """Host memory for what left the accelerators; if that is short, the disk, per-layer embeddings first."""
-    largest = max((block.away.allocated for block in found.paged), default=0)
+    largest = max((block.away.allocated for block in found.streamed), default=0)
     away = sorted(found.evicted, key=lambda block: ("per_layer_embedding", "embedding", "tower").index(block.kind))
     needs = {block.name: block.away.nbytes for block in away}
-    needs |= {block.name: largest for block in reversed(found.paged)}
+    needs |= {block.name: largest for block in reversed(found.streamed)}
     apart = {block.name: block for block in found.looked_up}
     needs |= {block.experts_name: block.experts_away.nbytes for block in reversed(found.looked_up)}
     on_disk: list[str] = []
@@ -368,9 +367,9 @@ def _stored(found: _Placement, *, cpu: int | None, disk: int | None) -> Layout[A
         use=ordered,
         cpu=sum(in_host.values()),
         disk=wanted,
-        paged=tuple(block.name for block in found.paged),
+        streamed=tuple(block.name for block in found.streamed),
         looked_up=tuple(apart),
-        brought=_brought(found, found.paged) + _brought(found, found.looked_up),
+        brought=_brought(found, found.streamed) + _brought(found, found.looked_up),
         awaited=_brought(found, found.looked_up),
     )
 
@@ -379,7 +378,7 @@ def _brought(found: _Placement, layers: Sequence[Block]) -> int:
     """Bytes of these layers that a step copies over the bus; a training step copies all experts."""
     number, taken, _ = found.blueprint.experts or (1, 1, 0)
     hit = number if isinstance(found.load, TrainingLoad) else min(found.load.batch * taken, number)
-    whole = (block for block in layers if block in found.paged)
+    whole = (block for block in layers if block in found.streamed)
     rest = sum(block.away.nbytes - block.experts_away.nbytes for block in whole)
     return rest + sum(block.experts_away.nbytes * hit // number for block in layers)
 

@@ -79,7 +79,7 @@ class Room:
     def sizes(self) -> list[int]:
         """The chunks in which the prompt may be read, the largest that fits first."""
         known = self._shapes
-        streams = known is not None and bool(known[1].paged or known[1].looked_up)
+        streams = known is not None and bool(known[1].streamed or known[1].looked_up)
         found = sizes(tokens=self._new, batch=self._load.batch, streams=streams)
         first = first_that_fits(found, self.fits)
         return [size for size in found if first is not None and size <= first]
@@ -115,7 +115,7 @@ class Room:
             return None
         (cut, share), kept = self._shapes, 0
         if any(variant.graphs for variant in self._decoding.variants):
-            streamed = share.streamed(few=cut.experts is not None)
+            streamed = share.stream_sizes(few=cut.experts is not None)
             kept = formulas.graph(cut, share.computed, streamed, self._load, head=True)
         return prompts.free(self._model.device, kept)
 
@@ -145,6 +145,6 @@ def shapes(model: Any) -> tuple[Blueprint, Share]:
     return cut, Share(
         resident=resident,
         looked_up=[block for block in resident if block.experts_stored is not None and is_away(block.experts_name)],
-        paged=[block for block in away if block.kind == "layer"],
+        streamed=[block for block in away if block.kind == "layer"],
         evicted=[block for block in away if block.kind != "layer"],
     )

@@ -19,7 +19,7 @@ class Use:
 
     Attributes:
         weights: the ones that stay there.
-        pages: buffers for the streamed layers.
+        stream_buffers: buffers for the streamed layers.
         adapter: LoRA weights, including those of streamed layers.
         kv: KV cache at the end of the context.
         graph: memory pool of the graphs of fast decoding, in ``prefill`` and ``decode``; 0 without them.
@@ -32,7 +32,7 @@ class Use:
     """
 
     weights: int
-    pages: int
+    stream_buffers: int
     adapter: int
     kv: int
     loading: int
@@ -54,14 +54,14 @@ class TrainingUse:
 
     Attributes:
         weights: the base's weights that stay there.
-        pages: buffers for the streamed layers.
+        stream_buffers: buffers for the streamed layers.
         loading: peak in ``from_pretrained``.
         step: peak of a training step.
         budget: what it may use.
     """
 
     weights: int
-    pages: int
+    stream_buffers: int
     loading: int
     step: int
     budget: int
@@ -79,14 +79,14 @@ class Share:
     Attributes:
         resident: the ones that stay there.
         looked_up: those of them whose experts are elsewhere.
-        paged: decoder layers that are streamed through it.
+        streamed: decoder layers that are streamed through it.
         evicted: other blocks that are elsewhere and computed with it.
         main: whether it computes the embeddings and the logits.
     """
 
     resident: Collection[Block]
     looked_up: Collection[Block] = ()
-    paged: Collection[Block] = ()
+    streamed: Collection[Block] = ()
     evicted: Collection[Block] = ()
     main: bool = True
 
@@ -100,7 +100,7 @@ class Share:
     def computed(self) -> list[Block]:
         """The decoder layers as they are computed there."""
         layers = [block for block in self.stays if block.kind == "layer"]
-        return layers + [block.brought_in() for block in self.paged if block.kind == "layer"]
+        return layers + [block.brought_in() for block in self.streamed if block.kind == "layer"]
 
     @property
     def weights(self) -> int:
@@ -112,16 +112,16 @@ class Share:
         """The peak while loading: while the last weight is quantized, it exists twice."""
         return self.weights + max((block.loading for block in self.stays), default=0)
 
-    def streamed(self, *, few: bool) -> list[int]:
+    def stream_sizes(self, *, few: bool) -> list[int]:
         """Bytes of each streamed layer: a prompt needs all its experts at once, a token only the ``few`` it hits."""
-        apart = (block.experts_away.allocated if few else 0 for block in self.paged)
-        return [block.away.allocated - experts for block, experts in zip(self.paged, apart)]
+        apart = (block.experts_away.allocated if few else 0 for block in self.streamed)
+        return [block.away.allocated - experts for block, experts in zip(self.streamed, apart)]
 
     @property
-    def pages(self) -> int:
+    def stream_buffers(self) -> int:
         """The buffers of a forward that needs all experts of a layer at once."""
         experts = (block.experts_away.allocated for block in self.looked_up)
-        return slots([*(block.away.allocated for block in self.paged), *experts])
+        return slots([*(block.away.allocated for block in self.streamed), *experts])
 
 
 @overload
@@ -131,14 +131,15 @@ def use_of(blueprint: Blueprint, share: Share, load: TrainingLoad, *, budget: in
 def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, budget: int) -> Use | TrainingUse:
     """What one accelerator uses for its share of the model."""
     if isinstance(load, TrainingLoad):
-        pages = share.pages
-        step = _with_slack(share.weights + MEASURED.blas_workspace + pages + load.step)
-        return TrainingUse(weights=share.weights, pages=pages, loading=share.loading, step=step, budget=budget)
+        buffers = share.stream_buffers
+        step = _with_slack(share.weights + MEASURED.blas_workspace + buffers + load.step)
+        return TrainingUse(
+            weights=share.weights, stream_buffers=buffers, loading=share.loading, step=step, budget=budget
+        )
     layers = share.computed
     few = _hits_few(blueprint, load)
-    streamed = share.streamed(few=few)
-    weights, pages = share.weights, share.pages
-    adapter = sum(block.adapter for block in (*share.resident, *share.paged, *share.evicted))
+    streamed = share.stream_sizes(few=few)
+    adapter = sum(block.adapter for block in (*share.resident, *share.streamed, *share.evicted))
     graph = formulas.graph(blueprint, layers, streamed, load, head=share.main)
     assistant = formulas.assistant(layers, load, blueprint.item) if share.main else 0
     held = weights + adapter + graph + assistant + (0 if load.weights_only else MEASURED.blas_workspace)
@@ -148,7 +149,7 @@ def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, bud
     slack = (lambda nbytes: nbytes) if load.weights_only else _with_slack
     return Use(
         weights=weights,
-        pages=pages,
+        stream_buffers=buffers,
         adapter=adapter,
         kv=sum(formulas.kv_cache(block, load, blueprint.item, prefill=False) for block in layers),
         loading=share.loading,
@@ -171,7 +172,7 @@ def reading(blueprint: Blueprint, share: Share, load: Load) -> int:
     found = formulas.activations(blueprint, share.computed, load, prefill=True, head=share.main)
     if share.main:
         found = max(found, _towers(blueprint, share, load))
-    return share.pages + found
+    return share.stream_buffers + found
 
 
 def slots(sizes: Sequence[int]) -> int:
@@ -191,7 +192,7 @@ def _rows(blueprint: Blueprint, share: Share, load: Load) -> Iterator[int]:
     :func:`gemma4_compat._memory.formulas.activations` counts the quantized ones.
     """
     number, taken, _ = blueprint.experts or (1, 0, 0)
-    for block in (*share.paged, *share.looked_up):
+    for block in (*share.streamed, *share.looked_up):
         if not block.experts or not block.quantized_away:
             yield block.experts_away.allocated * load.batch * taken // number
 

@@ -229,7 +229,7 @@ def _chosen_experts(planned: Callable[[bool], _Planned]) -> _Planned:
         found = None
     if found is not None:
         cut, placed, *_ = found
-        if not (placed.paged or placed.looked_up) or all(layer.experts_stored is None for layer in cut.layers):
+        if not (placed.streamed or placed.looked_up) or all(layer.experts_stored is None for layer in cut.layers):
             return found
     return planned(True)
 
@@ -259,7 +259,7 @@ def _read_as_fits(
     found, asked = placed(load), load.prefill_chunk is not None or load.vision or load.audio
     for size in () if asked else _CHUNKS:
         chunked = replace(load, prefill_chunk=size)
-        if not chunked.chunked or (found is not None and found[2] != _NO_ROOM and not found[0].paged):
+        if not chunked.chunked or (found is not None and found[2] != _NO_ROOM and not found[0].streamed):
             break
         other = placed(chunked)
         if other is not None and (found is None or _is_better(found, other)):
@@ -281,8 +281,8 @@ def _is_better(found: tuple[Layout[Use], Load, str], other: tuple[Layout[Use], L
     if _NO_ROOM in (found[2], other[2]) and found[2] != other[2]:
         return found[2] == _NO_ROOM
     forwards = [-(-load.prompt_tokens // load.prefill) for _, load, _ in (found, other)]
-    less = len(found[0].paged) - len(other[0].paged)
-    return less * _ANSWER > (forwards[1] - forwards[0]) * len(other[0].paged)
+    less = len(found[0].streamed) - len(other[0].streamed)
+    return less * _ANSWER > (forwards[1] - forwards[0]) * len(other[0].streamed)
 
 
 def _with_larger_chunks(
@@ -294,7 +294,7 @@ def _with_larger_chunks(
         used = layout.placed_use(cut, placed, replace(load, prefill_chunk=size))
         return all(use.peak <= use.budget for use in used.values())
 
-    streams = bool(placed.paged or placed.looked_up)
+    streams = bool(placed.streamed or placed.looked_up)
     found = room.sizes(tokens=load.prompt_tokens, batch=load.batch, streams=streams)
     load = replace(load, prefill_chunk=max([load.prefill, *filter(fits, found)]))
     return replace(placed, use=layout.placed_use(cut, placed, load)), load, slow_because

@@ -139,9 +139,9 @@ class Plan:
         return self.layout.disk
 
     @property
-    def paged(self) -> tuple[str, ...]:
+    def streamed(self) -> tuple[str, ...]:
         """Streamed decoder layers: copied to the accelerator while the layers before them compute."""
-        return self.layout.paged
+        return self.layout.streamed
 
     @property
     def looked_up(self) -> tuple[str, ...]:
@@ -220,30 +220,25 @@ class Plan:
 
     def as_data(self) -> dict[str, Any]:
         """Everything, as plain data: bytes are integers, the map's keys in order."""
-        data = {name: getattr(self, name) for name in _DATA}
-        data |= {"paged": list(self.paged), "looked_up": list(self.looked_up)}
-        data["use"] = {str(device): {name: getattr(use, name) for name in _USE} for device, use in self.use.items()}
+        data = {key: getattr(self, _ATTRIBUTES.get(key, key)) for key in _DATA.split()}
+        data |= {"paged": list(self.streamed), "looked_up": list(self.looked_up)}
+        keys = _USE.split()
+        data["use"] = {
+            str(device): {key: getattr(use, _ATTRIBUTES.get(key, key)) for key in keys}
+            for device, use in self.use.items()
+        }
         return data
 
 
 #: The keys of a plan as data, in order, and those of an accelerator's use.
-_DATA = (
-    *("model", "model_class", "device_map", "quantization", "quantize_offloaded", "experts", "cpu", "disk", "paged"),
-    *("looked_up", "brought", "bus", "fast", "slow_because", "own_attention", "copies_because", "context", "batch"),
-    *("vision", "audio"),
-    *(
-        "longest_context",
-        "prefill_chunk",
-        "chunked_prefill",
-        "longest_chunked",
-        "modelled",
-        "not_modelled",
-        "measured",
-        "assumed",
-        "code",
-    ),
-)
-_USE = ("weights", "pages", "adapter", "kv", "graph", "assistant", "loading", "prefill", "decode", "peak", "budget")
+_DATA = """
+model model_class device_map quantization quantize_offloaded experts cpu disk paged looked_up brought bus fast
+slow_because own_attention copies_because context batch vision audio longest_context prefill_chunk chunked_prefill
+longest_chunked modelled not_modelled measured assumed code
+"""
+_USE = "weights pages adapter kv graph assistant loading prefill decode peak budget"
+#: Attributes whose keys are other names.
+_ATTRIBUTES = {"paged": "streamed", "pages": "stream_buffers"}
 
 
 @dataclass(frozen=True, kw_only=True)

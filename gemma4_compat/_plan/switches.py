@@ -135,7 +135,7 @@ def _streamed(cut: Blueprint, device: int | str, budget: int, memories: Mapping[
     for way, memory in memories.items():
         load = TrainingLoad(step=memory.peak)
         if room > 0 and layout.fits(cut, {device: room}, load):
-            found[way] = len(layout.layout(cut, {device: room}, load).paged)
+            found[way] = len(layout.layout(cut, {device: room}, load).streamed)
     return found
 
 

@@ -1,4 +1,4 @@
-"""A plan as text: a bar for each device, the map, the expected peaks, and the code that loads it; or that trains it."""
+"""A plan as text: a bar for each device, the map, the expected peaks, and the code that loads or trains it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from gemma4_compat._common.text import runs_text, size_text
 from gemma4_compat._memory.layout import PREFILL_CHUNK
+from gemma4_compat._memory.use import Use
 from gemma4_compat._plan import measured, prompt_kernels, speed
 from gemma4_compat._plan.code import FAST, grouped
 from gemma4_compat._plan.result import Plan, TrainingPlan
@@ -98,15 +99,19 @@ def _bars(plan: Plan, width: int, cells: str) -> Iterator[str]:
     label_width = max(len(label) for label in (*labels.values(), "disk"))
     room = width - label_width - len("  []  10.00 GiB of 10.00 GiB")
     for device, use in plan.use.items():
-        weights = use.weights + use.adapter + use.pages
-        kv = min(use.kv, max(0, use.peak - weights))  # of the larger of the two forwards
-        parts = (use.weights + use.adapter, use.pages, kv, max(0, use.peak - weights - kv))
-        shown = bar(parts, use.budget, room, cells)
+        shown = bar(_parts(use), use.budget, room, cells)
         yield f"{labels[device]:<{label_width}}  [{shown}]  {size_text(use.peak)} of {size_text(use.budget)}"
     for label, nbytes in (("cpu", plan.cpu), ("disk", plan.disk)):
         if nbytes:
             yield f"{label:<{label_width}}  {size_text(nbytes)}"
     yield from _legend(cells, _PARTS, width)
+
+
+def _parts(use: Use) -> tuple[int, ...]:
+    """What the larger of the two forwards uses."""
+    kv = min(use.kv, max(0, use.peak - use.weights - use.adapter - use.stream_buffers))
+    known = (use.weights + use.adapter, use.stream_buffers, kv)
+    return (*known, max(0, use.peak - sum(known)))
 
 
 def map_lines(device_map: Mapping[str, int | str], width: int) -> Iterator[str]:
@@ -128,8 +133,8 @@ def _streamed(plan: Plan, width: int) -> Iterator[str]:
         )
         looked_up += "those it is routed to."
         yield from textwrap.wrap(looked_up, width)
-    if plan.paged:
-        streamed = f"{len(plan.paged)} decoder layers are streamed: copied to the accelerator while others compute."
+    if plan.streamed:
+        streamed = f"{len(plan.streamed)} decoder layers are streamed: copied to the accelerator while others compute."
         yield from textwrap.wrap(streamed, width)
 
 
@@ -184,7 +189,7 @@ def _decoding(plan: Plan, width: int) -> Iterator[str]:
     text += f"Its graphs keep {size_text(pools)}."
     if plan.brought:
         text += f" The bus limits its speed: each token brings {size_text(plan.brought)} over it."
-        if plan.paged:
+        if plan.streamed:
             least, most = (round(100 * share) for share in speed.BUS_SHARE)
             text += f" Where it was measured, replay of streamed layers reached {least} to {most} % of the bus."
         buses = {f"{size_text(plan.bus)}/s": plan.bus} if plan.bus else BUSES

@@ -135,7 +135,7 @@ def test_a_prompt_that_does_not_fit_at_once_is_planned_in_chunks(variant: str, v
     assert ("gemma4_compat.decode_fast(model)" in found.code) is found.fast
     if _blueprint(variant).one_query_packed:  # before, a token's step copies keys and values for each head
         assert found.fast
-        assert found.paged == ()
+        assert found.streamed == ()
     assert found.use[0].peak <= found.use[0].budget
     assert found.longest_context >= CONTEXT
     assert "The prompt is read in chunks: at once it would not fit" in " ".join(plan_text(found).split())
@@ -154,25 +154,25 @@ def test_layers_stay_where_chunks_keep_them() -> None:
     """The E4B read at once streams layers in 4 GiB, and each token would wait for them."""
     whole = gemma4_compat.plan_device_map("E4B", "4GiB", prefill_chunk=8192)
     found = gemma4_compat.plan_device_map("E4B", "4GiB")
-    assert len(whole.paged) > len(found.paged) == 0
+    assert len(whole.streamed) > len(found.streamed) == 0
     assert found.prefill_chunk in (512, 1024)
 
 
 @pytest.mark.parametrize(
-    ("paged", "chunked", "chunk", "better"),
+    ("streamed", "chunked", "chunk", "better"),
     [(40, 0, 128, True), (40, 40, 1024, False), (40, 38, 1024, False), (40, 36, 1024, True), (40, 36, 512, False)],
 )
-def test_chunks_bring_streamed_layers_once_each(paged: int, chunked: int, chunk: int, better: bool) -> None:
+def test_chunks_bring_streamed_layers_once_each(streamed: int, chunked: int, chunk: int, better: bool) -> None:
     """Of 8,192 tokens. A hundred tokens of an answer bring fewer layers by more than the further chunks bring."""
     load = Load(context=8192)
-    one, other = (_placed(count) for count in (paged, chunked))
+    one, other = (_placed(count) for count in (streamed, chunked))
     assert plan._is_better((one, load, ""), (other, replace(load, prefill_chunk=chunk), "")) is better
     assert plan._is_better((one, load, plan._NO_ROOM), (one, load, ""))
     assert not plan._is_better((one, load, ""), (other, load, plan._NO_ROOM))
 
 
-def _placed(paged: int) -> layout.Layout[Any]:
-    return layout.Layout(device_map={}, use={}, cpu=0, disk=0, paged=("a layer",) * paged)
+def _placed(streamed: int) -> layout.Layout[Any]:
+    return layout.Layout(device_map={}, use={}, cpu=0, disk=0, streamed=("a layer",) * streamed)
 
 
 def test_what_fits_is_read_at_once_and_the_longest_context_in_chunks_is_said() -> None:

@@ -101,7 +101,7 @@ def test_weights_alone_take_what_is_stored_and_two_layers() -> None:
     assert least < LEAST
     use = layout.layout(MODEL, {0: least}, alone).use[0]
     assert (use.kv, use.peak) == (0, least)
-    assert use.prefill == use.decode == use.weights + use.pages
+    assert use.prefill == use.decode == use.weights + use.stream_buffers
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -128,7 +128,7 @@ def test_more_memory_never_offloads_more_and_the_cheapest_leaves_first(load: Loa
             assert away(item, "per_layer_embedding")
         if away(item, "layer"):
             assert len(away(item, "tower")) == 2
-            assert set(item.paged) == away(item, "layer")
+            assert set(item.streamed) == away(item, "layer")
         assert away(item, "embedding") == away(item, "head") == set()
 
 
@@ -145,14 +145,14 @@ def test_an_unused_tower_leaves_before_a_used_one() -> None:
 def test_as_few_layers_as_needed_are_paged(budget: int) -> None:
     """One fewer does not fit, whichever layers are taken."""
     placed = layout.layout(MODEL, {0: budget}, LOAD)
-    if len(placed.paged) <= 3:
-        assert len(placed.paged) in (0, 3)  # two buffers: the first two layers would free nothing
+    if len(placed.streamed) <= 3:
+        assert len(placed.streamed) in (0, 3)  # two buffers: the first two layers would free nothing
         return
     evicted = [block for block in MODEL.blocks if block.kind in ("per_layer_embedding", "tower")]
     rest = [block for block in MODEL.blocks if block.kind not in ("per_layer_embedding", "tower", "layer")]
-    for paged in itertools.combinations(MODEL.layers, len(placed.paged) - 1):
-        resident = [*rest, *(layer for layer in MODEL.layers if layer not in paged)]
-        use = use_of(MODEL, Share(resident=resident, paged=paged, evicted=evicted), LOAD, budget=budget)
+    for streamed in itertools.combinations(MODEL.layers, len(placed.streamed) - 1):
+        resident = [*rest, *(layer for layer in MODEL.layers if layer not in streamed)]
+        use = use_of(MODEL, Share(resident=resident, streamed=streamed, evicted=evicted), LOAD, budget=budget)
         assert use.peak > budget
 
 
@@ -174,7 +174,7 @@ def test_bf16_layers_need_larger_buffers_and_the_refusal_says_so() -> None:
 def test_adapters_of_paged_layers_stay_on_the_accelerator() -> None:
     model = blueprint(adapter=MIB)
     placed = layout.layout(model, {0: layout.smallest_budget(model, LOAD)}, LOAD)
-    assert placed.paged
+    assert placed.streamed
     assert placed.use[0].adapter == 12 * MIB
 
 
@@ -211,7 +211,7 @@ def test_several_accelerators_stay_inside_their_budgets(first: int, second: int)
     placed = layout.layout(MODEL, {0: first, 1: second}, LOAD)
     alone = layout.layout(MODEL, {0: first}, LOAD)
     assert all(use.peak <= use.budget for use in placed.use.values())
-    assert len(placed.paged) <= len(alone.paged)
+    assert len(placed.streamed) <= len(alone.streamed)
     assert sorted(placed.device_map) == sorted(block.name for block in MODEL.blocks)
     main = next(iter(placed.use))
     assert next(iter(placed.device_map.values())) == main
@@ -386,8 +386,10 @@ def test_the_report_stays_inside_its_width(width: int, blocks: bool) -> None:
 
 
 def test_a_bar_shows_shares_of_the_budget() -> None:
-    use = Use(weights=40, pages=10, adapter=0, kv=10, loading=0, prefill=80, decode=70, budget=100)
-    assert _plan_text._bar(use, 50, "wpkt.") == "w" * 20 + "p" * 5 + "k" * 5 + "t" * 10 + "." * 10
+    use = Use(weights=40, stream_buffers=10, adapter=0, kv=10, loading=0, prefill=80, decode=70, budget=100)
+    assert (
+        _plan_text.bar(_plan_text._parts(use), 100, 50, "wpkt.") == "w" * 20 + "p" * 5 + "k" * 5 + "t" * 10 + "." * 10
+    )
 
 
 @pytest.mark.parametrize("encoding, expected", [("utf-8", True), ("ascii", False), (None, False), ("nonsense", False)])
@@ -418,6 +420,6 @@ def test_variants_are_found_by_their_names(name: str) -> None:
 
 
 def test_arithmetic_on_a_blueprint_imports_no_library() -> None:
-    loaded = imported_by("from gemma4_compat._plan import blueprint, code, layout, memory, plan, text")
+    loaded = imported_by("from gemma4_compat._plan import code, layout, plan, text")
     assert "gemma4_compat._memory.layout" in loaded
     assert not {name.partition(".")[0] for name in loaded} & set(UPSTREAM)

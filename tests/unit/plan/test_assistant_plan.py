@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import cli
 from gemma4_compat._decoding import draft_windows
+from gemma4_compat._memory import formulas
 from gemma4_compat._memory.blueprint import Blueprint, describe
 from gemma4_compat._memory.formulas import Load
 from gemma4_compat._models import build, variants
@@ -23,7 +24,7 @@ from tests.unit.memory.models import VARIANTS
 needs_assistants = pytest.mark.skipif(
     not hasattr(transformers, "Gemma4AssistantForCausalLM"), reason="this release has no assistants"
 )
-LOAD = Load(context=4096, batch=1, fast=True, assistant=True)
+LOAD = Load(context=4096, batch=1, fast=True)
 
 
 @functools.cache
@@ -93,7 +94,7 @@ def test_windows_are_as_large_as_planned(context: int) -> None:
         model(torch.tensor([[3, 4]]), past_key_values=cache)
     held = draft_windows.Windows(cache, 8)._held
     expected = sum(tensor.nbytes for pair in held for tensor in pair)
-    found = assistants.windows(describe(model).layers, replace(LOAD, context=context), 2)
+    found = formulas.draft_windows(describe(model).layers, replace(LOAD, context=context), 2)
     assert expected <= found <= expected + 512 * 2 * len(held)
 
 

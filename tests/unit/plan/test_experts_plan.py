@@ -193,7 +193,7 @@ def test_experts_leave_before_whole_layers() -> None:
     counts = [len(plan.looked_up) for plan in plans.values()]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[1] > counts[2] > counts[3] == 0
-    assert not any(plan.paged for plan in plans.values())
+    assert not any(plan.streamed for plan in plans.values())
     one = (
         128
         * sum(expert_tensors(128, 2816, 1408, "4bit-double") + expert_tensors(128, 2816, 704, "4bit-double"))
@@ -206,8 +206,8 @@ def test_experts_leave_before_whole_layers() -> None:
             assert plan.device_map[f"{name}.experts"] == "cpu"
     given |= {"context": 512, "prompt": 512}
     smallest = gemma4_compat.plan_device_map("26B-A4B", "4GiB", **given)
-    assert smallest.paged
-    assert not {f"{name}.experts" for name in smallest.paged} & smallest.device_map.keys()
+    assert smallest.streamed
+    assert not {f"{name}.experts" for name in smallest.streamed} & smallest.device_map.keys()
 
 
 def test_the_bus_that_is_given() -> None:

@@ -196,11 +196,11 @@ def test_a_placement_for_fast_decoding_stays_inside_its_budget(budget: int) -> N
     placed = layout.layout(MODEL, {0: budget}, FAST)
     use = placed.use[0]
     assert use.peak <= budget
-    paged = [block.stored.allocated for block in MODEL.layers if block.name in placed.paged]
-    assert use.graph == pool(streamed=tuple(paged))
-    assert use.pages == (2 * max(paged) if paged else 0)
-    assert min(use.prefill, use.decode) > use.weights + use.pages + use.graph
-    assert placed.brought == sum(block.stored.nbytes for block in MODEL.layers if block.name in placed.paged)
+    streamed = [block.stored.allocated for block in MODEL.layers if block.name in placed.streamed]
+    assert use.graph == pool(streamed=tuple(streamed))
+    assert use.stream_buffers == (2 * max(streamed) if streamed else 0)
+    assert min(use.prefill, use.decode) > use.weights + use.stream_buffers + use.graph
+    assert placed.brought == sum(block.stored.nbytes for block in MODEL.layers if block.name in placed.streamed)
 
 
 # -------------------------------------------------------------------------------------------------- with it or without
@@ -314,7 +314,7 @@ def test_a_plan_without_it_says_why_and_does_not_call_it(arguments: list[str], r
 def test_the_report_says_what_it_is_and_what_bounds_it() -> None:
     text = says("E2B", "--vram", "1.3GiB", "--context", "1024")
     plan = gemma4_compat.plan_device_map("E2B", "1.3GiB", context=1024)
-    assert plan.paged
+    assert plan.streamed
     assert "Fast decoding (gemma4_compat.decode_fast): static cache; the decoding step is replayed as one CUDA" in text
     assert "For PyTorch's bits: exact=True." in text
     assert f"Its graphs keep {layout.size_text(plan.use[0].graph)}." in text

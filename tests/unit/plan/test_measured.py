@@ -82,7 +82,7 @@ def test_towers_do_not_matter_for_decoding() -> None:
     """The plan keeps a tower that was in host memory when it was measured."""
     plan = gemma4_compat.plan_device_map("E2B", "2GiB", card="H200", **E2B)
     assert plan.measured
-    assert not plan.paged
+    assert not plan.streamed
 
 
 @pytest.mark.parametrize(

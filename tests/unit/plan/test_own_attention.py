@@ -176,7 +176,7 @@ def test_heads_without_kernels(workspace: Any) -> None:
 
 
 def test_an_assistant_of_a_model_with_experts_has_transformers_read_the_prompt() -> None:
-    load = Load(context=4096, assistant=True)
+    load = Load(context=4096, assistant=1)
     assert "transformers reads the prompt" in prompt_kernels.obstacle(_blueprint("26B-A4B"), load, (9, 0))
     assert prompt_kernels.obstacle(_blueprint("E4B"), load, (9, 0)) == ""
 

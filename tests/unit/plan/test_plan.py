@@ -116,7 +116,7 @@ def test_the_map_names_every_tensor_of_the_real_class_once(variant: str) -> None
 @pytest.mark.parametrize("variant, gib", [("E2B", 1.2), ("E4B", 1.6)])
 def test_the_small_models_go_down_to_what_was_sketched(variant: str, gib: float) -> None:
     plan = gemma4_compat.plan_device_map(variant, f"{gib}GiB", context=512)
-    assert len(plan.paged) > 0
+    assert len(plan.streamed) > 0
     assert plan.use[0].peak <= gib * (1 << 30)
 
 
@@ -187,7 +187,7 @@ def test_the_code_loads_offloaded_layers_quantized(
     plan = gemma4_compat.plan_device_map(
         str(workspace.checkpoint), {"cpu": budget}, context=64, quantize=quantization, cpu=0
     )
-    assert plan.paged
+    assert plan.streamed
     assert plan.quantize_offloaded
     assert_same(workspace.outputs(run(plan)["model"]), workspace.outputs(whole(workspace, quantization)))
 

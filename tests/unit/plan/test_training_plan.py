@@ -19,7 +19,8 @@ from gemma4_compat._decoding import recording
 from gemma4_compat._fast_training import counting, layers
 from gemma4_compat._memory.formulas import TrainingLoad
 from gemma4_compat._models import build, checkpointing
-from gemma4_compat._plan import equal_layers, switches, training, training_step, training_text
+from gemma4_compat._plan import equal_layers, switches, training, training_step
+from gemma4_compat._plan.text import plan_text
 from gemma4_compat._plan.training_step import Step
 from gemma4_compat._quantization.experts import all_experts
 from gemma4_compat._reproduction import tiny, tiny_models
@@ -287,7 +288,7 @@ def test_a_plan_stores_experts_as_it_is_told(workspace: Any, asked: bool | None)
     plan = gemma4_compat.plan_training(str(checkpoint), "8GiB", max_length=8, r=2, quantize_experts=asked)
     assert plan.experts == ("4bit" if asked else None)
     assert ("with gemma4_compat.quantize_experts()" in plan.code) is bool(asked)
-    assert (", experts too:" in " ".join(training_text.training_text(plan, width=100).split())) is bool(asked)
+    assert (", experts too:" in " ".join(plan_text(plan, width=100).split())) is bool(asked)
 
 
 def test_experts_that_do_not_fit_are_stored_in_4_bits() -> None:
@@ -462,7 +463,7 @@ def test_a_plan_chooses_pieces_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert "the step takes 2.00 GiB more, and would not leave 512 MiB free" in small.reasons["chunked_mlp"]
     assert (small.changes["--no-chunked-loss"], small.changes["--no-chunked-mlp"]) == (3 << 30, 2 << 30)
     assert "gemma4_compat.chunked_mlp(model)\n" in small.code
-    text = " ".join(training_text.training_text(small, width=90).split())
+    text = " ".join(plan_text(small, width=90).split())
     assert "the loss in chunks, MLPs in pieces" in text
     assert "chunked mlp: on: otherwise the step takes" in text
     large = plan("7GiB")
@@ -524,7 +525,7 @@ def test_a_plan_chooses_windows_and_says_so(
     assert (plan.chunked_mlp, plan.sliding_windows) == (pieces, by_windows)
     option = "--no-sliding-windows" if by_windows else "--sliding-windows"
     assert plan.changes[option] == int((taken[pieces, not by_windows] - taken[pieces, by_windows]) * (1 << 30))
-    text = " ".join(training_text.training_text(plan, width=90).split())
+    text = " ".join(plan_text(plan, width=90).split())
     assert ("sliding layers by windows" in text) is by_windows
     assert f"sliding windows: {'on: otherwise' if by_windows else 'off: it would save'}" in text
     line = f'os.environ["GEMMA4_COMPAT_ENABLE"] = "{windows.ID}"\n'
@@ -617,7 +618,7 @@ def test_a_plan_replays_layers_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert (plan.graphs, plan.activations, plan.changes["--no-train-fast"]) == (1 << 30, 1 << 30, -1 << 30)
     assert "gemma4_compat.train_fast(model)\n" in plan.code
     assert "pad_to_multiple_of" in plan.code
-    text = " ".join(training_text.training_text(plan, width=90).split())
+    text = " ".join(plan_text(plan, width=90).split())
     for part in ("decoder layers replayed", "graphs of train_fast 1.00 GiB", "train fast: on: short steps wait"):
         assert part in text
     for options, why in (
