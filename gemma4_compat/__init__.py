@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from gemma4_compat._accelerate.listing import Attached as Attached
     from gemma4_compat._accelerate.listing import Attachment as Attachment
     from gemma4_compat._accelerate.listing import attached as attached
-    from gemma4_compat._decoding.decoder import decoding_statistics as decoding_statistics
-    from gemma4_compat._decoding.fast import decode_fast as decode_fast
-    from gemma4_compat._decoding.recaptures import DecodingStatistics as DecodingStatistics
-    from gemma4_compat._decoding.recaptures import Recapture as Recapture
     from gemma4_compat._diagnostics.diagnosis import Diagnosis as Diagnosis
     from gemma4_compat._diagnostics.diagnosis import doctor as doctor
     from gemma4_compat._diagnostics.explanation import Explanation as Explanation
@@ -49,9 +45,11 @@ if TYPE_CHECKING:
     from gemma4_compat._diagnostics.findings import Finding as Finding
     from gemma4_compat._export.job import export_adapter as export_adapter
     from gemma4_compat._export.result import ExportReport as ExportReport
-    from gemma4_compat._fast_training.fast import train_fast as train_fast
-    from gemma4_compat._fast_training.fast import training_statistics as training_statistics
-    from gemma4_compat._fast_training.layers import TrainingStatistics as TrainingStatistics
+    from gemma4_compat._generation.fast import decode_fast as decode_fast
+    from gemma4_compat._generation.prefix_cache.reuse import reuse_prefix as reuse_prefix
+    from gemma4_compat._graphs.decoder import decoding_statistics as decoding_statistics
+    from gemma4_compat._graphs.recaptures import DecodingStatistics as DecodingStatistics
+    from gemma4_compat._graphs.recaptures import Recapture as Recapture
     from gemma4_compat._merge.check import Parity as Parity
     from gemma4_compat._merge.job import merge_adapter as merge_adapter
     from gemma4_compat._merge.result import MergeParityError as MergeParityError
@@ -71,9 +69,11 @@ if TYPE_CHECKING:
     from gemma4_compat._repair.repair import repair_checkpoint as repair_checkpoint
     from gemma4_compat._scan.result import Problem as Problem
     from gemma4_compat._scan.result import Scan as Scan
+    from gemma4_compat._training.captured.layers import TrainingStatistics as TrainingStatistics
+    from gemma4_compat._training.fast import train_fast as train_fast
+    from gemma4_compat._training.fast import training_statistics as training_statistics
     from gemma4_compat._training.loss import chunked_loss as chunked_loss
     from gemma4_compat._training.mlp import chunked_mlp as chunked_mlp
-    from gemma4_compat._turns.reuse import reuse_prefix as reuse_prefix
 
 __version__ = "0.1.0"
 
@@ -144,7 +144,7 @@ _LAZY = {
     "Assessment": "gemma4_compat._needed.judge",
     "Attached": "gemma4_compat._accelerate.listing",
     "Attachment": "gemma4_compat._accelerate.listing",
-    "DecodingStatistics": "gemma4_compat._decoding.recaptures",
+    "DecodingStatistics": "gemma4_compat._graphs.recaptures",
     "Diagnosis": "gemma4_compat._diagnostics.diagnosis",
     "Explanation": "gemma4_compat._diagnostics.explanation",
     "ExportReport": "gemma4_compat._export.result",
@@ -156,17 +156,17 @@ _LAZY = {
     "Parity": "gemma4_compat._merge.check",
     "Plan": "gemma4_compat._plan.result",
     "Problem": "gemma4_compat._scan.result",
-    "Recapture": "gemma4_compat._decoding.recaptures",
+    "Recapture": "gemma4_compat._graphs.recaptures",
     "RepairReport": "gemma4_compat._repair.repair",
     "Scan": "gemma4_compat._scan.result",
     "SkipModule": "gemma4_compat._quantization.skip_modules",
     "TrainingPlan": "gemma4_compat._plan.result",
-    "TrainingStatistics": "gemma4_compat._fast_training.layers",
+    "TrainingStatistics": "gemma4_compat._training.captured.layers",
     "attached": "gemma4_compat._accelerate.listing",
     "chunked_loss": "gemma4_compat._training.loss",
     "chunked_mlp": "gemma4_compat._training.mlp",
-    "decode_fast": "gemma4_compat._decoding.fast",
-    "decoding_statistics": "gemma4_compat._decoding.decoder",
+    "decode_fast": "gemma4_compat._generation.fast",
+    "decoding_statistics": "gemma4_compat._graphs.decoder",
     "doctor": "gemma4_compat._diagnostics.diagnosis",
     "explain": "gemma4_compat._diagnostics.explanation",
     "export_adapter": "gemma4_compat._export.job",
@@ -177,9 +177,9 @@ _LAZY = {
     "plan_training": "gemma4_compat._plan.training",
     "quantization_skip_modules": "gemma4_compat._quantization.skip_modules",
     "repair_checkpoint": "gemma4_compat._repair.repair",
-    "reuse_prefix": "gemma4_compat._turns.reuse",
-    "train_fast": "gemma4_compat._fast_training.fast",
-    "training_statistics": "gemma4_compat._fast_training.fast",
+    "reuse_prefix": "gemma4_compat._generation.prefix_cache.reuse",
+    "train_fast": "gemma4_compat._training.fast",
+    "training_statistics": "gemma4_compat._training.fast",
 }
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every name, misspelt ones too

@@ -52,7 +52,7 @@ def loaded(shape: str, folder: Path) -> Any:
 
 def planned(model: Any, context: int, prompt: int, chunk: int | None) -> Data:
     """GiB at most while the prompt is read, and while tokens are decoded."""
-    from gemma4_compat._memory import room
+    from gemma4_compat._generation.prompts import room
     from gemma4_compat._memory.formulas import Load
     from gemma4_compat._memory.use import use_of
 
@@ -111,7 +111,7 @@ def run(model: Any, arguments: Any, result: Data) -> None:
 def main(argv: list[str] | None = None) -> int:
     import torch
 
-    from gemma4_compat._decoding.recording import RECORDERS
+    from gemma4_compat._graphs.recording import RECORDERS
     from gemma4_compat._stand_ins import tape
 
     parser = common.parser(__doc__, SHAPES, minutes=8)

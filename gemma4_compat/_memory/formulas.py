@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from gemma4_compat._decoding import flash
+from gemma4_compat._kernels.specs import flash
 from gemma4_compat._memory.attention import EAGER_SCORES, mask_as_numbers, repeated
 from gemma4_compat._memory.blueprint import Attention, Block, Blueprint, rounded
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
-from gemma4_compat._decoding import flash
+from gemma4_compat._kernels.specs import flash
 from gemma4_compat._memory import formulas
 from gemma4_compat._memory.blueprint import Block, Blueprint
 from gemma4_compat._memory.formulas import MEASURED, Load, TrainingLoad
@@ -130,12 +130,10 @@ def use_of(blueprint: Blueprint, share: Share, load: Load, *, budget: int) -> Us
 def use_of(blueprint: Blueprint, share: Share, load: TrainingLoad, *, budget: int) -> TrainingUse: ...
 def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, budget: int) -> Use | TrainingUse:
     """What one accelerator uses for its share of the model."""
+    weights, buffers = share.weights, share.stream_buffers
     if isinstance(load, TrainingLoad):
-        buffers = share.stream_buffers
-        step = _with_slack(share.weights + MEASURED.blas_workspace + buffers + load.step)
-        return TrainingUse(
-            weights=share.weights, stream_buffers=buffers, loading=share.loading, step=step, budget=budget
-        )
+        step = _with_slack(weights + buffers + MEASURED.blas_workspace + load.step)
+        return TrainingUse(weights=weights, stream_buffers=buffers, loading=share.loading, step=step, budget=budget)
     layers = share.computed
     few = _hits_few(blueprint, load)
     streamed = share.stream_sizes(few=few)

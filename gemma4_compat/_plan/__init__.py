@@ -1,16 +1,13 @@
-"""Device maps that fit: the bytes of each block, its place, and the code that loads the model.
+"""Device maps that fit: the bytes of each block, its place, and the code that loads the model. A tool: it patches nothing.
 
-Called by ``gemma4_compat.plan_device_map`` and ``plan_training``, by their commands, and by ``device_map="auto"``
-(``patches/placement/transformers_auto_map.py``).
+Called by ``gemma4_compat.plan_device_map`` and ``plan_training``, and by their commands. What a forward needs, and which
+block goes where, is in ``_memory``.
 
-* :mod:`plan`, :mod:`training`: the two entry points. :mod:`result`: what they return.
+* :mod:`plan`, :mod:`training`: the two entry points, and what each is asked for. :mod:`result`: what they return.
 * :mod:`budgets`: the memory to plan for.
-* :mod:`blueprint`: a model's blocks and their bytes. :mod:`upstream`: what differs between releases.
-* :mod:`memory`: the KV cache and a forward's temporaries. :mod:`training_step`: a step's, counted by running one, with
-  some layers of each kind (:mod:`equal_layers`). :mod:`switches`: which of its options a training plan chooses.
-* :mod:`use`: the sum for one accelerator; ``Use.peak`` is a plan's peak. :mod:`layout`: which block goes where.
-* :mod:`reading`: how many tokens of a prompt fit at a time, also for ``transformers_graph_decoding``.
-  :mod:`prompt_kernels`: whether its attention is counted without the copies that PyTorch makes.
+* :mod:`training_step`: a step's memory, counted by running one, with some layers of each kind (:mod:`equal_layers`).
+  :mod:`switches`: which of its options a training plan chooses.
+* :mod:`prompt_kernels`: whether attention of prompts is counted without the copies that PyTorch makes.
 * :mod:`assistants`: what an assistant takes, and rounds with its drafts.
 * :mod:`speed`: tokens per second on a card, from a model. :mod:`measured`: as somebody measured them; the form of such
   a report is :mod:`card_report`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gemma4_compat._decoding import pace, rounds
+from gemma4_compat._generation.speculative import pace, rounds
 from gemma4_compat._memory.blueprint import Blueprint, rounded
 from gemma4_compat._memory.formulas import MEASURED
 

@@ -8,12 +8,12 @@ from typing import Any
 from gemma4_compat._attention import windows
 from gemma4_compat._common.text import runs
 from gemma4_compat._engine import settings
-from gemma4_compat._fast_training import layers
 from gemma4_compat._memory.formulas import Load
 from gemma4_compat._memory.layout import Layout
 from gemma4_compat._plan import assistants
 from gemma4_compat._plan.result import Source
 from gemma4_compat._plan.training_step import TARGETS, Step
+from gemma4_compat._training.captured import layers
 
 #: What fast decoding does.
 _ASSISTANT = "With it: model.generate(**inputs, assistant_model=assistant)"

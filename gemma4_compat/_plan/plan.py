@@ -16,7 +16,8 @@ from gemma4_compat._common import shadowed
 from gemma4_compat._common.text import parse_size, size_text
 from gemma4_compat._engine import versions
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._memory import blueprint, layout, room
+from gemma4_compat._generation.prompts import room
+from gemma4_compat._memory import blueprint, layout
 from gemma4_compat._memory.blueprint import Blueprint
 from gemma4_compat._memory.formulas import Load
 from gemma4_compat._memory.layout import Layout

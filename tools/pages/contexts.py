@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from gemma4_compat._memory import formulas, layout, room, use
+from gemma4_compat._generation.prompts import room
+from gemma4_compat._memory import formulas, layout, use
 from gemma4_compat._memory.blueprint import Blueprint, describe
 from gemma4_compat._memory.formulas import Load
 from gemma4_compat._models import build, variants

@@ -12,7 +12,8 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._engine import versions
-from gemma4_compat._memory import formulas, layout, room
+from gemma4_compat._generation.prompts import room
+from gemma4_compat._memory import formulas, layout
 from gemma4_compat._memory.blueprint import describe
 from gemma4_compat._memory.formulas import Load
 from gemma4_compat._models import build, variants

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._decoding import prompts
+from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._memory import formulas
 from gemma4_compat._memory.attention import mask_as_numbers
 from gemma4_compat._memory.blueprint import describe

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
-from gemma4_compat._decoding import obstacles
+from gemma4_compat._graphs import obstacles
 from gemma4_compat._memory import formulas, layout
 from gemma4_compat._memory.blueprint import Blueprint, describe, rounded
 from gemma4_compat._memory.formulas import MEASURED, Load
