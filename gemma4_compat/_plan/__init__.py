@@ -1,7 +1,7 @@
-"""Device maps that fit: the bytes of each block, its place, and the code that loads the model. A tool: it patches nothing.
+"""Device maps that fit, and the code that loads a model so: a tool, which patches nothing.
 
-Called by ``gemma4_compat.plan_device_map`` and ``plan_training``, and by their commands. What a forward needs, and which
-block goes where, is in ``_memory``.
+Called by ``gemma4_compat.plan_device_map`` and ``plan_training``, and by their commands. What a forward needs, and
+which block goes where, is in ``_memory``.
 
 * :mod:`plan`, :mod:`training`: the two entry points, and what each is asked for. :mod:`result`: what they return.
 * :mod:`budgets`: the memory to plan for.
