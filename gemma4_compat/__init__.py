@@ -63,10 +63,10 @@ if TYPE_CHECKING:
     from gemma4_compat._models.inspection import input_device as input_device
     from gemma4_compat._needed.judge import Assessment as Assessment
     from gemma4_compat._needed.judge import Need as Need
-    from gemma4_compat._planner.plan import plan_device_map as plan_device_map
-    from gemma4_compat._planner.result import Plan as Plan
-    from gemma4_compat._planner.result import TrainingPlan as TrainingPlan
-    from gemma4_compat._planner.training import plan_training as plan_training
+    from gemma4_compat._plan.plan import plan_device_map as plan_device_map
+    from gemma4_compat._plan.result import Plan as Plan
+    from gemma4_compat._plan.result import TrainingPlan as TrainingPlan
+    from gemma4_compat._plan.training import plan_training as plan_training
     from gemma4_compat._quantization.skip_modules import SkipModule as SkipModule
     from gemma4_compat._quantization.skip_modules import quantization_skip_modules as quantization_skip_modules
     from gemma4_compat._training.captured.layers import TrainingStatistics as TrainingStatistics
@@ -154,13 +154,13 @@ _LAZY = {
     "MetaTensor": "gemma4_compat._models.inspection",
     "Need": "gemma4_compat._needed.judge",
     "Parity": "gemma4_compat._adapter_tools.merge.check",
-    "Plan": "gemma4_compat._planner.result",
+    "Plan": "gemma4_compat._plan.result",
     "Problem": "gemma4_compat._adapter_tools.scan.result",
     "Recapture": "gemma4_compat._graphs.recaptures",
     "RepairReport": "gemma4_compat._adapter_tools.repair",
     "Scan": "gemma4_compat._adapter_tools.scan.result",
     "SkipModule": "gemma4_compat._quantization.skip_modules",
-    "TrainingPlan": "gemma4_compat._planner.result",
+    "TrainingPlan": "gemma4_compat._plan.result",
     "TrainingStatistics": "gemma4_compat._training.captured.layers",
     "attached": "gemma4_compat._accelerate.listing",
     "chunked_loss": "gemma4_compat._training.loss",
@@ -173,8 +173,8 @@ _LAZY = {
     "find_meta_tensors": "gemma4_compat._models.inspection",
     "input_device": "gemma4_compat._models.inspection",
     "merge_adapter": "gemma4_compat._adapter_tools.merge.job",
-    "plan_device_map": "gemma4_compat._planner.plan",
-    "plan_training": "gemma4_compat._planner.training",
+    "plan_device_map": "gemma4_compat._plan.plan",
+    "plan_training": "gemma4_compat._plan.training",
     "quantization_skip_modules": "gemma4_compat._quantization.skip_modules",
     "repair_checkpoint": "gemma4_compat._adapter_tools.repair",
     "reuse_prefix": "gemma4_compat._generation.prefix_cache.reuse",

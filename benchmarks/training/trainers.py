@@ -216,7 +216,7 @@ def _adapted(way: Way, most: int) -> Any:
     """The base of this process with an adapter; unsloth's has one already."""
     from peft import LoraConfig, get_peft_model
 
-    from gemma4_compat._planner.training_step import TARGETS
+    from gemma4_compat._plan.training_step import TARGETS
 
     if way.unsloth:
         return _loaded
@@ -229,7 +229,7 @@ def _of_unsloth(order: Order) -> Any:
     import torch
     from unsloth import FastModel
 
-    from gemma4_compat._planner.training_step import TARGETS
+    from gemma4_compat._plan.training_step import TARGETS
 
     model, _ = FastModel.from_pretrained(
         str(Path(order["folder"]) / "checkpoint"),

@@ -38,12 +38,11 @@ from gemma4_compat._common import in_place
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._generation import call
 from gemma4_compat._generation.prefix_cache import returned
-from gemma4_compat._generation.prompts import chunks, embedded, pieces, prompts
+from gemma4_compat._generation.prompts import chunks, embedded, pieces, prompts, room
 from gemma4_compat._generation.speculative import assisted, drafted_calls
 from gemma4_compat._graphs import decoder, deferral, new_caches, obstacles, static_caches
 from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._models import cache_names
-from gemma4_compat._planner import reading
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -165,9 +164,9 @@ def prefill(
     at_once = in_pieces if given is not None and decoding.any_length else whole
     if not tokens:
         return at_once()
-    room = reading.Room(self, cache, len(input_ids), tokens)
+    memory = room.Room(self, cache, len(input_ids), tokens)
     estimated = decoding.own and at_once is whole and given is not None
-    return chunks.read(decoding, model_kwargs, room, at_once, in_chunks, estimated=estimated)
+    return chunks.read(decoding, model_kwargs, memory, at_once, in_chunks, estimated=estimated)
 
 
 def valid_auto_compile_criteria(
