@@ -6,9 +6,9 @@ repaired as those libraries are imported.
 <PatchState.PENDING: 'pending'>
 
 Importing it imports none of them. ``GEMMA4_COMPAT_DISABLE=id,id`` (a kind, or ``all``) leaves patches out,
-``GEMMA4_COMPAT_ENABLE=id`` does for the whole process what :func:`quantize_offloaded` or :func:`quantize_experts` does
-inside its ``with``, ``GEMMA4_COMPAT_STRICT=1`` turns a patch that cannot apply into an error. A project says the same
-in ``[tool.gemma4_compat]`` of its pyproject.toml: ``disable``, ``enable`` and ``strict`` (docs/RUN.md).
+``GEMMA4_COMPAT_ENABLE=id`` does for the whole process what :func:`quantize` does inside its ``with``,
+``GEMMA4_COMPAT_STRICT=1`` turns a patch that cannot apply into an error. A project says the same in
+``[tool.gemma4_compat]`` of its pyproject.toml: ``disable``, ``enable`` and ``strict`` (docs/RUN.md).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from gemma4_compat._shim import (
     install,
     needed,
     patches,
-    quantize_experts,
-    quantize_offloaded,
+    quantize,
     revert,
     scan_adapter,
     status,
@@ -37,9 +36,6 @@ from gemma4_compat._shim import (
 if TYPE_CHECKING:
     from gemma4_compat._accelerate.listing import Attached as Attached
     from gemma4_compat._accelerate.listing import Attachment as Attachment
-    from gemma4_compat._accelerate.listing import attached as attached
-    from gemma4_compat._decoding.decoder import decoding_statistics as decoding_statistics
-    from gemma4_compat._decoding.fast import decode_fast as decode_fast
     from gemma4_compat._decoding.recaptures import DecodingStatistics as DecodingStatistics
     from gemma4_compat._decoding.recaptures import Recapture as Recapture
     from gemma4_compat._diagnostics.diagnosis import Diagnosis as Diagnosis
@@ -47,10 +43,11 @@ if TYPE_CHECKING:
     from gemma4_compat._diagnostics.explanation import Explanation as Explanation
     from gemma4_compat._diagnostics.explanation import explain as explain
     from gemma4_compat._diagnostics.findings import Finding as Finding
+    from gemma4_compat._diagnostics.statistics import Statistics as Statistics
+    from gemma4_compat._diagnostics.statistics import statistics as statistics
     from gemma4_compat._export.job import export_adapter as export_adapter
     from gemma4_compat._export.result import ExportReport as ExportReport
     from gemma4_compat._fast_training.fast import train_fast as train_fast
-    from gemma4_compat._fast_training.fast import training_statistics as training_statistics
     from gemma4_compat._fast_training.layers import TrainingStatistics as TrainingStatistics
     from gemma4_compat._merge.check import Parity as Parity
     from gemma4_compat._merge.job import merge_adapter as merge_adapter
@@ -71,9 +68,7 @@ if TYPE_CHECKING:
     from gemma4_compat._repair.repair import repair_checkpoint as repair_checkpoint
     from gemma4_compat._scan.result import Problem as Problem
     from gemma4_compat._scan.result import Scan as Scan
-    from gemma4_compat._training.loss import chunked_loss as chunked_loss
-    from gemma4_compat._training.mlp import chunked_mlp as chunked_mlp
-    from gemma4_compat._turns.reuse import reuse_prefix as reuse_prefix
+    from gemma4_compat._turns.fast import decode_fast as decode_fast
 
 __version__ = "0.1.0"
 
@@ -106,16 +101,13 @@ __all__ = [
     "Scan",
     "Severity",
     "SkipModule",
+    "Statistics",
     "Statuses",
     "TrainingPlan",
     "TrainingStatistics",
     "Verdict",
     "__version__",
-    "attached",
-    "chunked_loss",
-    "chunked_mlp",
     "decode_fast",
-    "decoding_statistics",
     "doctor",
     "explain",
     "export_adapter",
@@ -128,15 +120,13 @@ __all__ = [
     "plan_device_map",
     "plan_training",
     "quantization_skip_modules",
-    "quantize_experts",
-    "quantize_offloaded",
+    "quantize",
     "repair_checkpoint",
-    "reuse_prefix",
     "revert",
     "scan_adapter",
+    "statistics",
     "status",
     "train_fast",
-    "training_statistics",
 ]
 
 #: Names that are imported on first use, and where they are.
@@ -160,13 +150,10 @@ _LAZY = {
     "RepairReport": "gemma4_compat._repair.repair",
     "Scan": "gemma4_compat._scan.result",
     "SkipModule": "gemma4_compat._quantization.skip_modules",
+    "Statistics": "gemma4_compat._diagnostics.statistics",
     "TrainingPlan": "gemma4_compat._planner.result",
     "TrainingStatistics": "gemma4_compat._fast_training.layers",
-    "attached": "gemma4_compat._accelerate.listing",
-    "chunked_loss": "gemma4_compat._training.loss",
-    "chunked_mlp": "gemma4_compat._training.mlp",
-    "decode_fast": "gemma4_compat._decoding.fast",
-    "decoding_statistics": "gemma4_compat._decoding.decoder",
+    "decode_fast": "gemma4_compat._turns.fast",
     "doctor": "gemma4_compat._diagnostics.diagnosis",
     "explain": "gemma4_compat._diagnostics.explanation",
     "export_adapter": "gemma4_compat._export.job",
@@ -177,9 +164,8 @@ _LAZY = {
     "plan_training": "gemma4_compat._planner.training",
     "quantization_skip_modules": "gemma4_compat._quantization.skip_modules",
     "repair_checkpoint": "gemma4_compat._repair.repair",
-    "reuse_prefix": "gemma4_compat._turns.reuse",
+    "statistics": "gemma4_compat._diagnostics.statistics",
     "train_fast": "gemma4_compat._fast_training.fast",
-    "training_statistics": "gemma4_compat._fast_training.fast",
 }
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every name, misspelt ones too

@@ -12,8 +12,8 @@ from typing import Any
 
 from gemma4_compat._check import answers, errors, prompts, speeds
 from gemma4_compat._decoding import decoding_statistics, fused_steps
-from gemma4_compat._decoding.fast import decode_fast
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._turns.fast import decode_fast
 
 Say = Callable[[dict[str, Any]], None]
 

@@ -1,6 +1,6 @@
 """Fast decoding: ``generate`` replays steps of one token, and after ``decode_fast`` prompts, as CUDA graphs.
 
-Called by ``patches/generation/transformers_graph_decoding.py``; ``decode_fast`` (:mod:`fast`) only marks a model. The
+Called by ``patches/generation/transformers_graph_decoding.py``; ``decode_fast`` only marks a model. The
 patched ``generate`` asks whether to compile (``_valid_auto_compile_criteria``) and gets a :class:`call.Decoder`
 from ``get_compiled_call``. Each token calls that decoder; it captures, replays, or runs the model itself.
 ``transformers_deferred_stop`` calls :mod:`deferral`; where no user's code runs between two tokens, also
@@ -14,7 +14,7 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
 * :mod:`recording`: one captured step, on CUDA.
 * :mod:`dependencies`: what a captured step has read that a replay would not notice. ``Decoding.variant`` checks it
   before every step (``hold``); if something differs, the graph is captured again.
-* :mod:`snapshots`: what it compares. :mod:`recaptures`: the causes, as ``decoding_statistics`` counts them.
+* :mod:`snapshots`: what it compares. :mod:`recaptures`: the causes, as ``statistics`` counts them.
 * :mod:`own`: kernels with an arithmetic of their own, in place of PyTorch's, unless ``decode_fast(exact=True)`` or no
   ``decode_fast`` asked for PyTorch's bits. :mod:`attention` (its CUDA C: :mod:`attention_source`, with matrix units
   :mod:`attention_tensor_source`); :mod:`matrix_products`: 4-bit weights (CUDA C: :mod:`matrix_source`); :mod:`dense`:
@@ -39,7 +39,6 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
   where the text ends.
 * :mod:`overflow`: prompts whose logits are not numbers in float16; ``transformers_fp16_logits`` says so.
 * :mod:`obstacles`: why a model cannot be captured.
-* :mod:`fast`: :func:`gemma4_compat.decode_fast`.
 """
 
 from __future__ import annotations

@@ -71,11 +71,10 @@ def loading_lines(
     arguments += ['offload_folder="offload"'] if placed.disk else []
     call = [f"model = {source.model_class}.from_pretrained(", f"    {_quoted(source.model)},"]
     call += [f"    {argument}," for argument in arguments] + [")"]
-    contexts = ["quantize_experts"] if source.experts is not None and not source.stored_experts else []
-    contexts += ["quantize_offloaded"] if offloads else []
-    if contexts:
-        opened = ", ".join(f"gemma4_compat.{name}()" for name in contexts)
-        return [*lines, f"with {opened}:", *(f"    {line}" for line in call)]
+    quantized = ["offloaded=True"] if offloads else []
+    quantized += ["experts=True"] if source.experts is not None and not source.stored_experts else []
+    if quantized:
+        return [*lines, f"with gemma4_compat.quantize({', '.join(quantized)}):", *(f"    {line}" for line in call)]
     return lines + call
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._attention import windows
-from gemma4_compat._engine import settings
 from gemma4_compat._fast_training import layers
 from gemma4_compat._planner import code
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.result import Source
 from gemma4_compat._planner.training_step import TARGETS, Step
+from gemma4_compat._training import mlp
 
 _TRAINING = """\
 model = get_peft_model(
     model,
     LoraConfig(r={r}, lora_alpha={r}, target_modules=r"{targets}"),
 )
-{chunked}{pieces}{replays}arguments = TrainingArguments(
+{fast}arguments = TrainingArguments(
     "adapter",
     bf16=True,
     per_device_train_batch_size={batch},
@@ -34,10 +34,19 @@ model.save_pretrained("adapter")"""
 _LENGTHS = "\n# Only lengths that come back are replayed: pad to one or a few (pad_to_multiple_of), or pack."
 
 
-def _replays(step: Step) -> str:
-    tokens = step.max_length * step.batch
-    most = "" if tokens <= layers.MAX_TOKENS else f", max_tokens={tokens}"
-    return f"model = gemma4_compat.train_fast(model{most})\n"
+def _fast(step: Step) -> str:
+    """The call that turns on what was planned: what it would choose otherwise is named."""
+    if not (step.chunked_loss or step.chunked_mlp or step.sliding_windows or step.train_fast):
+        return ""
+    tokens, named = step.max_length * step.batch, []
+    if step.train_fast and tokens > layers.MAX_TOKENS:
+        named.append(f"max_tokens={tokens}")
+    named += [] if step.chunked_loss else ["loss=False"]
+    named += [f"mlp={step.chunked_mlp}"] if tokens > mlp.TOKENS else []
+    if step.max_length >= windows.LEAST_ON_GPU and not step.sliding_windows:
+        named += ["windows=False", "products=False"]
+    named += [] if step.train_fast else ["graphs=False"]
+    return f"model = gemma4_compat.train_fast({', '.join(['model', *named])})\n"
 
 
 def training_code(source: Source, placed: Layout[Any], step: Step) -> str:
@@ -45,9 +54,7 @@ def training_code(source: Source, placed: Layout[Any], step: Step) -> str:
     imports = ("from peft import LoraConfig, get_peft_model", ("Trainer", "TrainingArguments"))
     training = _TRAINING.format(
         r=step.r,
-        chunked="model = gemma4_compat.chunked_loss(model)\n" if step.chunked_loss else "",
-        pieces="model = gemma4_compat.chunked_mlp(model)\n" if step.chunked_mlp else "",
-        replays=_replays(step) if step.train_fast else "",
+        fast=_fast(step),
         lengths=_LENGTHS if step.train_fast else "",
         targets=TARGETS,
         batch=step.batch,
@@ -56,8 +63,4 @@ def training_code(source: Source, placed: Layout[Any], step: Step) -> str:
         optim=step.optim,
         max_length=step.max_length,
     )
-    lines = []
-    if step.sliding_windows:
-        enabled = ",".join(dict.fromkeys([*settings.enabled()[0], windows.ID]))
-        lines = ["import os", "", f'os.environ["GEMMA4_COMPAT_ENABLE"] = "{enabled}"', ""]
-    return "\n".join([*lines, *code.loading_lines(source, placed, imports=imports), training])
+    return "\n".join([*code.loading_lines(source, placed, imports=imports), training])
