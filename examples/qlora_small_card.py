@@ -102,7 +102,7 @@ def load(checkpoint: str, options: argparse.Namespace) -> Any:
     placement: dict[str, Any] = {"device_map": {"": main_device}}
     if options.vram is not None:
         placement = {"device_map": "auto", "max_memory": {main_device: options.vram, "cpu": "64GiB"}}
-    with gemma4_compat.quantize_offloaded():
+    with gemma4_compat.quantize(offloaded=True):
         model = AutoModelForImageTextToText.from_pretrained(
             checkpoint,
             dtype=torch.bfloat16,

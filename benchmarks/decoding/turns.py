@@ -114,7 +114,7 @@ def measured(
 ) -> dict[str, dict[str, Any]]:
     """By turn: its milliseconds, the tokens that were read, and what the host did for it."""
     found: dict[str, dict[str, Any]] = {str(turn): {"tokens": [], "ms": []} for turn in TURNS}
-    counts = gemma4_compat.decoding_statistics(model)
+    counts = gemma4_compat.statistics(model).decoding
     for prompts in conversations:
         gemma4_compat.reuse_prefix(model, enabled=reuse)
         for turn, ids in enumerate(prompts, 1):

@@ -94,7 +94,7 @@ def measured(steps: long_steps.Steps, way: str, sequence: int, timed: int) -> Da
         device.forget_peak()
         before = beside()
         seconds, losses = steps.timed(optimizer, sequence, SETTLED + timed)
-        counted = gemma4_compat.training_statistics(steps.model)
+        counted = gemma4_compat.statistics(steps.model).training
         found: Data = {"seconds": seconds[SETTLED:], "losses": losses, "memory": device.memory()}
         found["beside_gib"] = None if before is None else (beside() or 0.0) - before
         if is_fast(way):

@@ -13,8 +13,8 @@ from gemma4_compat._training import mlp
 
 #: Bytes that have to stay free: neither fragmentation nor what kernels use internally is counted. As in plans.
 MARGIN = 1 << 29
-#: 16-bit bytes of a token in the layer that goes backward, for each unit of its MLP and of its hidden states; and for
-#: each unit of the per-layer inputs of all layers. Fitted to steps that plans ran: tests/unit/fast_training/test_parts.py.
+#: Bytes of a token in the layer that goes backward, in 16 bits: for each unit of its MLP, of its hidden states, and of
+#: the per-layer inputs of all layers. Fitted to steps that plans ran (tests/unit/fast_training/test_parts.py).
 _OF_MLP, _OF_HIDDEN, _OF_PER_LAYER = 14, 52, 7
 
 
@@ -33,10 +33,11 @@ def asks_for_pieces(model: Any, tokens: int) -> tuple[bool, str]:
 
 
 def step(model: Any, tokens: int) -> int:
-    """Bytes of a step with checkpointing and whole MLPs: checkpoints, the widest layer, gradients and Adam's states."""
+    """Bytes of a step with checkpointing: checkpoints, the widest layer, gradients and Adam's states."""
     found = layers.decoder_layers(model)
     hidden, per_layer = found[0].hidden_size, getattr(found[0], "hidden_size_per_layer_input", 0) or 0
     of_layer = _OF_MLP * max(layer.mlp.gate_proj.out_features for layer in found) + _OF_HIDDEN * hidden
     of_token = len(found) * (2 * hidden + _OF_PER_LAYER * per_layer) + of_layer
     trained = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
-    return tokens * of_token * int(walk.unwrapped(model).dtype.itemsize) // 2 + 3 * int(trained)
+    item = int(walk.unwrapped(model).dtype.itemsize)
+    return tokens * int(of_token) * item // 2 + 3 * int(trained)

@@ -132,8 +132,8 @@ def measure(model: Any, quantized: Collection[str], step: Step, *, quantized_exp
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     _check(step)
-    if step.sliding_windows:
-        _refuse("sliding_windows", windows.ID, windows.unavailable())
+    if step.sliding_windows and windows.unavailable() is not None:
+        raise _off("sliding_windows", windows.ID)
     with _quiet():
         adapted = _adapted(model, step)
     by_windows = windows.planned() if step.sliding_windows else contextlib.nullcontext()
@@ -166,16 +166,18 @@ def measure(model: Any, quantized: Collection[str], step: Step, *, quantized_exp
 
 def _ask(name: str, on: bool, part: Any, model: Any) -> None:
     """Turn a part of ``train_fast`` on, or off whatever GEMMA4_COMPAT_ENABLE says."""
-    if on:
-        _refuse(name, part.ID, part.unavailable(model))
+    if not on:
+        part.leave(model)
+    elif part.unavailable(model) is None:
         part.ask(model)
     else:
-        part.leave(model)
+        raise _off(name, part.ID)
 
 
-def _refuse(name: str, patch: str, reason: str | None) -> None:
-    if reason is not None:
-        raise Gemma4CompatError(f"{name} cannot be planned: {reason}; gemma4_compat.status()[{patch!r}] says why")
+def _off(name: str, patch: str) -> Gemma4CompatError:
+    return Gemma4CompatError(
+        f"{name} needs the patch {patch}, which is not applied here: gemma4_compat.status()[{patch!r}] says why"
+    )
 
 
 def _run(adapted: Any, model: Any, step: Step, inputs: dict[str, Any], *, every: bool = False) -> _Peaks:

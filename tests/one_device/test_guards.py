@@ -157,7 +157,7 @@ def of_training(change: Callable[..., None], way: Way, cell: guards.Cell, model:
     gemma4_compat.train_fast(model)
     for _ in range(SETTLED):
         step(model)
-    before = gemma4_compat.training_statistics(model)
+    before = gemma4_compat.statistics(model).training
     assert before.replayed > 0 or cell in (guards.WITH_HOOKS, guards.EAGER)
     change(model, other)
     right = step(other)
@@ -165,7 +165,7 @@ def of_training(change: Callable[..., None], way: Way, cell: guards.Cell, model:
         found = step(model)
         assert [name for name, _ in found] == [name for name, _ in right]
         assert all(one.equal(two) for (_, one), (_, two) in zip(found, right))
-    now = gemma4_compat.training_statistics(model)
+    now = gemma4_compat.statistics(model).training
     again = now.captured > before.captured or now.reasons != before.reasons
     assert again == isinstance(cell, Noticed)
 

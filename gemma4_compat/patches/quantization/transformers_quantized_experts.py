@@ -7,8 +7,8 @@ parameters with three dimensions.
 
 Fix: Every load of a Gemma 4 model with bitsandbytes that leaves experts unquantized logs one line with their size.
 Inside ``gemma4_compat.quantize(experts=True)``, or with ``GEMMA4_COMPAT_ENABLE=transformers-quantized-experts``, a
-4-bit load also quantizes them. It quantizes the matrix of each expert separately, one parameter of one layer at a time:
-the bf16 values are freed before the next parameter is read. The weights are offloaded, streamed, saved and loaded like
+4-bit load also quantizes them. It quantizes each expert's matrix separately, one parameter of one layer at a time: the
+bf16 values are freed before the next parameter is read. The weights are offloaded, streamed, saved and loaded like
 other 4-bit weights.
 
 Upstream's own code computes with dequantized weights: with few tokens, those of the experts that the tokens are routed

@@ -44,7 +44,7 @@ def test_a_chat_through_a_pipeline(workspace: Any, tmp_path: Path, task: str) ->
         image = Image.open(modalities.write_png(tmp_path / "image.png", 1))
         content = [{"type": "image", "image": image}, {"type": "text", "text": content}]
     messages: list[dict[str, Any]] = []
-    counted = gemma4_compat.decoding_statistics(model)
+    counted = gemma4_compat.statistics(model).decoding
     for turn, said in enumerate((content, "Why?", "And then?")):
         parts = [{"type": "text", "text": said}] if isinstance(said, str) else said
         messages.append({"role": "user", "content": parts})

@@ -18,6 +18,7 @@ from gemma4_compat.patches.training.transformers_checkpointed_states import PATC
 from tests.conftest import is_affected
 from tests.helpers import Finished, pairwise, without
 from tests.patches.promise import Promise
+from tests.patches.training.parts import only
 from tests.patches.training.test_transformers_checkpointing_options import AFFECTED as HAS_OPTIONS
 from tests.patches.training.test_transformers_checkpointing_options import OFFLOADS
 from tests.patches.training.test_transformers_chunked_loss import CLASSES, batch, built, off, step
@@ -198,7 +199,7 @@ def test_options_of_checkpointing(workspace: Any, options: dict[str, Any]) -> No
 
 
 @AFFECTED
-@pytest.mark.parametrize("switch", [gemma4_compat.chunked_loss, lambda one: gemma4_compat.chunked_mlp(one, tokens=5)])
+@pytest.mark.parametrize("switch", [gemma4_compat.chunked_loss, lambda one: only(one, mlp=5)])
 def test_chunks(workspace: Any, switch: Callable[[Any], Any]) -> None:
     model, given = enable(switch(adapted(workspace.load()))), batch(workspace)
     model.enable_input_require_grads()

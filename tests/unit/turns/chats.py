@@ -44,7 +44,7 @@ def ask(model: Any, ids: Any, *, new: int = NEW, **options: Any) -> Any:
 
 def counted(model: Any) -> tuple[int, int]:
     """How many tokens of prompts were read, and reused."""
-    found = gemma4_compat.decoding_statistics(model)
+    found = gemma4_compat.statistics(model).decoding
     return found.prompt_tokens_read, found.prompt_tokens_reused
 
 

@@ -75,7 +75,7 @@ def test_ten_turns_read_only_what_is_new(load: Any, plain: Any, variant: str, op
         if turn in (1, 9):
             near(found, ask(plain(variant), ids))
         # The last token of an answer was never read.
-        assert held == (0 if turn == 0 else ids.shape[1] - 7), gemma4_compat.decoding_statistics(model).not_reused
+        assert held == (0 if turn == 0 else ids.shape[1] - 7), gemma4_compat.statistics(model).decoding.not_reused
         ids = torch.cat([found.sequences.cpu(), text(6, turn + 1)], dim=-1)
 
 
@@ -210,7 +210,7 @@ def test_a_changed_model_reads_again(load: Any, change: Any) -> None:
         change(other)
     found, held = reused(model, ids)
     assert held == 0
-    assert gemma4_compat.decoding_statistics(model).not_reused == {
+    assert gemma4_compat.statistics(model).decoding.not_reused == {
         "weights, adapters, hooks or settings of torch changed": 1
     }
     expected = ask(other, ids)
@@ -294,7 +294,7 @@ def test_other_calls_read_as_before_and_leave_the_conversation(load: Any, plain:
     assert torch.equal(found.sequences, expected.sequences)
     assert all(torch.equal(*pair) for pair in zip(found.logits, expected.logits, strict=True))
     assert counted(model) == read
-    assert sum(gemma4_compat.decoding_statistics(model).not_reused.values()) == 1
+    assert sum(gemma4_compat.statistics(model).decoding.not_reused.values()) == 1
     assert reused(model, ids)[1] == ids.shape[1] - 1
 
 
@@ -307,7 +307,7 @@ def test_batches_and_padding_read_as_before(load: Any, plain: Any) -> None:
         assert torch.equal(*(one.generate(**batch, max_new_tokens=4, do_sample=False) for one in (model, plain())))
     padded = torch.nn.functional.pad(text(9, 1), (3, 0)).to(model.device)  # without a mask: transformers makes it
     assert torch.equal(*(one.generate(padded, max_new_tokens=4, do_sample=False) for one in (model, plain())))
-    assert gemma4_compat.decoding_statistics(model).not_reused == {"several prompts at once": 1, "padding": 2}
+    assert gemma4_compat.statistics(model).decoding.not_reused == {"several prompts at once": 1, "padding": 2}
     assert reused(model, ids)[1] == ids.shape[1] - 1
 
 
@@ -353,7 +353,7 @@ def test_what_is_written_to_a_returned_cache_is_not_reused(load: Any, plain: Any
     found, held = reused(model, ids)
     assert held == 0
     near(found, ask(plain(), ids))
-    assert gemma4_compat.decoding_statistics(model).not_reused == {
+    assert gemma4_compat.statistics(model).decoding.not_reused == {
         "the cache that was returned has been written to": 1
     }
     assert reused(model, ids)[1] > 0
