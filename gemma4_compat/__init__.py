@@ -36,8 +36,6 @@ from gemma4_compat._shim import (
 if TYPE_CHECKING:
     from gemma4_compat._accelerate.listing import Attached as Attached
     from gemma4_compat._accelerate.listing import Attachment as Attachment
-    from gemma4_compat._decoding.recaptures import DecodingStatistics as DecodingStatistics
-    from gemma4_compat._decoding.recaptures import Recapture as Recapture
     from gemma4_compat._diagnostics.diagnosis import Diagnosis as Diagnosis
     from gemma4_compat._diagnostics.diagnosis import doctor as doctor
     from gemma4_compat._diagnostics.explanation import Explanation as Explanation
@@ -47,8 +45,9 @@ if TYPE_CHECKING:
     from gemma4_compat._diagnostics.statistics import statistics as statistics
     from gemma4_compat._export.job import export_adapter as export_adapter
     from gemma4_compat._export.result import ExportReport as ExportReport
-    from gemma4_compat._fast_training.fast import train_fast as train_fast
-    from gemma4_compat._fast_training.layers import TrainingStatistics as TrainingStatistics
+    from gemma4_compat._generation.fast import decode_fast as decode_fast
+    from gemma4_compat._graphs.recaptures import DecodingStatistics as DecodingStatistics
+    from gemma4_compat._graphs.recaptures import Recapture as Recapture
     from gemma4_compat._merge.check import Parity as Parity
     from gemma4_compat._merge.job import merge_adapter as merge_adapter
     from gemma4_compat._merge.result import MergeParityError as MergeParityError
@@ -68,7 +67,8 @@ if TYPE_CHECKING:
     from gemma4_compat._repair.repair import repair_checkpoint as repair_checkpoint
     from gemma4_compat._scan.result import Problem as Problem
     from gemma4_compat._scan.result import Scan as Scan
-    from gemma4_compat._turns.fast import decode_fast as decode_fast
+    from gemma4_compat._training.captured.layers import TrainingStatistics as TrainingStatistics
+    from gemma4_compat._training.fast import train_fast as train_fast
 
 __version__ = "0.1.0"
 
@@ -134,7 +134,7 @@ _LAZY = {
     "Assessment": "gemma4_compat._needed.judge",
     "Attached": "gemma4_compat._accelerate.listing",
     "Attachment": "gemma4_compat._accelerate.listing",
-    "DecodingStatistics": "gemma4_compat._decoding.recaptures",
+    "DecodingStatistics": "gemma4_compat._graphs.recaptures",
     "Diagnosis": "gemma4_compat._diagnostics.diagnosis",
     "Explanation": "gemma4_compat._diagnostics.explanation",
     "ExportReport": "gemma4_compat._export.result",
@@ -146,14 +146,14 @@ _LAZY = {
     "Parity": "gemma4_compat._merge.check",
     "Plan": "gemma4_compat._planner.result",
     "Problem": "gemma4_compat._scan.result",
-    "Recapture": "gemma4_compat._decoding.recaptures",
+    "Recapture": "gemma4_compat._graphs.recaptures",
     "RepairReport": "gemma4_compat._repair.repair",
     "Scan": "gemma4_compat._scan.result",
     "SkipModule": "gemma4_compat._quantization.skip_modules",
     "Statistics": "gemma4_compat._diagnostics.statistics",
     "TrainingPlan": "gemma4_compat._planner.result",
-    "TrainingStatistics": "gemma4_compat._fast_training.layers",
-    "decode_fast": "gemma4_compat._turns.fast",
+    "TrainingStatistics": "gemma4_compat._training.captured.layers",
+    "decode_fast": "gemma4_compat._generation.fast",
     "doctor": "gemma4_compat._diagnostics.diagnosis",
     "explain": "gemma4_compat._diagnostics.explanation",
     "export_adapter": "gemma4_compat._export.job",
@@ -164,8 +164,8 @@ _LAZY = {
     "plan_training": "gemma4_compat._planner.training",
     "quantization_skip_modules": "gemma4_compat._quantization.skip_modules",
     "repair_checkpoint": "gemma4_compat._repair.repair",
+    "train_fast": "gemma4_compat._training.fast",
     "statistics": "gemma4_compat._diagnostics.statistics",
-    "train_fast": "gemma4_compat._fast_training.fast",
 }
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every name, misspelt ones too

@@ -81,7 +81,8 @@ def plans() -> dict[str, Any]:
 
 def ptx() -> dict[str, list[str]]:
     """Hashes of the PTX of each module's examples, by module and architecture."""
-    from gemma4_compat._decoding import compiling, kernel_source
+    from gemma4_compat._kernels import compiling
+    from gemma4_compat._kernels.specs import kernel_source
     from tests.unit.decoding.kernel_examples import EXAMPLES, FROM, nvrtc_of_a_wheel
 
     compiler = nvrtc_of_a_wheel()

@@ -234,7 +234,7 @@ def serve() -> int:
     import torch
     from transformers import Gemma4ForConditionalGeneration  # noqa: F401
 
-    from gemma4_compat._decoding import recording
+    from gemma4_compat._graphs import recording
     from gemma4_compat._stand_ins import tape
 
     on_cpu = not torch.cuda.is_available()

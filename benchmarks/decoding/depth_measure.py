@@ -44,7 +44,8 @@ WAYS = ("before", "exact", "own")
 def using(way: str) -> Iterator[Any]:
     """Inside, steps run in that way. Each way keeps its graphs and its cache, so that turns do not capture again."""
     import gemma4_compat
-    from gemma4_compat._decoding import decoder, fusing
+    from gemma4_compat._graphs import decoder
+    from gemma4_compat._kernels.fuse import fusing
 
     base = models.base(measure.model())
     if way not in _decodings:
@@ -178,7 +179,7 @@ class _UntilFused(Clock):
 
 def first(order: Order) -> Data:
     """What a call takes for which nothing is captured: in a process that has compiled nothing, or (later) has."""
-    from gemma4_compat._decoding import fused_steps
+    from gemma4_compat._graphs import fused_steps
 
     room(order)
     _decodings.pop(order["arithmetic"], None)

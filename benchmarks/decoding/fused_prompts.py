@@ -31,7 +31,8 @@ from benchmarks import common
 from benchmarks.common import Data
 from benchmarks.decoding import models
 from benchmarks.small_card import device
-from gemma4_compat._decoding import decoder, prompts
+from gemma4_compat._generation.prompts import prompts
+from gemma4_compat._graphs import decoder
 
 WAYS = ("captured", "fused")
 READ_FIRST, REPLAYS = 3, 8
@@ -130,7 +131,7 @@ def recorders(*, on_gpu: bool) -> Iterator[None]:
     if on_gpu:
         yield
         return
-    from gemma4_compat._decoding import recording
+    from gemma4_compat._graphs import recording
     from gemma4_compat._stand_ins.tape import standing_in
 
     with standing_in(recording.RECORDERS):

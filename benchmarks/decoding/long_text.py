@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     from transformers import Gemma4ForConditionalGeneration  # noqa: F401
 
     import gemma4_compat  # noqa: F401  (before the others)
-    from gemma4_compat._decoding import recording
+    from gemma4_compat._graphs import recording
     from gemma4_compat._stand_ins import tape
 
     header = common.header(Path(__file__), sys.modules[__name__], arguments.shape, common.shown(arguments))

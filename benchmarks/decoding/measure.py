@@ -75,9 +75,9 @@ def logits(batch: Data) -> Any:
 
 def counted() -> Data:
     """Steps so far by how they ran, and what captures took."""
-    from gemma4_compat import _decoding
+    from gemma4_compat._graphs import decoder
 
-    found = _decoding.decoding_statistics(models.base(_model))
+    found = decoder.decoding_statistics(models.base(_model))
     return {name: getattr(found, name) for name in COUNTS} | {"reasons": list(found.reasons)}
 
 
@@ -174,7 +174,7 @@ def profiled(order: Order) -> Data:
 
 def fusing(order: Order) -> Data:
     """Tokens a second of replays with fused kernels, or (``plain``) without, and what the captures of that took."""
-    from gemma4_compat._decoding import decoder, fused_steps
+    from gemma4_compat._graphs import decoder, fused_steps
 
     decoding = decoder.of(models.base(_model))
     tokens = fused_steps.AFTER + FUSED_TOKENS
@@ -194,7 +194,7 @@ def waiting(order: Order) -> Data:
     """Tokens a second of replays, and how many steps did not wait for the token before: none, with ``waits``."""
     from unittest import mock
 
-    from gemma4_compat._decoding import deferral
+    from gemma4_compat._graphs import deferral
 
     cost = 0.0 if order["waits"] else deferral.WAITING
     defers, late = deferral.Sampling.defers, 0
@@ -302,7 +302,7 @@ _folder = Path()
 @contextlib.contextmanager
 def fused_early() -> Iterator[None]:
     """Inside, a graph is fused at its second replay."""
-    from gemma4_compat._decoding import fused_steps
+    from gemma4_compat._graphs import fused_steps
 
     usual, fused_steps.AFTER = fused_steps.AFTER, 2
     try:

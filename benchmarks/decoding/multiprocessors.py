@@ -67,7 +67,7 @@ def bound(order: Order) -> Data:
     if order["count"] < everything:
         from torch.cuda.green_contexts import GreenContext
 
-        from gemma4_compat._decoding import matrix_products
+        from gemma4_compat._kernels.specs import matrix_products
 
         # Before any stream exists: those that PyTorch hands out belong to the context that is current then.
         _context = GreenContext.create(num_sms=order["count"], device_id=0)

@@ -16,7 +16,8 @@ from unittest import mock
 
 from benchmarks.common import Data
 from benchmarks.decoding import own_products
-from gemma4_compat._decoding import compiling, kernels, pointwise, reductions
+from gemma4_compat._kernels import compiling, kernels
+from gemma4_compat._kernels.specs import pointwise, reductions
 
 #: Compute capabilities. For the first, matrix units add up fewer products at once, so sums may round otherwise.
 OLDER = ((7, 5), (8, 0))

@@ -53,7 +53,7 @@ def signatures(few: bool) -> Iterator[tuple[Any, ...]]:
     """Of the operations that are tried."""
     import torch
 
-    from gemma4_compat._decoding import dequantizing_source, product_source, products, reductions, shifting
+    from gemma4_compat._kernels.specs import dequantizing_source, product_source, products, reductions, shifting
 
     for columns, rows in itertools.product(COLUMNS[: 2 if few else None], ROWS[: 2 if few else None]):
         if reductions.order(rows, columns) is not None:
@@ -78,7 +78,7 @@ def signatures(few: bool) -> Iterator[tuple[Any, ...]]:
 
 def trials(device: Any, few: bool, more: Iterable[tuple[Any, ...]] = ()) -> Data:
     """How many operations were tried, and which differ or could not be tried; ``more`` are signatures, as well."""
-    from gemma4_compat._decoding.kernels import Kernels
+    from gemma4_compat._kernels.kernels import Kernels
 
     kernels = Kernels(device)
     found: Data = {}
@@ -98,7 +98,7 @@ class Attention:
     """One query's attention on a device."""
 
     def __init__(self, device: Any) -> None:
-        from gemma4_compat._decoding import kernels
+        from gemma4_compat._kernels import kernels
 
         self._device, self._kernels = device, kernels.of(device)
 
@@ -116,7 +116,7 @@ class Attention:
 
     def ours(self, query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any:
         """What the kernels compute."""
-        from gemma4_compat._decoding import attention
+        from gemma4_compat._kernels.specs import attention
 
         call = attention.understood(query, key, value, attn_mask=mask, scale=scale)
         assert call is not None

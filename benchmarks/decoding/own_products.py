@@ -70,7 +70,7 @@ def exact(wanted: dict[str, Any]) -> Any:
     """The product in float64, ``[rows, outputs]``."""
     import torch
 
-    from gemma4_compat._decoding.product_source import VALUES
+    from gemma4_compat._kernels.specs.product_source import VALUES
 
     values = torch.tensor([float(value.rstrip("f")) for value in VALUES[wanted["quant_type"]]]).double()
     values = values.to(wanted["packed"].device)
@@ -130,7 +130,7 @@ class Products:
     """
 
     def __init__(self, device: Any) -> None:
-        from gemma4_compat._decoding import kernels
+        from gemma4_compat._kernels import kernels
 
         self._device, self._kernels = device, kernels.of(device)
 
@@ -151,7 +151,7 @@ class Products:
 
     @staticmethod
     def _kernels_of(wanted: Sequence[dict[str, Any]], bits: bool) -> Iterator[tuple[Any, list[Any]]]:
-        from gemma4_compat._decoding import matrix_products, products
+        from gemma4_compat._kernels.specs import matrix_products, products
 
         kind: Any = products if bits else matrix_products
         found = [products.gemm(THEIR_ROWS, **one) if bits else matrix_products.understood(**one) for one in wanted]

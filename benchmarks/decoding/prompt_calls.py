@@ -87,7 +87,8 @@ def counted(model: Any, length: int, *, vary: bool, **options: Any) -> tuple[int
 
 def main() -> None:
     import gemma4_compat
-    from gemma4_compat._decoding import prompts, recording
+    from gemma4_compat._generation.prompts import prompts
+    from gemma4_compat._graphs import recording
     from gemma4_compat._stand_ins.tape import standing_in
 
     model = build()

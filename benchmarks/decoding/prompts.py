@@ -43,7 +43,7 @@ from benchmarks.decoding import depth, models, prompts_measure
 from benchmarks.decoding.graph_decoding import Run, Stopped
 from benchmarks.experts import models as experts_models
 from benchmarks.peers import llama as peers_llama
-from gemma4_compat._decoding.prompts import FUSED_AFTER, MAX_FUSED
+from gemma4_compat._generation.prompts.prompts import FUSED_AFTER, MAX_FUSED
 
 WAYS = tuple(prompts_measure.WAYS)
 LLAMA = depth.LLAMA
@@ -239,7 +239,7 @@ def serve() -> int:
     import torch
     from transformers import Gemma4ForConditionalGeneration  # noqa: F401
 
-    from gemma4_compat._decoding import recording
+    from gemma4_compat._graphs import recording
     from gemma4_compat._stand_ins import tape
 
     stand_in = not torch.cuda.is_available() and os.environ.get("GEMMA4_COMPAT_DISABLE") != "all"

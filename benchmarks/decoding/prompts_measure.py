@@ -67,7 +67,7 @@ def using(way: str) -> Any:
         yield None
         return
     import gemma4_compat
-    from gemma4_compat._decoding import decoder
+    from gemma4_compat._graphs import decoder
 
     model = measure.model()
     vars(model).pop(decoder._ATTRIBUTE, None)

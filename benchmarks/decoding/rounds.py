@@ -6,7 +6,7 @@ python benchmarks/decoding/rounds.py --shape E2B --out FILE.json [--where gpu,ho
 
 The model has random weights. Its text without an assistant is decoded first; then a drafter drafts that text, each
 token altered with a given probability, after an assistant of four layers with random weights has drafted as well, so
-that its time counts. Numbers of drafts are fixed, and then :mod:`gemma4_compat._decoding.pace` decides: in a text for
+that its time counts. Numbers of drafts are fixed, and then ``_generation/speculative/pace.py`` decides: in a text for
 which nothing is known ("pace"), and in the one after it ("then"). With each fixed number: milliseconds of the graphs
 that draft and read, one after the other, and of a round. Every text is compared with the one without an assistant: the
 exit code is 1 if a token differs. The file is written after every row. ``--limit SECONDS`` begins no row later than
@@ -50,7 +50,7 @@ STREAMED = ("half", "streamed")
 
 def paced(decide: Callable[[int], int]) -> contextlib.AbstractContextManager[Any]:
     """Inside, ``decide`` says how many drafts a round has, given how many it may have."""
-    from gemma4_compat._decoding import pace
+    from gemma4_compat._generation.speculative import pace
 
     class Decided(pace.Pace):
         def __init__(self, most: int, known: Any = None) -> None:
@@ -90,7 +90,7 @@ def drafter(text: Any, share: float) -> Any:
     """A method for ``assisted.Text``: the tokens of ``text``, (1, length), each altered with probability 1 - share."""
     import torch
 
-    from gemma4_compat._decoding import assisted
+    from gemma4_compat._generation.speculative import assisted
 
     drafted = assisted.Text._drafted
     generator = torch.Generator().manual_seed(1)
@@ -121,7 +121,7 @@ def timed(model: Any, batch: Data, tokens: int, **options: Any) -> tuple[Any, fl
 @contextlib.contextmanager
 def graphs() -> Iterator[dict[str, Any]]:
     """A dictionary that fills with the graphs that texts replay, by what they do. They hold no cache."""
-    from gemma4_compat._decoding import assisted
+    from gemma4_compat._generation.speculative import assisted
 
     found: dict[str, Any] = {}
     decode = assisted.Text.decode
@@ -161,7 +161,7 @@ class Case:
     def __init__(
         self, model: Any, assistant: Any, options: Any, sampling: Data, write: Any, *, streamed: bool = False
     ) -> None:
-        from gemma4_compat._decoding import decoder
+        from gemma4_compat._graphs import decoder
 
         self.model, self.assistant, self.options = model, assistant, options
         self.sampling, self.write = sampling, write
@@ -209,7 +209,7 @@ class Case:
 
     def one(self, share: float, tokens: int) -> Data:
         """A text with drafts of which such a share is right."""
-        from gemma4_compat._decoding import assisted
+        from gemma4_compat._generation.speculative import assisted
 
         before = gemma4_compat.statistics(self.model).decoding
         counted = before.drafted, before.accepted, before.rounds
@@ -232,7 +232,7 @@ class Case:
 
     def fixed(self, count: int) -> None:
         """Always so many drafts."""
-        from gemma4_compat._decoding import decoder
+        from gemma4_compat._graphs import decoder
 
         shares = [share for share in self.options.shares if share > 0] if count else [0.0]
         inner = models.base(self.model)
@@ -248,7 +248,7 @@ class Case:
 
     def decided(self, shares: list[float], tokens: int) -> None:
         """As the pace decides, knowing nothing and then knowing the text before."""
-        from gemma4_compat._decoding import decoder
+        from gemma4_compat._graphs import decoder
 
         rows: tuple[list[Data], list[Data]] = ([], [])
         for share in shares:
@@ -261,7 +261,7 @@ class Case:
     def run(self) -> None:
         """All of it."""
         self.prepare()
-        from gemma4_compat._decoding import pace
+        from gemma4_compat._generation.speculative import pace
 
         for count in (0, *self.options.counts):
             if self._in_time(f"{count} drafts"):
@@ -275,7 +275,7 @@ class Case:
 
     def compare(self) -> None:
         """Compare texts of varied prompts, for a time."""
-        from gemma4_compat._decoding import assisted
+        from gemma4_compat._generation.speculative import assisted
 
         dice, begun = random.Random(0), time.perf_counter()
         models.base(self.model).generation_config.max_cache_len = 1024
@@ -324,7 +324,8 @@ def stand_in() -> contextlib.AbstractContextManager[Any]:
 
     stack = contextlib.ExitStack()
     if not torch.cuda.is_available():
-        from gemma4_compat._decoding import own, recording
+        from gemma4_compat._graphs import recording
+        from gemma4_compat._kernels.match import own
         from gemma4_compat._stand_ins import tape
         from tests.unit.decoding.by_rows import ByRows
 

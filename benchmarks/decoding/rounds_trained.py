@@ -155,7 +155,7 @@ def live_bytes() -> int:
 @contextlib.contextmanager
 def drafted(way: str, number: int | str, expected: Any, dice: random.Random) -> Iterator[None]:
     """Inside, texts have drafts of this kind and number."""
-    from gemma4_compat._decoding import assisted, pace
+    from gemma4_compat._generation.speculative import assisted, pace
 
     with contextlib.ExitStack() as stack:
         if number != "chosen":
@@ -183,7 +183,7 @@ def altered(text: Any, dice: random.Random) -> Any:
 
 def computed_by_width() -> contextlib.AbstractContextManager[Any]:
     """Inside, PyTorch computes the tokens of a round at once, with the bits of single ones."""
-    from gemma4_compat._decoding import own
+    from gemma4_compat._kernels.match import own
     from tests.unit.decoding.by_rows import ByWidth
 
     return mock.patch.object(own, "Own", ByWidth)

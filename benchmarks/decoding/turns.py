@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import gemma4_compat
 from benchmarks.decoding import models
 from benchmarks.small_card.device import main_device
-from gemma4_compat._decoding import recording
+from gemma4_compat._graphs import recording
 
 WAYS: dict[str, dict[str, bool] | None] = {
     "default cache": None,

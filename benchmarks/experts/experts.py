@@ -50,7 +50,7 @@ from benchmarks.experts import (
 from benchmarks.small_card import device
 from benchmarks.small_card.device import GIB
 from benchmarks.small_card.models import Clock, image_prompt
-from gemma4_compat._decoding import fused_steps
+from gemma4_compat._graphs import fused_steps
 
 CASES = ("card", "experts", "layers", "whole", "budget:8", "budget:6", "budget:12", "budget:16", "disk", "upstream")
 #: Prompts of thousands of tokens come last: the model keeps their static cache, and a step reads all of it.
@@ -235,7 +235,7 @@ def planned_peak(model: Any, away: int, length: int, chunk: int | None) -> float
 
 
 def speed(run: Run, model: Any, name: str, *, slow: bool) -> Data:
-    from gemma4_compat import _decoding
+    from gemma4_compat._graphs import decoder
 
     found: Data = {}
     bus = run.result["host_to_device_gib_s"]
@@ -258,7 +258,7 @@ def speed(run: Run, model: Any, name: str, *, slow: bool) -> Data:
             found[way] |= {"bus_bound_tok_s": bound, "share_of_bound": rate / bound}
     if only_eager:
         return found
-    counted = _decoding.decoding_statistics(model)
+    counted = decoder.decoding_statistics(model)
     if counted.fused and name in ("card", "experts", "budget:8"):
         tokens, settled = TOKENS["replayed"]
         with separate_kernels(model):
@@ -431,7 +431,8 @@ def without_lookup() -> Iterator[None]:
 @contextlib.contextmanager
 def separate_kernels(model: Any) -> Iterator[None]:
     """Inside, fused steps gather, dequantize and copy experts by PyTorch's and bitsandbytes' kernels."""
-    from gemma4_compat._decoding import decoder, expert_rows
+    from gemma4_compat._graphs import decoder
+    from gemma4_compat._kernels.specs import expert_rows
 
     decoder.of(model).clear()
     kept = expert_rows.Rows.dequantized, expert_rows.Rows.positions

@@ -111,7 +111,7 @@ def run(model: Any, arguments: Any, result: Data) -> None:
 def main(argv: list[str] | None = None) -> int:
     import torch
 
-    from gemma4_compat._decoding.recording import RECORDERS
+    from gemma4_compat._graphs.recording import RECORDERS
     from gemma4_compat._stand_ins import tape
 
     parser = common.parser(__doc__, SHAPES, minutes=8)

@@ -44,7 +44,7 @@ from benchmarks.common import Data
 from benchmarks.decoding import models
 from benchmarks.small_card import device
 from benchmarks.training import long_steps
-from gemma4_compat._decoding import recording
+from gemma4_compat._graphs import recording
 from gemma4_compat._stand_ins.tape import standing_in
 
 WAYS = {

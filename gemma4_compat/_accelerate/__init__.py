@@ -5,3 +5,5 @@
 * :mod:`module_hooks`: where a module computes, and whether its weights are offloaded.
 * :mod:`hooked`: patches that sleep until a module gets its first hook.
 """
+
+from __future__ import annotations

@@ -236,7 +236,7 @@ DECODING = _mark(
     "Its captured decoding steps, and the memory of its last static cache.",
 )
 _method(
-    *("lazy_initialization", "transformers-graph-decoding", "_decoding.static_caches", "a layer of a static cache"),
+    *("lazy_initialization", "transformers-graph-decoding", "_graphs.static_caches", "a layer of a static cache"),
     "The layer takes the memory of the last cache, until its first update.",
 )
 TURNS = _mark(
@@ -284,7 +284,7 @@ TRAINING = _mark(
     "The graphs of its training steps, and when they serve.",
 )
 _method(
-    *("forward", "", "_fast_training.fast", "a decoder layer after train_fast"),
+    *("forward", "", "_training.fast", "a decoder layer after train_fast"),
     "In training, it is replayed.",
 )
 CHUNKED_MLP = _mark(

@@ -7,3 +7,5 @@
 * :mod:`rows`: calls in which each row has an adapter of its own (``adapter_names``).
 * :mod:`creation`, :mod:`state`, :mod:`mersenne`: a load without the work that it undoes (``peft_adapter_load``).
 """
+
+from __future__ import annotations

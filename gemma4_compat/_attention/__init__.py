@@ -8,3 +8,5 @@
 * :mod:`packing`: several texts in one row. :mod:`weights`: of kernels that return none.
 * :mod:`masks`: prompts with images. :mod:`unseen_keys`: queries that see no key, as padding gives them.
 """
+
+from __future__ import annotations

@@ -9,3 +9,5 @@ Called by ``cli/check.py``, which imports no library: everything that computes r
 * :mod:`merged`: the child that merges the adapter.
 * :mod:`report`: what was found as data without anything personal, and the verdict. :mod:`text`: the same for a reader.
 """
+
+from __future__ import annotations

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._check import answers, errors, prompts, speeds
-from gemma4_compat._decoding import decoding_statistics, fused_steps
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._turns.fast import decode_fast
+from gemma4_compat._generation.fast import decode_fast
+from gemma4_compat._graphs import fused_steps
+from gemma4_compat._graphs.decoder import decoding_statistics
 
 Say = Callable[[dict[str, Any]], None]
 

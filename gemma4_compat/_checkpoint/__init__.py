@@ -3,3 +3,5 @@
 * :mod:`header`: names, types and offsets. :mod:`consistency`: whether file and index agree.
 * :mod:`shards`: reading and writing. :mod:`folders`: an output folder appears complete or not at all.
 """
+
+from __future__ import annotations

@@ -7,3 +7,5 @@
 * :mod:`arguments`: what is not a model, a path or an id. :mod:`locks`: who waits for whom.
 * :mod:`shadowed`: a ``torch.py`` of the user's own. :mod:`address`: where this project lives.
 """
+
+from __future__ import annotations

@@ -7,3 +7,5 @@
 * ``reproduce`` prints a script: :mod:`script`. ``env`` describes the machine: :mod:`environment`.
 * :mod:`imports`: a library that is missing or does not match torch.
 """
+
+from __future__ import annotations

@@ -9,10 +9,10 @@ from typing import Any
 from gemma4_compat._accelerate import listing
 from gemma4_compat._accelerate.listing import Attached
 from gemma4_compat._common import arguments
-from gemma4_compat._decoding import decoder
-from gemma4_compat._decoding.recaptures import DecodingStatistics
-from gemma4_compat._fast_training import fast
-from gemma4_compat._fast_training.layers import TrainingStatistics
+from gemma4_compat._graphs import decoder
+from gemma4_compat._graphs.recaptures import DecodingStatistics
+from gemma4_compat._training import fast
+from gemma4_compat._training.captured.layers import TrainingStatistics
 
 
 @dataclasses.dataclass(frozen=True)

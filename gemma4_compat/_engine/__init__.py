@@ -12,3 +12,5 @@ Called by :mod:`gemma4_compat._shim`, which has the one :class:`engine.Engine` a
 * :mod:`holders`: who still holds upstream's functions. :mod:`autoreload`: Jupyter's autoreload.
 * :mod:`words`: verdicts. :mod:`report`: states as text and JSON.
 """
+
+from __future__ import annotations

@@ -4,3 +4,5 @@
 * :mod:`plain`: a LoRA as every reader has it. :mod:`pieces`: its tensors, one at a time.
 * :mod:`servers`: vLLM and SGLang. :mod:`gguf`: llama.cpp. :mod:`mlx`: mlx-lm and mlx-vlm.
 """
+
+from __future__ import annotations

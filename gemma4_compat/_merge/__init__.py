@@ -6,3 +6,5 @@
 * :mod:`check`, :mod:`verification`: outputs of the merged model against those of base and adapter.
 * :mod:`result`, :mod:`text`: the report.
 """
+
+from __future__ import annotations

@@ -12,3 +12,5 @@
 * :mod:`capturing`: what transformers collects of a forward.
 * :mod:`config_names`, :mod:`cache_config`, :mod:`cache_names`: names that differ between releases.
 """
+
+from __future__ import annotations

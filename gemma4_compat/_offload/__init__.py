@@ -30,3 +30,5 @@ Adapters:
 * :mod:`peft_layers`: PEFT on offloaded layers. :mod:`dispatched_adapters`: a model dispatched after its adapters.
 * :mod:`merged_layers`: merging and unmerging.
 """
+
+from __future__ import annotations

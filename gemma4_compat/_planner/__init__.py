@@ -16,3 +16,5 @@ Called by ``gemma4_compat.plan_device_map`` and ``plan_training``, by their comm
   a report is :mod:`card_report`.
 * :mod:`text`, :mod:`training_text`, :mod:`code`, :mod:`training_code`: a plan as text and as Python.
 """
+
+from __future__ import annotations

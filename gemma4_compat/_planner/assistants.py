@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from gemma4_compat._decoding import draft_windows, pace, rounds
+from gemma4_compat._generation.speculative import draft_windows, pace, rounds
 from gemma4_compat._planner.blueprint import Block, Blueprint, rounded
 from gemma4_compat._planner.memory import MEASURED, Load
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from gemma4_compat._decoding import flash
+from gemma4_compat._kernels.specs import flash
 from gemma4_compat._models import attention_memory
 from gemma4_compat._planner.blueprint import Attention, Block, Blueprint, rounded
 

@@ -1,8 +1,8 @@
 """Whether a plan counts attention of prompts as this package's kernels compute it, or as PyTorch does, with copies.
 
-After ``decode_fast`` kernels of this package compute it (``_decoding.reading``), without the copies that PyTorch makes
-of keys and values for each query head and of masks. A plan counts on that only where it is known to happen, and where
-peaks were measured: in chunks. A prompt that is read at once has other peaks.
+After ``decode_fast`` kernels of this package compute it (``_kernels.match.reading``), without the copies that PyTorch
+makes of keys and values for each query head and of masks. A plan counts on that only where it is known to happen, and
+where peaks were measured: in chunks. A prompt that is read at once has other peaks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from gemma4_compat._attention import windows
-from gemma4_compat._decoding import flash
 from gemma4_compat._engine import sleep
+from gemma4_compat._kernels.specs import flash
 from gemma4_compat._planner import assistants, layout, memory, speed
 from gemma4_compat._planner.blueprint import Blueprint
 from gemma4_compat._planner.layout import Layout

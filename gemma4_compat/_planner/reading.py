@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from gemma4_compat._accelerate import device_maps
-from gemma4_compat._decoding import decoder, prompts, static_caches
+from gemma4_compat._generation.prompts import prompts
+from gemma4_compat._graphs import decoder, static_caches
 from gemma4_compat._planner import memory
 from gemma4_compat._planner.blueprint import Blueprint, describe
 from gemma4_compat._planner.memory import Load

@@ -9,7 +9,6 @@ from typing import Any
 from gemma4_compat._attention import windows
 from gemma4_compat._common.text import size_text
 from gemma4_compat._engine import settings, sleep
-from gemma4_compat._fast_training import layers
 from gemma4_compat._planner import layout
 from gemma4_compat._planner.blueprint import Blueprint
 from gemma4_compat._planner.memory import TrainingLoad
@@ -17,6 +16,7 @@ from gemma4_compat._planner.training_step import Step, StepMemory
 from gemma4_compat._planner.use import TrainingUse
 from gemma4_compat._training import loss as chunks_of
 from gemma4_compat._training import mlp as pieces_of
+from gemma4_compat._training.captured import layers
 
 #: Bytes that a step leaves free where it can: neither what kernels use internally nor fragmentation is counted.
 MARGIN = 1 << 29

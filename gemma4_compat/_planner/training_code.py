@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._attention import windows
-from gemma4_compat._fast_training import layers
 from gemma4_compat._planner import code
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.result import Source
 from gemma4_compat._planner.training_step import TARGETS, Step
 from gemma4_compat._training import mlp
+from gemma4_compat._training.captured import layers
 
 _TRAINING = """\
 model = get_peft_model(

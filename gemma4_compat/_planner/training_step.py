@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 
 from gemma4_compat._attention import windows
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._fast_training import counting
-from gemma4_compat._fast_training.counting import Kept
 from gemma4_compat._planner import equal_layers
 from gemma4_compat._planner.blueprint import rounded
 from gemma4_compat._quantization import expert_forward
 from gemma4_compat._quantization.experts import NAMES, all_experts
-from gemma4_compat._training import chunks, loss, mlp
+from gemma4_compat._training import chunks, counting, loss, mlp
+from gemma4_compat._training.counting import Kept
 
 #: Bytes that an optimizer keeps for a trained float32 weight, and for each of its blocks of 256 weights (float32
 #: maxima of bitsandbytes' 8-bit states). "paged": in memory that CUDA moves to the host, which counts as zero.

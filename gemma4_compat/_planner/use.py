@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
-from gemma4_compat._decoding import flash
+from gemma4_compat._kernels.specs import flash
 from gemma4_compat._planner import assistants, memory
 from gemma4_compat._planner.blueprint import Block, Blueprint
 from gemma4_compat._planner.memory import MEASURED, Load, TrainingLoad

@@ -10,3 +10,5 @@
 * :mod:`qat`, :mod:`quanto`, :mod:`compressed`: layers of other quantizers.
 * :mod:`host`: whether a patch's CPU or GPU is there.
 """
+
+from __future__ import annotations

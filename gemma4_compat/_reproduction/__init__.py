@@ -9,3 +9,5 @@ Called by the reproductions at the end of each patch file, by ``doctor`` and by 
 * :mod:`sharding`: FSDP2 over two ranks in one process.
 * :mod:`magnitudes`: random weights with the magnitudes of trained ones, and what overflows first.
 """
+
+from __future__ import annotations

@@ -4,3 +4,5 @@
 * :mod:`configuration`, :mod:`lora_file`: what the adapter's two files say.
 * :mod:`base`: the base's class and its linears. :mod:`comparison`: compares the adapter with them.
 """
+
+from __future__ import annotations

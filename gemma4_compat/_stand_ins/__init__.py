@@ -4,3 +4,5 @@
 * :mod:`flash`: flash attention. :mod:`cudnn`: cuDNN's attention on a Hopper GPU. :mod:`packed_weights`: our kernel for
   4-bit weights.
 """
+
+from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 #: The fix, which gets this kernel if it is loaded; a standalone script does not load it.
-REPAIR = "gemma4_compat._decoding.kernels"
+REPAIR = "gemma4_compat._kernels.kernels"
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def computed(packed: Any, state: Any) -> Any:
 
 
 class Compiler:
-    """With the protocol of ``gemma4_compat._decoding.kernels``.
+    """With the protocol of ``gemma4_compat._kernels.kernels``.
 
     Attributes:
         launches: how often the kernel was launched.

@@ -35,7 +35,7 @@ def standing_in(recorders: dict[str, Any]) -> Iterator[None]:
     """Inside, tapes record on the CPU, unless a recorder exists already, and events work there (nothing is ever late).
 
     Args:
-        recorders: ``gemma4_compat._decoding.recording.RECORDERS``.
+        recorders: ``gemma4_compat._graphs.recording.RECORDERS``.
     """
     with mock.patch.dict(recorders, {"cpu": Tape} | recorders), mock.patch.object(torch, "Event", _event):
         yield
@@ -47,7 +47,7 @@ def _event(device: Any = None, **options: Any) -> Any:
 
 
 class Tape:
-    """A recorded step, with the protocol of ``gemma4_compat._decoding.recording``.
+    """A recorded step, with the protocol of ``gemma4_compat._graphs.recording``.
 
     Attributes:
         replays: how often it was replayed.

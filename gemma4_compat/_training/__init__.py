@@ -1,4 +1,4 @@
-"""Training: compute a model's loss without all of its logits at once, and its MLPs without all intermediates.
+"""Training: layers replayed, the loss without all logits at once, MLPs without all intermediates.
 
 * :mod:`chunks`: cross entropy of a head's logits, a few tokens at a time.
 * :mod:`head`: calling a head for several chunks; offloaded weights are onloaded only once.
@@ -10,5 +10,9 @@
 * :mod:`shared_states`: no second graph of keys and values that layers share.
 * :mod:`per_layer`: no gradient of input embeddings through per-layer inputs, where nobody reads it.
 * :mod:`whole`: why a module is not computed in pieces.
+* :mod:`captured`: steps of layers as CUDA graphs. :mod:`counting`: what the graphs of a model keep, for plans.
+* :mod:`fast`: :func:`gemma4_compat.train_fast`. :mod:`parts`: which parts other than graphs it turns on.
 * :mod:`inner`: a forward replaced inside of accelerate's hook.
 """
+
+from __future__ import annotations

@@ -19,8 +19,8 @@ pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip in
 from torch.utils.hooks import RemovableHandle
 
 import gemma4_compat
-from gemma4_compat._fast_training import layers
 from gemma4_compat._planner.training_step import TARGETS
+from gemma4_compat._training.captured import layers
 from tests.helpers import ROOT
 from tests.one_device import guards
 from tests.one_device.guards import FEATURES, WAYS, CannotMatter, Documented, Noticed, Way

@@ -264,7 +264,7 @@ def test_log_probabilities_of_a_rollout_are_those_of_training(
     import torch
     from peft import LoraConfig, get_peft_model
 
-    from gemma4_compat._decoding.recording import RECORDERS
+    from gemma4_compat._graphs.recording import RECORDERS
     from gemma4_compat._stand_ins.tape import standing_in
 
     model = trained.load().to(getattr(torch, dtype))

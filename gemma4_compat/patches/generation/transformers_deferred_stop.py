@@ -23,9 +23,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._decoding import advancing, call, choosing, deferral
-from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._generation import call
+from gemma4_compat._generation.sampling import choosing
+from gemma4_compat._graphs import advancing, deferral
+from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._models import cache_names
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._decoding import overflow
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._generation.prompts import overflow
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace

@@ -35,25 +35,15 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._common import in_place
-from gemma4_compat._decoding import (
-    assisted,
-    call,
-    chunks,
-    decoder,
-    deferral,
-    drafted_calls,
-    embedded,
-    new_caches,
-    obstacles,
-    pieces,
-    prompts,
-    static_caches,
-)
-from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._generation import call
+from gemma4_compat._generation.prefix_cache import returned
+from gemma4_compat._generation.prompts import chunks, embedded, pieces, prompts
+from gemma4_compat._generation.speculative import assisted, drafted_calls
+from gemma4_compat._graphs import decoder, deferral, new_caches, obstacles, static_caches
+from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._models import cache_names
 from gemma4_compat._planner import reading
-from gemma4_compat._turns import returned
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._generation.prefix_cache import reuse, session
 from gemma4_compat._models import cache_names
-from gemma4_compat._turns import reuse, session
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace

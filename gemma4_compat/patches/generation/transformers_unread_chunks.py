@@ -22,9 +22,9 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._decoding import obstacles
 from gemma4_compat._engine import sleep
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._graphs import obstacles
 from gemma4_compat._models import prefill as prefill_of
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._decoding import dequantizing
-from gemma4_compat._decoding.dequantizing_source import Format
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._kernels.fuse import dequantizing
+from gemma4_compat._kernels.specs.dequantizing_source import Format
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from gemma4_compat._decoding.recording import RECORDERS
+from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._stand_ins import tape
 from tests.generated.search.sequences_bench import World
 

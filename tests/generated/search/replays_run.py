@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
 
-from gemma4_compat import _decoding
-from gemma4_compat._decoding.bits import same_bits
+from gemma4_compat._common.bits import same_bits
+from gemma4_compat._graphs import decoder
 from tests.generated.search import replay_adapters, replay_around, replay_changes, run
 from tests.generated.search.replay_showing import SHOWING, Shown
 from tests.generated.search.replay_world import ReplayWorld
@@ -56,7 +56,7 @@ def bench(folder: Path | None = None) -> Iterator[SequenceBench]:
     """A bench in a temporary folder, or in ``folder``; steps on the CPU are recorded on tapes."""
     import transformers.models.gemma4.modeling_gemma4  # noqa: F401  (parts of PyTorch ask for the type of an event)
 
-    from gemma4_compat._decoding.recording import RECORDERS
+    from gemma4_compat._graphs.recording import RECORDERS
     from gemma4_compat._stand_ins.tape import standing_in
 
     with (
@@ -102,10 +102,10 @@ def _check(sequence: Sequence, world: ReplayWorld, tamper: Tamper | None) -> Rep
             if tamper is not None:
                 tamper(world, step)
             continue
-        before = _decoding.decoding_statistics(world.base).replayed
+        before = decoder.decoding_statistics(world.base).replayed
         found, expected = SHOWING[step.name](world, **dict(step.options))
         compared, raised = compared + 1, raised + ("error" in expected)
-        steps += _decoding.decoding_statistics(world.base).replayed - before
+        steps += decoder.decoding_statistics(world.base).replayed - before
         wrong = difference(expected, found)
         if wrong is not None:
             signature = f"{step.name}: {run.general(wrong[0])} differs"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._decoding import dependencies
+from gemma4_compat._graphs import dependencies
 from tests.generated.search import replays_cli, replays_run, sequences_run
 from tests.generated.search.case import Case, is_complete
 from tests.generated.search.replay_regressions import REGRESSIONS
@@ -138,7 +138,7 @@ PLANTED = Sequence(
 def test_a_planted_defect_is_found_and_shrunk(
     bench: replays_run.SequenceBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gemma4_compat._decoding.dependencies import Dependencies
+    from gemma4_compat._graphs.dependencies import Dependencies
 
     assert replays_run.check(PLANTED, bench).failure is None
     monkeypatch.setattr(Dependencies, "hold_in_full", lambda self: True)

@@ -12,8 +12,10 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatWarning
-from gemma4_compat._decoding import decoder, overflow, own
-from gemma4_compat._decoding.recording import RECORDERS
+from gemma4_compat._generation.prompts import overflow
+from gemma4_compat._graphs import decoder
+from gemma4_compat._graphs.recording import RECORDERS
+from gemma4_compat._kernels.match import own
 from gemma4_compat._models import variants
 from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat._stand_ins import tape

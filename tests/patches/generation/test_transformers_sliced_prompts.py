@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._decoding import decoder
-from gemma4_compat._decoding.recording import RECORDERS
+from gemma4_compat._graphs import decoder
+from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._models import cache_names
 from gemma4_compat._reproduction import tiny_configs
 from gemma4_compat._stand_ins import tape

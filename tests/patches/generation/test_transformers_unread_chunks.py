@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._decoding import decoder
-from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._engine import versions
+from gemma4_compat._graphs import decoder
+from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import Workspace
 from gemma4_compat._stand_ins import tape

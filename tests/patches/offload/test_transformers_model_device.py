@@ -237,7 +237,7 @@ def test_a_model_with_hooks_and_no_map_is_still_not_compiled(
     import torch
     from transformers import GenerationConfig, StaticCache
 
-    from gemma4_compat._decoding import recording
+    from gemma4_compat._graphs import recording
     from gemma4_compat._models import cache_names
 
     monkeypatch.delitem(recording.RECORDERS, "cuda")  # its step would be replayed in place of compiled

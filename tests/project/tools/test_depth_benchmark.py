@@ -24,7 +24,7 @@ def measure(tmp_path: Path) -> Iterator[Any]:
     """depth_measure, with a tiny model."""
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
     from benchmarks.decoding import depth_measure
-    from gemma4_compat._decoding import recording
+    from gemma4_compat._graphs import recording
     from gemma4_compat._stand_ins import tape
 
     order = ORDER | {"folder": str(tmp_path)}
@@ -74,7 +74,7 @@ def test_a_text_that_was_not_read_has_positions_masks_and_lengths_of_one_that_wa
 
 
 def test_each_way_keeps_its_graphs(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gemma4_compat._decoding import fusing
+    from gemma4_compat._kernels.fuse import fusing
 
     kinds = frozenset({"products"})
     monkeypatch.setattr(fusing, "KINDS", kinds)

@@ -12,7 +12,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import testing
-from gemma4_compat._decoding import recording
+from gemma4_compat._graphs import recording
 from gemma4_compat._models import checkpointing
 from gemma4_compat._reproduction import tiny_models
 from gemma4_compat._stand_ins.tape import standing_in

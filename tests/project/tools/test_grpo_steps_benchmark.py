@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 import gemma4_compat
 from benchmarks.training import grpo_steps
-from gemma4_compat._decoding import recording
+from gemma4_compat._graphs import recording
 from gemma4_compat._stand_ins import tape
 from tools.pages import measurements
 

@@ -11,7 +11,8 @@ pytest.importorskip("bitsandbytes")
 import torch
 
 from benchmarks.decoding import long_text, models
-from gemma4_compat._decoding import kernels, recording
+from gemma4_compat._graphs import recording
+from gemma4_compat._kernels import kernels
 from gemma4_compat._stand_ins import tape
 from tests.unit.decoding.host_kernels import HostCompiler
 

@@ -10,7 +10,7 @@ pytest.importorskip("bitsandbytes")
 import torch
 
 from benchmarks.decoding import graph_times, own_architectures, own_kernels, own_products
-from gemma4_compat._decoding import kernels
+from gemma4_compat._kernels import kernels
 from tests.unit.decoding.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")

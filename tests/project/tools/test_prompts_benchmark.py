@@ -82,7 +82,7 @@ def test_a_way_that_fails_takes_no_turn() -> None:
 def measure(tmp_path: Path) -> Iterator[Any]:
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
     from benchmarks.decoding import prompts_measure
-    from gemma4_compat._decoding import recording
+    from gemma4_compat._graphs import recording
     from gemma4_compat._stand_ins import tape
 
     order = ORDER | {"folder": str(tmp_path)}

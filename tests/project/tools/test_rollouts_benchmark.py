@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("bitsandbytes")
 from benchmarks.training import rollouts
-from gemma4_compat._decoding import recording
+from gemma4_compat._graphs import recording
 from gemma4_compat._stand_ins import tape
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import gemma4_compat
-from gemma4_compat import _decoding
+from gemma4_compat._graphs import decoder
 from gemma4_compat._models import cache_names
 from gemma4_compat._reproduction import tiny
 from tests.unit.offload import threads
@@ -96,7 +96,7 @@ def layers(model: Any) -> Any:
 
 def steps(model: Any) -> Any:
     """The statistics as they are now."""
-    return dataclasses.replace(_decoding.decoding_statistics(model))
+    return dataclasses.replace(decoder.decoding_statistics(model))
 
 
 def text(model: Any, length: int = 24, *, batch: int = 1, seed: int = 7) -> dict[str, Any]:

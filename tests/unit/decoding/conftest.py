@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._decoding import dequantizing, kernels, recording
+from gemma4_compat._graphs import recording
+from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.fuse import dequantizing
 from tests.unit.decoding.calls import Models
 
 

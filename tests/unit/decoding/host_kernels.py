@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from gemma4_compat._decoding import kernel_source
-from gemma4_compat._decoding.kernel_source import Kernel
+from gemma4_compat._kernels.specs import kernel_source
+from gemma4_compat._kernels.specs.kernel_source import Kernel
 
 #: ``cuda_on_host.h`` says what CUDA C has, C++ has not, and kernels here may use.
 _HEADER = Path(__file__).with_name("cuda_on_host.h")
@@ -39,7 +39,7 @@ def _launch(number: int, sizes: list[float], shape: list[int], reads: list[Any],
 
 
 class HostCompiler:
-    """In place of ``gemma4_compat._decoding.compiling.CudaCompiler``."""
+    """In place of ``gemma4_compat._kernels.compiling.CudaCompiler``."""
 
     def __init__(self, device: Any) -> None:
         """The kernels are for the host, whatever the device."""

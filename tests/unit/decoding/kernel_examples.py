@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from gemma4_compat._decoding import (
+from gemma4_compat._kernels.compiling import Nvrtc
+from gemma4_compat._kernels.match import own, top_tokens
+from gemma4_compat._kernels.specs import (
     attention,
     dense,
     dequantizing_source,
@@ -19,17 +21,14 @@ from gemma4_compat._decoding import (
     flash,
     kernel_source,
     matrix_products,
-    own,
     pointwise,
     products,
     reductions,
     row_source,
     shifting,
-    top_tokens,
 )
-from gemma4_compat._decoding.compiling import Nvrtc
-from gemma4_compat._decoding.kernel_source import Kernel
-from gemma4_compat._decoding.pointwise import Load, Number, Part, Value
+from gemma4_compat._kernels.specs.kernel_source import Kernel
+from gemma4_compat._kernels.specs.pointwise import Load, Number, Part, Value
 
 
 def _pointwise() -> Iterator[Kernel]:
@@ -208,7 +207,7 @@ def _top_tokens() -> Iterator[Kernel]:
     yield from (*work.before, work.after, work.drawing(scores)[0])
 
 
-#: By the name of the module in ``gemma4_compat/_decoding``. Of a kernel the text and the threads of a block count.
+#: By the name of the module in ``gemma4_compat/_kernels``. Of a kernel the text and the threads of a block count.
 EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "kernel_source": _pointwise,
     "row_source": _rows,

@@ -10,7 +10,9 @@ import pytest
 pytest.importorskip("bitsandbytes")
 from transformers.generation import utils
 
-from gemma4_compat._decoding import advancing, call, decoder, fused_steps, kernels, static_caches
+from gemma4_compat._generation import call
+from gemma4_compat._graphs import advancing, decoder, fused_steps, static_caches
+from gemma4_compat._kernels import kernels
 from gemma4_compat._models import cache_names
 from tests.unit.decoding.calls import (
     WINDOW,

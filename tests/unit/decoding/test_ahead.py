@@ -13,9 +13,9 @@ pytest.importorskip("bitsandbytes")
 import torch
 
 import gemma4_compat
-from gemma4_compat._decoding import prompts
-from gemma4_compat._decoding.dependencies import Dependencies
 from gemma4_compat._engine import versions
+from gemma4_compat._generation.prompts import prompts
+from gemma4_compat._graphs.dependencies import Dependencies
 from gemma4_compat._stand_ins.tape import Tape
 from tests.unit.decoding.calls import (
     ATTRIBUTES,

@@ -13,7 +13,9 @@ pytest.importorskip("bitsandbytes")
 import torch
 
 import gemma4_compat
-from gemma4_compat._decoding import assisted, decoder, deferral, fused_steps, own, pace
+from gemma4_compat._generation.speculative import assisted, pace
+from gemma4_compat._graphs import decoder, deferral, fused_steps
+from gemma4_compat._kernels.match import own
 from tests.unit.decoding import calls
 from tests.unit.decoding.by_rows import ByRows
 from tests.unit.decoding.calls import Models

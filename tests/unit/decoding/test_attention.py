@@ -11,7 +11,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from gemma4_compat._decoding import attention, kernels
+from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.specs import attention
 from tests.unit.decoding.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._decoding import decoder
+from gemma4_compat._graphs import decoder
 from gemma4_compat._models import cache_names
 from tests.conftest import census
 from tests.helpers import holders

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._decoding import recaptures, snapshots
+from gemma4_compat._graphs import recaptures, snapshots
 from tests.unit.decoding.calls import (
     ATTRIBUTES,
     CHANGES,

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from transformers.generation import logits_process, stopping_criteria
 
-from gemma4_compat._decoding import choosing
+from gemma4_compat._generation.sampling import choosing
 
 torch = pytest.importorskip("torch")
 

@@ -15,9 +15,9 @@ pytest.importorskip("torch")
 
 import torch
 
-from gemma4_compat._decoding import compiling, kernel_files, launching
-from gemma4_compat._decoding.compiling import CudaCompiler, Nvrtc
-from gemma4_compat._decoding.kernel_source import Kernel
+from gemma4_compat._kernels import compiling, kernel_files, launching
+from gemma4_compat._kernels.compiling import CudaCompiler, Nvrtc
+from gemma4_compat._kernels.specs.kernel_source import Kernel
 
 DEVICE = torch.device("cuda", 0)
 

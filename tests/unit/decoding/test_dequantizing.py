@@ -17,11 +17,13 @@ import torch
 from bitsandbytes import functional
 from bitsandbytes.nn import Params4bit
 
-from gemma4_compat._decoding import dequantizing, dequantizing_source, kernels
-from gemma4_compat._decoding.bits import same_bits
-from gemma4_compat._decoding.dequantizing_source import Format
-from gemma4_compat._decoding.product_source import VALUES
+from gemma4_compat._common.bits import same_bits
 from gemma4_compat._engine.changes import upstream
+from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.fuse import dequantizing
+from gemma4_compat._kernels.specs import dequantizing_source
+from gemma4_compat._kernels.specs.dequantizing_source import Format
+from gemma4_compat._kernels.specs.product_source import VALUES
 from gemma4_compat._stand_ins import packed_weights
 from tests.unit.decoding.host_kernels import HostCompiler
 
@@ -209,7 +211,7 @@ def test_operations_are_watched_one_by_one(compiler: Any, launched: list[Any]) -
 
 def test_one_kernel_dequantizes_while_others_are_fused(compiler: Any, launched: list[Any]) -> None:
     """Weights are there before a step begins."""
-    from gemma4_compat._decoding import fusing
+    from gemma4_compat._kernels.fuse import fusing
 
     packed, state = quantized()
     expected = dequantizing.of_state(packed, state)

@@ -16,7 +16,8 @@ pytest.importorskip("bitsandbytes")
 import torch
 
 import gemma4_compat
-from gemma4_compat._decoding import assisted, draft_windows, drafted_calls, own, pace, rounds
+from gemma4_compat._generation.speculative import assisted, draft_windows, drafted_calls, pace, rounds
+from gemma4_compat._kernels.match import own
 from gemma4_compat._reproduction.trained import PLACE, TWINS, Trained
 from tests.helpers import ROOT
 from tests.unit.decoding import calls

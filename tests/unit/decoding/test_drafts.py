@@ -13,9 +13,12 @@ pytest.importorskip("torch")
 
 import torch
 
-from gemma4_compat._decoding import kernels, own, pace, reductions, rounds, row_source
-from gemma4_compat._decoding.lookup import Lookup
-from gemma4_compat._decoding.pointwise import Load, Value
+from gemma4_compat._generation.speculative import pace, rounds
+from gemma4_compat._generation.speculative.lookup import Lookup
+from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.match import own
+from gemma4_compat._kernels.specs import reductions, row_source
+from gemma4_compat._kernels.specs.pointwise import Load, Value
 from tests.patches.generation.test_transformers_assistant_sampling import chi_square, model_logits, processors
 
 VOCABULARY, PROMPT, DRAFTS, ROUNDS = 12, 4, 3, 2000

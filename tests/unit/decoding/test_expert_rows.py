@@ -11,8 +11,10 @@ pytest.importorskip("bitsandbytes")
 
 import torch
 
-from gemma4_compat._decoding import expert_rows, fused_steps, kernels
-from gemma4_compat._decoding.bits import same_bits
+from gemma4_compat._common.bits import same_bits
+from gemma4_compat._graphs import fused_steps
+from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.specs import expert_rows
 from gemma4_compat._quantization import expert_storage, experts
 from gemma4_compat._reproduction import tiny_models
 from tests.unit.decoding import calls

@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("bitsandbytes")
 
-from gemma4_compat._decoding import obstacles, prompts
+from gemma4_compat._generation.prompts import prompts
+from gemma4_compat._graphs import obstacles
 from gemma4_compat._offload import streaming
 from gemma4_compat._reproduction import tiny_models
 from tests.unit.decoding.calls import ask, assert_equal, compared, generate, steps, text

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._decoding import decoder
+from gemma4_compat._graphs import decoder
 from gemma4_compat._offload import model_lock, row_lookup, streaming
 from gemma4_compat._stand_ins import tape
 from tests.unit.decoding.calls import (

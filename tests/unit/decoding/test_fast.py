@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._decoding import recording
+from gemma4_compat._graphs import recording
 from tests.generated.search import replay_tuners
 from tests.unit.decoding.calls import PATCH, Models, assert_equal, base, generate, static_cache, steps, text
 from tests.unit.offload import threads

@@ -10,7 +10,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from gemma4_compat._decoding import flash, kernels
+from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.specs import flash
 from tests.unit.decoding.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")

@@ -9,7 +9,9 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._decoding import fused_steps, kernels, prompts
+from gemma4_compat._generation.prompts import prompts
+from gemma4_compat._graphs import fused_steps
+from gemma4_compat._kernels import kernels
 from tests.unit.decoding import calls
 from tests.unit.decoding.calls import EAGER, PLACES, WINDOW, Models, assert_equal, fast, generate, steps, text
 

@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("torch")
 
 
-from gemma4_compat._decoding import decoder, fused_steps, kernels
+from gemma4_compat._graphs import decoder, fused_steps
+from gemma4_compat._kernels import kernels
 from tests.helpers import pairwise
 from tests.unit.decoding import calls
 from tests.unit.decoding.calls import Models

@@ -11,8 +11,10 @@ pytest.importorskip("torch")
 
 import torch
 
-from gemma4_compat._decoding import fused_steps, kernel_source, kernels, pointwise
-from gemma4_compat._decoding.bits import same_bits
+from gemma4_compat._common.bits import same_bits
+from gemma4_compat._graphs import fused_steps
+from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.specs import kernel_source, pointwise
 from tests.helpers import ROOT
 from tests.unit.decoding.host_kernels import HostCompiler
 

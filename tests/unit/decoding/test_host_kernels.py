@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from gemma4_compat._decoding.kernel_source import Kernel
+from gemma4_compat._kernels.specs.kernel_source import Kernel
 from tests.unit.decoding.host_kernels import HostCompiler
 
 pytestmark = pytest.mark.skipif(HostCompiler.obstacle() is not None, reason=str(HostCompiler.obstacle()))

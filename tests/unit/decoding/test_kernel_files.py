@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gemma4_compat._decoding import kernel_files
-from gemma4_compat._decoding.kernel_files import Compiled, Files, identity
+from gemma4_compat._kernels import kernel_files
+from gemma4_compat._kernels.kernel_files import Compiled, Files, identity
 from tests.helpers import child
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="owners and permissions as POSIX has them")
@@ -213,7 +213,7 @@ def test_a_full_disk_leaves_nothing_behind(folder: Path, monkeypatch: pytest.Mon
 _PROCESS = """
 import sys
 from pathlib import Path
-from gemma4_compat._decoding.kernel_files import Compiled, Files, identity
+from gemma4_compat._kernels.kernel_files import Compiled, Files, identity
 folder, mine = Path(sys.argv[1]), sys.argv[2]
 found = 0
 for turn in range(150):

@@ -11,8 +11,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from gemma4_compat._decoding import compiling, kernel_source
-from gemma4_compat._decoding.compiling import Nvrtc
+from gemma4_compat._kernels import compiling
+from gemma4_compat._kernels.compiling import Nvrtc
+from gemma4_compat._kernels.specs import kernel_source
 from tests.helpers import ROOT
 from tests.unit.decoding.kernel_examples import EXAMPLES, FROM, nvrtc_of_a_wheel
 
@@ -112,6 +113,8 @@ def test_what_does_not_fit_is_seen(nvrtc: Nvrtc) -> None:
 
 
 def test_every_module_with_kernels_has_examples() -> None:
-    folder = ROOT / "gemma4_compat" / "_decoding"
-    with_kernels = {file.stem for file in folder.glob("*.py") if "__global__ void" in file.read_text(encoding="utf-8")}
+    folder = ROOT / "gemma4_compat" / "_kernels"
+    with_kernels = {
+        file.stem for file in folder.rglob("*.py") if "__global__ void" in file.read_text(encoding="utf-8")
+    }
     assert with_kernels <= {name for names in EXAMPLES for name in names.split(", ")}

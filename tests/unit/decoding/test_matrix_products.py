@@ -10,8 +10,9 @@ pytest.importorskip("bitsandbytes")
 import torch
 
 from benchmarks.decoding.own_products import asked, exact
-from gemma4_compat._decoding import dense, kernel_source, kernels, matrix_products, products
-from gemma4_compat._decoding.products import Product
+from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.specs import dense, kernel_source, matrix_products, products
+from gemma4_compat._kernels.specs.products import Product
 
 
 def understood(wanted: dict[str, Any]) -> Product:

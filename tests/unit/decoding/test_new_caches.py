@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
-from gemma4_compat._decoding import initializing, new_caches
+from gemma4_compat._graphs import initializing, new_caches
 from gemma4_compat._models import variants
 
 

@@ -11,7 +11,8 @@ pytest.importorskip("torch")
 import torch
 
 import gemma4_compat
-from gemma4_compat._decoding import decoder, fused_steps, own
+from gemma4_compat._graphs import decoder, fused_steps
+from gemma4_compat._kernels.match import own
 from tests.unit.decoding import calls
 from tests.unit.decoding.calls import Models
 from tests.unit.decoding.host_kernels import HostCompiler

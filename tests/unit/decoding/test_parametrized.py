@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils import parametrizations, parametrize
 
 import gemma4_compat
-from gemma4_compat._decoding import kernels
+from gemma4_compat._kernels import kernels
 from tests.unit.decoding.calls import TABLE, Models, ask, assert_equal, base, compared, differ, generate, layers, steps
 from tests.unit.decoding.calls import text as prompt
 

@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._decoding import decoder, pieces, prompts
+from gemma4_compat._generation.prompts import pieces, prompts
+from gemma4_compat._graphs import decoder
 from tests.unit.decoding import calls
 from tests.unit.decoding.calls import WINDOW, Models, assert_equal, generate, steps, text
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._decoding import recording
+from gemma4_compat._graphs import recording
 from tests.unit.decoding.calls import Models, ask, compared, steps
 
 torch = pytest.importorskip("torch", reason="needs torch")

@@ -12,8 +12,9 @@ pytest.importorskip("bitsandbytes")
 import torch
 from bitsandbytes.functional import create_dynamic_map, get_4bit_type
 
-from gemma4_compat._decoding import kernels, product_source, products
-from gemma4_compat._decoding.products import Product
+from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.specs import product_source, products
+from gemma4_compat._kernels.specs.products import Product
 
 GEMM, GEMV = "bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"
 

@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._decoding import decoder, prompts
+from gemma4_compat._generation.prompts import prompts
+from gemma4_compat._graphs import decoder
 from tests.unit.decoding import calls
 from tests.unit.decoding.calls import Models, generate, steps, text
 
@@ -109,7 +110,7 @@ def test_a_failed_capture_keeps_nothing(models: Models) -> None:
 
 def test_pieces_are_as_large_as_a_cache_leaves_room_for(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short text that came first does not decide for a long one."""
-    from gemma4_compat._decoding import pieces
+    from gemma4_compat._generation.prompts import pieces
 
     monkeypatch.setattr(pieces, "SMALL", 4)
     monkeypatch.setattr(pieces, "UNIT", 64)

@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._decoding import decoder, prompts
+from gemma4_compat._generation.prompts import prompts
+from gemma4_compat._graphs import decoder
 from tests.helpers import holders
 from tests.unit.decoding import calls
 from tests.unit.decoding.calls import EAGER, PLACES, WINDOW, Models, assert_equal, fast, generate, layers, steps, text

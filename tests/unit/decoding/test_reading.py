@@ -12,7 +12,9 @@ pytest.importorskip("bitsandbytes")
 import torch
 
 import gemma4_compat
-from gemma4_compat._decoding import flash, own, prompts, reading
+from gemma4_compat._generation.prompts import prompts
+from gemma4_compat._kernels.match import own, reading
+from gemma4_compat._kernels.specs import flash
 from tests.unit.decoding.calls import Models, assert_equal, generate, steps, text
 
 NEAR = 0.25  # of the logits' standard deviation: tiny models in bf16

@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._decoding import decoder
-from gemma4_compat._decoding.recaptures import LAST, Cause, Recapture
+from gemma4_compat._graphs import decoder
+from gemma4_compat._graphs.recaptures import LAST, Cause, Recapture
 from tests.helpers import ROOT
 from tests.unit.decoding.calls import WINDOW, Models, base, generate, layers, static_cache, steps, text
 from tests.unit.decoding.test_changes import Rolled

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._decoding import obstacles
+from gemma4_compat._graphs import obstacles
 from gemma4_compat.patches.training.transformers_generate_checkpointing import PATCH as CHECKPOINTING
 from tests.conftest import is_affected
 from tests.helpers import without

@@ -12,7 +12,10 @@ pytest.importorskip("torch")
 import torch
 
 import gemma4_compat
-from gemma4_compat._decoding import fused_steps, kernels, own, shifting
+from gemma4_compat._graphs import fused_steps
+from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.match import own
+from gemma4_compat._kernels.specs import shifting
 from tests.unit.decoding import calls
 from tests.unit.decoding.calls import Models
 from tests.unit.decoding.host_kernels import HostCompiler

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from gemma4_compat._decoding import static_caches
+from gemma4_compat._graphs import static_caches
 from gemma4_compat._models import cache_names
 from gemma4_compat._offload import streaming
 from gemma4_compat._stand_ins.tape import Tape

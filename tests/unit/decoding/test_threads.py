@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._decoding import fused_steps, kernels
+from gemma4_compat._graphs import fused_steps
+from gemma4_compat._kernels import kernels
 from gemma4_compat._reproduction import tiny
 from tests.unit.decoding.calls import Models, base, generate, static_cache, steps, text
 from tests.unit.decoding.host_kernels import HostCompiler

@@ -17,8 +17,12 @@ import torch
 from transformers.generation import logits_process
 
 import gemma4_compat
-from gemma4_compat._decoding import choosing, fused_steps, kernels, rounds, top_tokens
-from gemma4_compat._decoding.bits import same_bits
+from gemma4_compat._common.bits import same_bits
+from gemma4_compat._generation.sampling import choosing
+from gemma4_compat._generation.speculative import rounds
+from gemma4_compat._graphs import fused_steps
+from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.match import top_tokens
 from tests.unit.decoding import calls
 from tests.unit.decoding.calls import Models
 from tests.unit.decoding.host_kernels import HostCompiler

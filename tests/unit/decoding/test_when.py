@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._decoding import call
 from gemma4_compat._engine import versions
+from gemma4_compat._generation import call
 from tests.unit.decoding.calls import (
     NEW,
     PATCH,

@@ -19,12 +19,12 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._accelerate import attached
 from gemma4_compat._attention import block_layout, products, windows
-from gemma4_compat._decoding import recording
-from gemma4_compat._fast_training import calls, graphs, layers
+from gemma4_compat._graphs import recording
 from gemma4_compat._models import cache_names, checkpointing, shared_kv
 from gemma4_compat._planner.training_step import TARGETS
 from gemma4_compat._reproduction import tiny_models
 from gemma4_compat._stand_ins.tape import standing_in
+from gemma4_compat._training.captured import calls, graphs, layers
 from tests.patches.training.parts import only
 from tests.patches.training.test_transformers_chunked_loss import CLASSES, batch, built
 

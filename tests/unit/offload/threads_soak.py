@@ -163,7 +163,7 @@ def soak(minutes: float, rounds: int | None = None) -> dict[str, Any]:
     """Rounds until the time is over, or as many as asked for."""
     import gemma4_compat  # noqa: F401  (armed before the libraries)
     from gemma4_compat._common import locks
-    from gemma4_compat._decoding import recording
+    from gemma4_compat._graphs import recording
     from gemma4_compat._reproduction.workspace import Workspace
     from gemma4_compat._stand_ins.tape import standing_in
     from tests.generated.search import run

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
-from gemma4_compat._decoding import draft_windows
+from gemma4_compat._generation.speculative import draft_windows
 from gemma4_compat._models import build, variants
 from gemma4_compat._planner import assistants
 from gemma4_compat._planner.blueprint import Blueprint, describe

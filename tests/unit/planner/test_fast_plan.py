@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
-from gemma4_compat._decoding import obstacles
+from gemma4_compat._graphs import obstacles
 from gemma4_compat._models import variants
 from gemma4_compat._planner import code, layout, memory, speed
 from gemma4_compat._planner import plan as _plan

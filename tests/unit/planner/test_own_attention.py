@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._attention import windows
-from gemma4_compat._decoding import flash
 from gemma4_compat._engine import sleep, versions
+from gemma4_compat._kernels.specs import flash
 from gemma4_compat._planner import memory, plan, prompt_kernels, reading, speed
 from gemma4_compat._planner.blueprint import describe
 from gemma4_compat._planner.memory import Load
@@ -34,8 +34,8 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Attention on meta by this package's kernels, not launched. Yields for each call whether it has a mask."""
     import torch
 
-    from gemma4_compat._decoding import own
-    from gemma4_compat._decoding import reading as of_prompts
+    from gemma4_compat._kernels.match import own
+    from gemma4_compat._kernels.match import reading as of_prompts
 
     calls: list[bool] = []
     kernels = flash.kernels

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._decoding import prompts
+from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._models import attention_memory, variants
 from gemma4_compat._planner import memory
 from gemma4_compat._planner.blueprint import describe

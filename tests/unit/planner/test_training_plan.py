@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._attention import products, windows
-from gemma4_compat._decoding import recording
 from gemma4_compat._engine import settings
-from gemma4_compat._fast_training import counting, layers
+from gemma4_compat._graphs import recording
 from gemma4_compat._models import build, checkpointing
 from gemma4_compat._planner import equal_layers, switches, training, training_step, training_text
 from gemma4_compat._planner.memory import TrainingLoad
@@ -24,7 +23,8 @@ from gemma4_compat._planner.training_step import Step
 from gemma4_compat._quantization.experts import all_experts
 from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat._stand_ins.tape import standing_in
-from gemma4_compat._training import chunks, mlp
+from gemma4_compat._training import chunks, counting, mlp
+from gemma4_compat._training.captured import layers
 from tests.helpers import ROOT, without
 from tests.patches.training.parts import only
 from tests.unit.planner.models import VARIANTS

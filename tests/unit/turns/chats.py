@@ -7,7 +7,7 @@ import types
 from typing import Any
 
 import gemma4_compat
-from gemma4_compat._turns import rows, session
+from gemma4_compat._generation.prefix_cache import rows, session
 
 NEW = 5
 

@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
 
 import gemma4_compat
-from gemma4_compat._decoding import deferral, pieces, static_caches
+from gemma4_compat._generation.prompts import pieces
+from gemma4_compat._graphs import deferral, static_caches
 from tests.unit.decoding.calls import Models, base, steps
 from tests.unit.decoding.calls import text as batch_of
 from tests.unit.turns import chats
@@ -54,7 +55,7 @@ def test_one_cache_serves_all_turns_until_it_has_to_grow(models: Models, way: di
 
 
 def kept(model: Any) -> Any:
-    from gemma4_compat._turns import reuse
+    from gemma4_compat._generation.prefix_cache import reuse
 
     found = reuse.of(base(model))
     assert found is not None

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
 
 import gemma4_compat
-from gemma4_compat._decoding import decoder
+from gemma4_compat._generation.prefix_cache import rows
+from gemma4_compat._graphs import decoder
 from gemma4_compat._models import cache_names
-from gemma4_compat._turns import rows
 from tests.patches.training.test_transformers_chunked_loss import built
 from tests.unit.decoding.calls import Models, steps, text
 from tests.unit.turns.chats import reused

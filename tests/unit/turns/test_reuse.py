@@ -15,9 +15,9 @@ pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip in
 
 import gemma4_compat
 from gemma4_compat._accelerate import attached
+from gemma4_compat._generation.prefix_cache import reuse
 from gemma4_compat._models import variants
 from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._turns import reuse
 from tests.unit.decoding.calls import text as batch_of
 from tests.unit.offload import threads
 from tests.unit.turns import chats

@@ -112,7 +112,7 @@ def test_rollouts_replay_with_the_completions_and_losses_of_eager_ones(
     import transformers.generation.utils  # noqa: F401  # before the stand-in replaces torch.Event
 
     import gemma4_compat
-    from gemma4_compat._decoding.recording import RECORDERS
+    from gemma4_compat._graphs.recording import RECORDERS
     from gemma4_compat._stand_ins import tape
 
     outcomes, counted = [], None

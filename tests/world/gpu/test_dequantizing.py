@@ -15,9 +15,10 @@ import pytest
 from packaging.version import Version
 
 import gemma4_compat
-from gemma4_compat._decoding import dequantizing, kernels
-from gemma4_compat._decoding.compiling import CudaCompiler
-from gemma4_compat._decoding.dequantizing_source import BLOCKSIZES, Format, computed
+from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.compiling import CudaCompiler
+from gemma4_compat._kernels.fuse import dequantizing
+from gemma4_compat._kernels.specs.dequantizing_source import BLOCKSIZES, Format, computed
 from gemma4_compat._reproduction import tiny
 
 PATCH = "bitsandbytes-fused-dequantization"

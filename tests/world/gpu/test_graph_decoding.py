@@ -49,7 +49,7 @@ ARITHMETIC = [pytest.param(False, id="exact"), pytest.param(True, id="own")]
 @pytest.fixture(autouse=True)
 def fused_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of a few tokens have fused kernels, too."""
-    from gemma4_compat._decoding import fused_steps
+    from gemma4_compat._graphs import fused_steps
 
     monkeypatch.setattr(fused_steps, "AFTER", 2)
 
@@ -264,7 +264,8 @@ def test_memory_is_flat_over_changing_calls(
 
 @pytest.mark.parametrize(("quantization", "adapter", "where"), CELLS)
 def test_kernels_are_fused(models: Models, quantization: str | None, adapter: str | None, where: str) -> None:
-    from gemma4_compat._decoding import fused_steps, kernels
+    from gemma4_compat._graphs import fused_steps
+    from gemma4_compat._kernels import kernels
 
     model = models.fresh(quantization, adapter, where)
     obstacle = fused_steps.obstacle(model.device)
@@ -281,7 +282,7 @@ def test_stops_that_are_read_late(
     models: Models, monkeypatch: pytest.MonkeyPatch, where: str, sampled: dict[str, Any]
 ) -> None:
     """The same tokens and the same random numbers after them, whether the text ends early or at its limit."""
-    from gemma4_compat._decoding import deferral
+    from gemma4_compat._graphs import deferral
 
     if not is_affected(patch("transformers-deferred-stop")):
         pytest.skip("transformers before 5.17 has no deferred stop check")
@@ -303,7 +304,7 @@ def test_stops_that_are_read_late(
 @pytest.mark.parametrize("where", PLACEMENTS)
 def test_inputs_that_follow(models: Models, monkeypatch: pytest.MonkeyPatch, where: str, length: int) -> None:
     """Positions and masks are made on the GPU, while the windows become full and padding leaves them."""
-    from gemma4_compat._decoding import call
+    from gemma4_compat._generation import call
 
     if not is_affected(patch("transformers-deferred-stop")):
         pytest.skip("transformers before 5.17 builds the inputs of every token")

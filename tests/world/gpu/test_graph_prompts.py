@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._decoding import decoder, pieces, prompts
+from gemma4_compat._generation.prompts import pieces, prompts
+from gemma4_compat._graphs import decoder
 from tests.unit.decoding.calls import WINDOW, Models, assert_equal, base, generate, other_media, steps, text
 
 CELLS = [

@@ -41,7 +41,7 @@ LENGTH = 24
 @pytest.fixture(autouse=True)
 def fused_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of a few tokens also have fused kernels."""
-    from gemma4_compat._decoding import fused_steps
+    from gemma4_compat._graphs import fused_steps
 
     monkeypatch.setattr(fused_steps, "AFTER", 2)
 
@@ -158,7 +158,9 @@ def test_rows_of_full_sliding_caches_are_moved(shape: tuple[int, ...], dtype: st
     """By one kernel, in place: as it is, and in a graph, where kernels may start early."""
     import torch
 
-    from gemma4_compat._decoding import kernels, own, shifting
+    from gemma4_compat._kernels import kernels
+    from gemma4_compat._kernels.match import own
+    from gemma4_compat._kernels.specs import shifting
 
     device, kind = torch.device("cuda", 0), getattr(torch, dtype)
     if kernels.COMPILERS["cuda"].obstacle() is not None:
@@ -190,7 +192,7 @@ def test_rows_of_full_sliding_caches_are_moved(shape: tuple[int, ...], dtype: st
 @pytest.mark.parametrize("where", PLACEMENTS)
 def test_a_window_that_becomes_full(models: Models, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Between two tokens, in beams and in batches: the bits are those of PyTorch's copies."""
-    from gemma4_compat._decoding import shifting
+    from gemma4_compat._kernels.specs import shifting
 
     def runs(model: Any) -> list[Any]:
         return [
@@ -235,7 +237,7 @@ def test_a_change_is_noticed_before_a_replay(models: Models, what: str, quantiza
 
 @pytest.mark.parametrize(("quantization", "adapter", "where"), CELLS)
 def test_kernels_are_fused(models: Models, quantization: str | None, adapter: str | None, where: str) -> None:
-    from gemma4_compat._decoding import fused_steps
+    from gemma4_compat._graphs import fused_steps
 
     model = models.fresh(quantization, adapter, where, own=True)
     obstacle = fused_steps.obstacle(model.device)
@@ -258,7 +260,7 @@ def test_stops_that_are_read_late(
     models: Models, monkeypatch: pytest.MonkeyPatch, where: str, sampled: dict[str, Any]
 ) -> None:
     """The same tokens and the same random numbers after them as where the host waits for each."""
-    from gemma4_compat._decoding import deferral
+    from gemma4_compat._graphs import deferral
 
     if not is_affected(patch("transformers-deferred-stop")):
         pytest.skip("transformers before 5.17 has no deferred stop check")
@@ -292,7 +294,7 @@ def test_a_product_errs_less_than_bitsandbytes(outputs: int, inputs: int, dtype:
 def test_means_of_norms_do_not_depend_on_the_number_of_rows(batch: int, tokens: int, columns: int) -> None:
     import torch
 
-    from gemma4_compat._decoding import own
+    from gemma4_compat._kernels.match import own
 
     given = torch.randn((batch, tokens, columns), device="cuda:0")
     with own.Own(given.device, tokens):

@@ -12,8 +12,8 @@ pytest.importorskip("transformers.modeling_layers")
 
 import gemma4_compat
 from gemma4_compat._attention import products, windows
-from gemma4_compat._fast_training import layers
 from gemma4_compat._models import checkpointing
+from gemma4_compat._training.captured import layers
 from tests.patches.training.parts import only
 from tests.unit.fast_training.test_train_fast import spied
 from tests.world.gpu.test_chunked_mlp import DEVICE, adapted, deterministic

@@ -136,7 +136,7 @@ def _replayed(world: World) -> Iterator[None]:
     if not world.on:
         yield
         return
-    from gemma4_compat._decoding.recording import RECORDERS
+    from gemma4_compat._graphs.recording import RECORDERS
     from gemma4_compat._stand_ins.tape import standing_in
 
     with standing_in(RECORDERS):

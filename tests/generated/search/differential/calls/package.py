@@ -29,7 +29,7 @@ def _standing_in(world: World) -> Any:
 
     if not world.on:
         return contextlib.nullcontext()
-    from gemma4_compat._decoding.recording import RECORDERS
+    from gemma4_compat._graphs.recording import RECORDERS
     from gemma4_compat._stand_ins import tape
 
     return tape.standing_in(RECORDERS)

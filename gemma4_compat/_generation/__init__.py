@@ -1,0 +1,7 @@
+"""What ``generate`` does with graphs: prompts, speculative steps, sampling, and a prefix that is read once.
+
+Called by ``patches/generation``: :mod:`call` is the call that ``generate`` takes for its prompt and its steps,
+:mod:`fast` is :func:`gemma4_compat.decode_fast`.
+"""
+
+from __future__ import annotations

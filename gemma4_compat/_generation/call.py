@@ -1,0 +1,198 @@
+"""The call that ``generate`` makes for its prompt and for each step."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from gemma4_compat._generation.prompts import embedded, pieces, prompts
+from gemma4_compat._graphs import advancing, decoder, obstacles, static_caches, steps
+from gemma4_compat._graphs.graphs import Variant
+from gemma4_compat._graphs.recording import RECORDERS
+from gemma4_compat._models import cache_names, family
+from gemma4_compat._offload import model_lock
+
+
+class Decoder:
+    """Stands in for ``model.__call__`` during one ``generate``.
+
+    Args:
+        model: a transformers model.
+        decoding: from :func:`of`.
+        cache: of this ``generate``.
+    """
+
+    def __init__(self, model: Any, decoding: decoder.Decoding, cache: Any) -> None:
+        self.model, self._decoding, self._cache = model, decoding, weakref.ref(cache)
+        self.following: advancing.Following | None = None
+        self._first, self._given_up = True, False
+
+    def is_for(self, cache: Any) -> bool:
+        """Whether this one serves a ``generate`` with that cache, and has not begun."""
+        return self._first and self._cache() is cache
+
+    @property
+    def variant(self) -> Variant | None:
+        """The variant of the last step or prompt."""
+        return next(iter(self._decoding.variants), None)
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """Return what ``model(*args, **inputs)`` returns; where it can be replayed, without running its Python."""
+        last = None if self.following is None else self.following.last
+        outputs = self._forward(*args, **inputs)
+        if self.following is not None and self.following.last is last:
+            self.following.interrupt()
+        return outputs
+
+    def _forward(self, *args: Any, **inputs: Any) -> Any:
+        step = None if args else steps.Step.of(inputs)
+        if step is None:
+            return self.model(*args, **inputs) if args or not self._decoding.preferred else self._read(inputs)
+        if not self._given_up:
+            outputs = self._run(step)
+            if outputs is not None:
+                return outputs
+            self._given_up = True
+        self._decoding.statistics.eager += 1
+        with self._decoding.arithmetic(self.model.device):
+            return self.model(**inputs)
+
+    def _run(self, step: steps.Step) -> Any:
+        if step.obstacle is not None:
+            self._decoding.reason(step.obstacle)
+            return None
+        first, self._first = self._first, False
+        run = functools.partial(self._decoding.run, self.model, step, first=first, following=self.following)
+        return self.alone(run)
+
+    def follow(self, ids: Any) -> Any:
+        """Return what the model returns for the token that ends ``ids``, [batch, length], if ``following.ready``."""
+        assert self.following is not None
+        outputs = self.alone(functools.partial(self._follow, self.following, ids))
+        return self(**self.following.stop()) if outputs is None else outputs
+
+    def _follow(self, following: advancing.Following, ids: Any) -> Any:
+        following.advance(ids)
+        return self._decoding.follow(self.model, following)
+
+    def _read(self, inputs: dict[str, Any]) -> Any:
+        """Read a prompt, or whatever has several tokens."""
+        prompt = prompts.Prompt.of(inputs)
+        if prompt is not None and prompt.obstacle is None:
+            outputs = self.alone(lambda: prompts.run(self._decoding, self.model, prompt, first=self._first))
+            if outputs is not None:
+                self._first = False
+                return outputs
+        outputs = self._read_without_a_graph(inputs, merged=prompt is None and embedded.may_be(inputs))
+        if prompt is not None and prompt.obstacle is None:
+            self.alone(lambda: prompts.has_run(self._decoding, self.model, prompt))
+        return outputs
+
+    def _read_embedded(self, below: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """Run the forward ``below`` of the text model with these inputs, as a replay if possible."""
+        decoding, model = self._decoding, self.model
+        per_layer = bool(getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0))
+        prompt = embedded.Embedded.made_of(below, inputs, per_layer=per_layer)
+        if prompt is not None and prompt.obstacle is None:
+            outputs = self.alone(lambda: prompts.run(decoding, model, prompt, first=self._first))
+            if outputs is not None:
+                self._first = False
+                return outputs
+        with decoding.lock.held():
+            prompts.make_room(decoding, model, inputs)
+        outputs = below(**inputs)
+        if prompt is not None and prompt.obstacle is None:
+            self.alone(lambda: prompts.has_run(decoding, model, prompt))
+        return outputs
+
+    def _read_without_a_graph(self, inputs: dict[str, Any], *, merged: bool) -> Any:
+        """Where memory runs out, the graphs of other prompts go, and a prompt in an empty cache is read again.
+
+        ``merged``: what its text model does may be replayed.
+        """
+        import torch
+
+        cache = cache_names.cache_in(inputs)
+        if not merged:  # or it is asked for later, without a replay
+            with self._decoding.lock.held():
+                prompts.make_room(self._decoding, self.model, inputs)
+        again = static_caches.is_static(cache) and static_caches.held(cache) == 0
+        try:
+            return self._embedded_reads(inputs) if merged else self._model_reads(inputs)
+        except torch.OutOfMemoryError:
+            with self._decoding.lock.held():
+                if not prompts.release(self._decoding) or not again:
+                    raise
+        static_caches.empty(cache)  # not in the handler: the error holds what the forward had
+        return self._model_reads(inputs)
+
+    def _model_reads(self, inputs: dict[str, Any]) -> Any:
+        with self._decoding.reading(self.model.device, cache_names.cache_in(inputs)):
+            return self.model(**inputs)
+
+    def _embedded_reads(self, inputs: dict[str, Any]) -> Any:
+        with embedded.read_by(self._read_embedded, self.model):
+            return self._model_reads(inputs)
+
+    def read_piece(self, piece: pieces.Piece, *, first: bool) -> bool:
+        """Read a piece of a prompt. False, and nothing has run, if the ``first`` one shows that it cannot be done."""
+        decoding, model = self._decoding, self.model
+        if piece.obstacle is not None or (decoding.variants and decoding.variants[0].prompts_refused and first):
+            return False
+        if self.alone(lambda: prompts.run(decoding, model, piece, first=self._first)) is not None:
+            self._first = False
+            return True
+        if first and next(obstacles.in_a_prompt(model), None) is not None:
+            return False
+        with decoding.lock.held():
+            prompts.make_room(decoding, model, piece.inputs)
+        with decoding.reading(piece.device, piece.cache):
+            piece.forward(model, piece.inputs)
+        self.alone(lambda: prompts.has_run(decoding, model, piece))
+        return True
+
+    def largest_piece(self, rows: int, cache: Any) -> int:
+        """Tokens of the largest piece of a prompt of so many rows: as much as there was room for, the first time that
+        a cache was as long as this one.
+        """
+        known, key = self._decoding.largest_pieces, (rows, static_caches.length(cache))
+        if key not in known:
+            *several, small = [size for size in pieces.sizes(rows) if size >= pieces.SMALL]
+            where = self._decoding, self.model, self.model.device
+            known[key] = next((size for size in several if prompts.has_room(*where, rows, size, cache)), small)
+        return known[key]
+
+    def alone(self, function: Callable[[], Any]) -> Any:
+        """Call ``function`` while other threads run no step of this model."""
+        lock = model_lock.of(self.model)
+        if lock is None:
+            return self._decoding.lock.run(function)
+        return lock.run(self._decoding.lock.run, function)
+
+
+def may_replay(model: Any, cache: Any) -> bool:
+    """Whether steps with this cache, or None, may be replayed."""
+    if not family.is_gemma4_config(model.config) or cache is None or not static_caches.is_static(cache):
+        return False
+    return model.device.type in RECORDERS
+
+
+def decoder_for(model: Any, cache: Any) -> Decoder | None:
+    """A decoder for a ``generate`` with this cache; None if its steps would run without a graph anyway.
+
+    Args:
+        model: a transformers model.
+        cache: what ``generate`` passes to the model.
+    """
+    if not may_replay(model, cache):
+        return None
+    decoding = decoder.of(model)
+    known: Decoder | None = None if decoding.waiting is None else decoding.waiting()
+    if known is not None and known.model is model and known.is_for(cache):
+        return known  # of the same `generate`, which asks again for its prompt
+    decoding.tidy(cache)
+    found = Decoder(model, decoding, cache)
+    decoding.waiting = weakref.ref(found)
+    return found

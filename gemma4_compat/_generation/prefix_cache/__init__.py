@@ -1,0 +1,16 @@
+"""Several turns of a conversation: a prompt that begins like the last one reads only what is new.
+
+Called by ``patches/generation/transformers_reuse_prefix.py``; ``decode_fast`` only marks a model. Each ``generate``
+of such a model is a :class:`session.Session`: it takes what the model keeps of the last conversation, finds the longest
+common prefix, gives transformers a cache that holds this prefix, and keeps the cache afterwards.
+
+* :mod:`reuse`: what a model keeps.
+* :mod:`session`: one ``generate``: whether it may reuse anything, and how much.
+* :mod:`conversation`: a text, the cache that holds it, and how both are cut.
+* :mod:`rows`: the keys and values in the layers of a cache, by position.
+* :mod:`returned`: the cache that a call returns after ``decode_fast``, with or without ``reuse_prefix``.
+* :mod:`weights`: whether the model still computes what it computed before.
+* :mod:`values`: a number that stands for the values of tensors.
+"""
+
+from __future__ import annotations

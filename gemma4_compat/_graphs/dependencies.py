@@ -1,0 +1,442 @@
+"""What a captured step has read that a replay would not notice: weights by address, hooks, adapters, modes.
+
+A graph reads memory, so it sees a weight that was changed in place. It does not see that a module now has another
+weight or hook, or that another adapter is active. :meth:`Dependencies.hold` checks that before every replay, mostly in
+C: an entry is a dictionary, a key, and the object that was there. :meth:`Dependencies.hold_in_full` checks, once for
+each ``generate``, what programs do not change between two of its tokens: the tree of modules and everything their
+forwards may read, which is every attribute (including added ones), the contents of their lists and dictionaries, their
+classes, and the functions beside these classes.
+
+What differs has a cause and a name: :meth:`Dependencies.differences`. Nothing here keeps a module or a tensor alive.
+When a module of the model is deleted, everything is released.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any
+
+from gemma4_compat._graphs import recaptures
+from gemma4_compat._graphs.recaptures import Cause, changed
+from gemma4_compat._graphs.snapshots import COLLECTED, Entries, Layouts, Values, Whose
+from gemma4_compat._quantization import quant_states
+
+#: Attributes of PEFT's layers that say which adapters compute, and how strongly. Some layers get such an attribute
+#: only when they are switched; until then it is on their class.
+_ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters")
+_ADAPTER_DICTS = ("scaling",)
+#: Attributes of configurations, which a logits processor may also change.
+_IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+#: Types whose objects are values and whose classes nobody changes.
+_PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
+#: Attributes of the model itself that its callers set.
+_OF_CALLS = ("generation_config", "training", "forward")
+#: Another object whenever checkpointing is turned on. No step calls it: there are no gradients.
+_CHECKPOINTING = "_gradient_checkpointing_func"
+_COLLECTING = "transformers.utils.output_capturing"
+_MARKS = "make_inputs_require_grads"
+_CONFIG = (Cause.CONFIGURATION, "config")
+#: Tokens in which everything is looked at once, while nobody else's code runs.
+_TURNS = 32
+
+
+class Dependencies:
+    """A snapshot of the modules that compute a step.
+
+    Args:
+        modules: all of them; the first one is the model.
+        configs: dictionaries of its configurations.
+        groups: the module groups of streamed layers: their weights are on the host.
+        on_gone: called with this snapshot and a module's name, at least once, when one of the modules is deleted.
+        trained: whether backward passes are replayed: their hooks matter then, and which weights are trained.
+        offloaded: look at offloaded weights; accelerate's hooks make them anew in each forward.
+    """
+
+    def __init__(
+        self,
+        modules: list[Any],
+        configs: Iterable[dict[str, Any]],
+        groups: list[Any],
+        on_gone: Callable[[Dependencies, str], None],
+        *,
+        trained: bool = False,
+        offloaded: bool = True,
+    ) -> None:
+        self._gone, self._with_offloaded = False, offloaded
+        self._hook_kinds = (*_HOOKS, *(_BACKWARD if trained else ()))
+        self._often, self._seldom = Entries(), Entries()
+        self._turn = 0
+        self._shares: dict[int, list[Any]] = {}  # of what is below, by turn
+        self._adapters = Values()
+        self._addresses: list[int] = []
+        self._tensors: list[weakref.ref[Any]] = []  # on the device
+        self._metas: list[weakref.ref[Any]] = []  # offloaded
+        self._whose_tensors: list[Whose] = []
+        self._whose_metas: list[Whose] = []
+        self._layouts, self._other_layouts = Layouts(trained=trained), Layouts()
+        self._hooks: list[dict[Any, Any]] = []
+        self._no_hooks: list[dict[Any, Any]] = []
+        self._hooked: list[str] = []  # modules, one for each of `_hooks`
+        self._not_hooked: list[str] = []
+        self._ignored = {*_of_every_module(), *_ADAPTER, _CHECKPOINTING, COLLECTED}
+        self._kinds = list(map(type, modules))
+        self._classes: dict[type, tuple[list[str], list[Any]]] = {}
+        self._registries: list[tuple[Any, dict[Any, Any]]] = []
+        self._names = _names(modules)
+        self._offload_hooks = [id(_offload_hook(module)) for module in modules]
+        self._modules = [
+            weakref.ref(module, functools.partial(self._release, on_gone, name))
+            for module, name in zip(modules, self._names)
+        ]
+        for kind in dict.fromkeys(self._kinds):
+            self._add_class(kind)
+        for name in dict.fromkeys(kind.__module__ for kind in self._classes):
+            if name in sys.modules:
+                self._add_globals(name, vars(sys.modules[name]))
+        for hooks in global_hooks(backward=trained):
+            self._add_hooks(hooks, "every module")
+        for index, module in enumerate(modules):
+            self._add(module, self._names[index], first=index == 0)
+        for group in groups:
+            for where, key in group.host_entries():
+                self._often.add(where, key, (Cause.WEIGHT, "in host memory"))
+            for where, key in group.hook_entries():
+                self._seldom.add(where, key, (Cause.OFFLOADING, "AlignDevicesHook"))
+        self._dtypes = list(map(_dtype, self._metas))
+        self._hook_numbers = list(map(len, self._hooks))
+        self._hook_counts = list(map(_counted, self._hooks))
+        self._configs = Values()
+        for config in configs:
+            for key in _IMPLEMENTATIONS:
+                self._configs.add(config, key, _CONFIG)
+            for key in config.keys() - set(_IMPLEMENTATIONS):
+                self._add_attribute(config, key, _CONFIG)
+
+    def _release(self, on_gone: Callable[[Dependencies, str], None], name: str, _reference: object) -> None:
+        """Release everything: a module is deleted, and its weights with it."""
+        self._often, self._seldom = Entries(), Entries()
+        self._hooks, self._no_hooks, self._shares = [], [], {}
+        self._gone = True
+        on_gone(self, name)
+
+    def _add(self, module: Any, path: str, *, first: bool) -> None:
+        attributes = vars(module)
+        weight, child, adapter = (Cause.WEIGHT, path), (Cause.MODULE, path), (Cause.ADAPTER, path)
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in attributes[kind].items():
+                if not self._with_offloaded and tensor is not None and tensor.device.type == "meta":
+                    continue
+                self._often.add(attributes[kind], name, weight)
+                if tensor is not None:
+                    self._add_tensor(tensor, (Cause.WEIGHT, f"{path}.{name}"))
+        for name in attributes["_modules"]:
+            self._seldom.add(attributes["_modules"], name, child)
+        for kind in ("_parameters", "_buffers"):
+            self._seldom.add_size(attributes[kind], weight)
+        self._seldom.add_contents(attributes["_modules"], child)  # their order matters
+        often = self._often if first else self._seldom
+        often.add(attributes, "forward", (Cause.CODE, path))
+        often.add(attributes, "training", (Cause.TRAINING, path))
+        for kind in self._hook_kinds:
+            self._add_hooks(attributes[kind], path)
+        for key in _ADAPTER:
+            if hasattr(module, key):
+                self._adapters.add(attributes, key, adapter, getattr(type(module), key, None))
+        for key in _ADAPTER_DICTS:
+            if isinstance(attributes.get(key), dict):
+                for name in attributes[key]:
+                    self._adapters.add(attributes[key], name, (Cause.ADAPTER, f"{path}.{key}"))
+        whose = (Cause.ATTRIBUTE, path)
+        if not first:
+            self._seldom.add_size(attributes, whose)
+        for key, value in attributes.items():
+            # `generate` keeps things on the model itself, and PEFT replaces methods there with its own.
+            kept = first and (key.startswith("_") or key in _OF_CALLS or callable(value))
+            if key not in self._ignored and not kept:
+                self._add_attribute(attributes, key, whose)
+
+    def _add_attribute(self, where: dict[Any, Any], key: Any, whose: Whose) -> None:
+        """Note the object under ``key`` and its contents: containers, and the tensors and classes of objects."""
+        self._seldom.add(where, key, whose)
+        self._add_contents(where[key], {id(where)}, (whose[0], f"{whose[1]}.{key}"))
+
+    def _add_contents(self, value: Any, above: set[int], whose: Whose) -> None:
+        import torch
+
+        if isinstance(value, torch.Tensor):
+            self._other_layouts.add(value, whose)
+        elif not isinstance(value, (dict, list, tuple, set)):
+            if type(value).__module__ not in _PLAIN and not isinstance(value, type):
+                self._add_class(type(value))
+        elif id(value) not in above:
+            if isinstance(value, dict):
+                self._seldom.add_size(value, whose)
+                for name in value:
+                    self._seldom.add(value, name, whose)
+            else:
+                self._seldom.add_contents(value, whose)
+            for part in value.values() if isinstance(value, dict) else value:
+                self._add_contents(part, {*above, id(value)}, whose)
+
+    def _add_hooks(self, hooks: dict[Any, Any], path: str) -> None:
+        (self._hooks if hooks else self._no_hooks).append(hooks)
+        (self._hooked if hooks else self._not_hooked).append(path)
+        for key, function in hooks.items():
+            if not (_marks_inputs(function) or _collects_outputs(function)):
+                self._seldom.add(hooks, key, (Cause.HOOK_ADDED, f"in place of another on {path}"))
+
+    def _add_class(self, kind: type) -> None:
+        """Note the attributes of a class: somebody may replace its functions."""
+        for part in kind.__mro__:
+            if part not in self._classes and part.__module__ not in _PLAIN:
+                own = _attributes(part)
+                self._classes[part] = list(own), list(own.values())
+
+    def _add_globals(self, module: str, names: dict[str, Any]) -> None:
+        """Functions that forwards call by their names, and registries in which they look functions up."""
+        for name, value in names.items():
+            if isinstance(value, MutableMapping) and not isinstance(value, dict):  # ALL_ATTENTION_FUNCTIONS
+                self._registries.append((value, dict(value)))
+            elif callable(value) and not isinstance(value, type):
+                self._seldom.add(names, name, (Cause.CODE, module))
+
+    def _add_tensor(self, tensor: Any, whose: Whose) -> None:
+        state = vars(tensor).get("quant_state")
+        if state is not None:
+            self._often.add(vars(tensor), "quant_state", whose)
+            for holder in (state, vars(state).get("state2")):
+                if holder is not None:
+                    for key in ("absmax", "code", "offset", "state2"):
+                        self._often.add(vars(holder), key, whose)
+                    for key in vars(holder).keys() - {"absmax", "code", "offset", "state2"}:
+                        self._seldom.add(vars(holder), key, whose)
+        for part in (tensor, *(() if state is None else quant_states.tensors(state))):
+            if part.device.type == "meta":
+                self._metas.append(weakref.ref(part))
+                self._whose_metas.append(whose)
+            else:
+                self._tensors.append(weakref.ref(part))
+                self._addresses.append(part.data_ptr())
+                self._whose_tensors.append(whose)
+                self._layouts.add(part, whose)
+
+    def hold(self, *, quiet: bool = False) -> bool:
+        """Whether a replay would compute what the model computes now. Checked for every token.
+
+        To look at everything takes as long as a step of a small model. ``quiet`` says that no code but libraries' has
+        run in this thread since the last look: then each token looks at one of 32 shares of it, in turns.
+        """
+        if quiet:
+            return self._some_hold()
+        return self.weights_hold() and self._adapters.hold() and self._configs.hold()
+
+    def _hooks_hold(self) -> bool:
+        if self._gone:
+            return False
+        same = not any(self._no_hooks) and list(map(len, self._hooks)) == self._hook_numbers
+        return same or self._marked_again()
+
+    def _marked_again(self) -> bool:
+        """Whether only hooks are new that do what those before them do, or nothing; if so, their numbers are noted."""
+        if any(map(_counted, self._no_hooks)) or list(map(_counted, self._hooks)) != self._hook_counts:
+            return False
+        both = list(zip(self._no_hooks, self._not_hooked))
+        for hooks, path in filter(operator.itemgetter(0), both):
+            self._hooks.append(hooks)
+            self._hooked.append(path)
+            self._hook_counts.append(0)
+        self._no_hooks = [hooks for hooks, _ in both if not hooks]
+        self._not_hooked = [path for hooks, path in both if not hooks]
+        self._hook_numbers, self._shares = list(map(len, self._hooks)), {}
+        return True
+
+    def _some_hold(self) -> bool:
+        self._turn = turn = (self._turn + 1) % _TURNS
+        if turn not in self._shares:
+            noted = self._tensors, self._addresses, self._no_hooks, self._hooks, self._hook_numbers
+            self._shares[turn] = [of_all[turn::_TURNS] for of_all in noted]
+        tensors, addresses, no_hooks, hooks, numbers = self._shares[turn]
+        differ = any(no_hooks) or list(map(len, hooks)) != numbers
+        if self._gone or (differ and not self._marked_again()):
+            return False
+        if not (self._often.some_hold(turn, _TURNS) and self._adapters.some_hold(turn, _TURNS)):
+            return False
+        return self._configs.hold() and self._are_there(tensors, addresses)
+
+    def hold_under_any_adapter(self) -> bool:
+        """Whether everything is unchanged except which adapters are active, and how strongly."""
+        return self.weights_hold() and self._configs.hold() and self.hold_in_full()
+
+    def active_adapters(self) -> list[Any]:
+        """Which adapters are active now, and how strongly, of each module."""
+        return self._adapters.now()
+
+    def weights_hold(self) -> bool:
+        """The same, regardless of which adapters are active."""
+        return self._hooks_hold() and self._often.hold() and self._are_there(self._tensors, self._addresses)
+
+    @staticmethod
+    def _are_there(tensors: list[weakref.ref[Any]], addresses: list[int]) -> bool:
+        """Whether these tensors have these addresses."""
+        import torch
+
+        with torch._C.DisableTorchFunctionSubclass():  # bitsandbytes' parameters take a detour through Python
+            try:
+                found = list(map(torch.Tensor.data_ptr, [reference() for reference in tensors]))
+            except TypeError:  # one of them is gone
+                return False
+        return found == addresses
+
+    def hold_in_full(self) -> bool:
+        """Whether everything else about the modules is unchanged as well. Checked for every ``generate``."""
+        if self._gone or [type(reference()) for reference in self._modules] != self._kinds:
+            return False
+        if not all(map(_is_as_it_was, self._classes.items())):
+            return False
+        if any(dict(registry) != functions for registry, functions in self._registries):
+            return False
+        if list(map(_dtype, self._metas)) != self._dtypes:
+            return False
+        return self._seldom.hold() and self._layouts.hold() and self._other_layouts.hold()
+
+    def rest_holds(self) -> bool:
+        """What :meth:`hold` checks beside :meth:`may_be_read`, which has just held."""
+        return not self._gone and self._often.hold()
+
+    def may_be_read(self) -> bool:
+        """Whether all memory that a replay reads is what it was, and the same adapters are active.
+
+        A replay does no harm then, even if it computes what the model no longer does. False if anything is read from
+        the host: that is not looked at.
+        """
+        if self._metas or not (self._hooks_hold() and self._adapters.hold() and self._configs.hold()):
+            return False
+        return self._are_there(self._tensors, self._addresses) and self._other_layouts.hold()
+
+    def differences(self) -> list[Whose]:
+        """What has changed, by cause and name, after one of the checks failed; nothing of a snapshot that let go."""
+        return recaptures.first(
+            self._dispatched(),
+            self._adapters.differences(),
+            self._configs.differences(),
+            self._differing_hooks(),
+            self._often.differences(),
+            self._moved(),
+            self._of_other_types(),
+            self._seldom.differences(),
+            self._layouts.differences(),
+            self._other_layouts.differences(),
+            self._differing_code(),
+        )
+
+    def _dispatched(self) -> Iterator[Whose]:
+        """Modules with another hook of accelerate, or without theirs. Their weights have moved as well."""
+        for reference, noted, path in zip(self._modules, self._offload_hooks, self._names):
+            if id(_offload_hook(reference())) != noted:
+                yield Cause.OFFLOADING, path
+
+    def _differing_hooks(self) -> Iterator[Whose]:
+        for hooks, path in zip(self._no_hooks, self._not_hooked):
+            if _counted(hooks):
+                yield Cause.HOOK_ADDED, f"{path}: {_name(next(reversed(hooks.values())))}"
+        for hooks, number, path in zip(self._hooks, self._hook_counts, self._hooked):
+            if _counted(hooks) != number:
+                yield Cause.HOOK_ADDED if _counted(hooks) > number else Cause.HOOK_REMOVED, path
+
+    def _moved(self) -> Iterator[Whose]:
+        for reference, address, whose in zip(self._tensors, self._addresses, self._whose_tensors):
+            tensor = reference()
+            if tensor is None or tensor.data_ptr() != address:
+                yield whose
+
+    def _of_other_types(self) -> Iterator[Whose]:
+        for reference, kind, path in zip(self._modules, self._kinds, self._names):
+            if type(reference()) is not kind:
+                yield Cause.MODULE, f"{path}: {changed(_name(kind), _name(type(reference())))}"
+        for reference, dtype, whose in zip(self._metas, self._dtypes, self._whose_metas):
+            if _dtype(reference) != dtype:
+                yield whose
+
+    def _differing_code(self) -> Iterator[Whose]:
+        for kind, known in self._classes.items():
+            if not _is_as_it_was((kind, known)):
+                yield Cause.CODE, f"{kind.__module__}.{_name(kind)}"
+        for registry, functions in self._registries:
+            if dict(registry) != functions:
+                yield Cause.CODE, _name(type(registry))
+
+    def tensors(self) -> list[Any]:
+        """The weights, buffers and other tensors of the modules, each once: those that are not offloaded."""
+        found = (*self._layouts.tensors(), *self._other_layouts.tensors())
+        return [tensor for tensor in {id(one): one for one in found}.values() if tensor.device.type != "meta"]
+
+    def adapters(self) -> int:
+        """Stands for the adapters that were active; equal ones have equal numbers."""
+        return hash(repr(self._adapters.values))
+
+
+def _counted(hooks: dict[Any, Any]) -> int:
+    """How many hooks there are; all that mark inputs count as one, and those that collect outputs as none."""
+    found = [function for function in hooks.values() if not _collects_outputs(function)]
+    others = [function for function in found if not _marks_inputs(function)]
+    return len(others) + (len(others) != len(found))
+
+
+def _marks_inputs(function: Any) -> bool:
+    """Whether it is the hook that has embeddings require a gradient: one more each time checkpointing is turned on."""
+    return getattr(function, "__name__", "") == _MARKS and function.__module__ == "transformers.modeling_utils"
+
+
+def _collects_outputs(function: Any) -> bool:
+    """Whether it is transformers' hook that collects hidden states: nothing, where they are not asked for."""
+    return getattr(function, "__module__", "") == _COLLECTING
+
+
+def _attributes(kind: type) -> dict[str, Any]:
+    """Those of a class, without what ``copy.deepcopy`` and pickle keep there."""
+    return {name: value for name, value in vars(kind).items() if name != "__slotnames__"}
+
+
+def _is_as_it_was(item: tuple[type, tuple[list[str], list[Any]]]) -> bool:
+    """Whether a class still has the same attributes. The old ones are kept alive, so their ids stay unique."""
+    kind, (names, values) = item
+    now = _attributes(kind)
+    return list(now) == names and all(map(operator.is_, now.values(), values))
+
+
+def _names(modules: list[Any]) -> list[str]:
+    """What the first one, the model, calls them; itself, by its class."""
+    known = {id(module): name for name, module in modules[0].named_modules()}
+    return [known.get(id(module)) or _name(type(module)) for module in modules]
+
+
+def _offload_hook(module: Any) -> Any:
+    return getattr(module, "__dict__", {}).get("_hf_hook")
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _dtype(reference: weakref.ref[Any]) -> Any:
+    return getattr(reference(), "dtype", None)
+
+
+def global_hooks(*, backward: bool = False) -> Iterator[dict[Any, Any]]:
+    """The hooks of all modules, in the order of :data:`_HOOKS`, and those of backward passes."""
+    import torch
+
+    for kind in (*_HOOKS, *(_BACKWARD if backward else ())):
+        yield getattr(torch.nn.modules.module, f"_global{kind}")
+
+
+def _of_every_module() -> frozenset[str]:
+    import torch
+
+    return frozenset(vars(torch.nn.Module()))

@@ -1,0 +1,251 @@
+"""What was there when a step was captured, and what differs now: objects, values, tensors.
+
+Each is noted with the cause and the name that :mod:`recaptures` tells if it differs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from gemma4_compat._graphs import recaptures
+from gemma4_compat._graphs.recaptures import Cause, changed
+
+#: Why a difference matters, and the name of what holds it.
+Whose = tuple[Cause, str]
+_NOTHING = object()  # what is under a key that is not there
+#: The attribute that says that transformers has put its hooks on a module that collect hidden states for who asks.
+COLLECTED = "_output_capturing_hooks_installed"
+
+
+@dataclass
+class _Noted:
+    """What was under each key of some dictionaries: the objects, or their ids."""
+
+    dicts: list[dict[Any, Any]] = field(default_factory=list)
+    keys: list[Any] = field(default_factory=list)
+    found: list[Any] = field(default_factory=list)
+    whose: list[Whose] = field(default_factory=list)
+
+    def add(self, where: dict[Any, Any], key: Any, found: Any, whose: Whose) -> None:
+        self.dicts.append(where)
+        self.keys.append(key)
+        self.found.append(found)
+        self.whose.append(whose)
+
+    def now(self) -> Iterator[Any]:
+        """The objects that are there now."""
+        return map(dict.get, self.dicts, self.keys, itertools.repeat(_NOTHING))
+
+    def share(self, turn: int, turns: int) -> _Noted:
+        part = slice(turn, None, turns)
+        return _Noted(self.dicts[part], self.keys[part], self.found[part], self.whose[part])
+
+
+class Entries:
+    """Which object is under each key of some dictionaries, and what is in some containers.
+
+    Numbers, names and the like are kept alive, and compared as they are. Others are compared by their ids, in two
+    passes over lists. Another object may get the id of one that was deleted, so deletions are noticed by weak
+    references. Containers are neither watched nor kept, since they may hold modules; a new one at the place of a
+    deleted one would not be noticed.
+    """
+
+    def __init__(self) -> None:
+        self._constants, self._others = _Noted(), _Noted()
+        self._kept: list[Any] = []  # constants in containers
+        self._references: list[weakref.ref[Any]] = []
+        self._whose_references: list[Whose] = []
+        self._gone: list[weakref.ref[Any]] = []  # of those, the ones whose object was deleted
+        self._containers: list[Collection[Any]] = []
+        self._contents: list[list[int]] = []
+        self._whose_contents: list[Whose] = []
+        self._sized: list[Collection[Any]] = []
+        self._sizes: list[int] = []
+        self._whose_sizes: list[Whose] = []
+        self._shares: dict[int, tuple[_Noted, _Noted]] = {}  # of some_hold: all is noted by then
+
+    def add(self, where: dict[Any, Any], key: Any, whose: Whose) -> None:
+        """Note what is under ``key`` now."""
+        value = where.get(key, _NOTHING)
+        if self._is_constant(value, whose):
+            self._constants.add(where, key, value, whose)
+        else:
+            self._others.add(where, key, id(value), whose)
+
+    def add_size(self, where: Collection[Any], whose: Whose) -> None:
+        """Note the number of keys of a dictionary whose keys are all noted: a new key changes it."""
+        self._sized.append(where)
+        self._sizes.append(_size(where))
+        self._whose_sizes.append(whose)
+
+    def add_contents(self, container: Collection[Any], whose: Whose) -> None:
+        """Note the items of a list, a set or a tuple, or the keys of a dictionary in their order."""
+        if not container:
+            self.add_size(container, whose)
+            return
+        self._containers.append(container)
+        self._contents.append(list(map(id, container)))
+        self._kept += [value for value in container if self._is_constant(value, whose)]
+        self._whose_contents.append(whose)
+
+    def _is_constant(self, value: Any, whose: Whose) -> bool:
+        """Whether it is a number, a name, a dtype: nothing that holds a module. What can be watched is, otherwise."""
+        if isinstance(value, (dict, list, tuple, set)):
+            return False
+        try:
+            self._references.append(weakref.ref(value, self._gone.append))
+        except TypeError:
+            return True
+        self._whose_references.append(whose)
+        return False
+
+    def hold(self) -> bool:
+        """Whether the same objects are there."""
+        if self._gone:
+            return False
+        if list(map(len, self._sized)) != self._sizes and list(map(_size, self._sized)) != self._sizes:
+            return False
+        if not _are_same(self._constants, self._others):
+            return False
+        return [list(map(id, container)) for container in self._containers] == self._contents
+
+    def some_hold(self, turn: int, turns: int) -> bool:
+        """Whether a share of the dictionaries' keys still has the same objects: each has its turn."""
+        if self._gone:
+            return False
+        if turn not in self._shares:
+            self._shares[turn] = self._constants.share(turn, turns), self._others.share(turn, turns)
+        return _are_same(*self._shares[turn])
+
+    def differences(self) -> Iterator[Whose]:
+        """What is another object now. If one was deleted and another has its place, only the holder is named."""
+        yield from recaptures.first(self._changed(), self._resized(), self._of_deleted())
+
+    def _changed(self) -> Iterator[Whose]:
+        for noted, identity in ((self._constants, id), (self._others, int)):
+            for now, key, found, (cause, path) in zip(noted.now(), noted.keys, noted.found, noted.whose):
+                if id(now) != identity(found):
+                    yield cause, f"{path}.{key}"
+
+    def _resized(self) -> Iterator[Whose]:
+        for where, size, whose in zip(self._sized, self._sizes, self._whose_sizes):
+            if _size(where) != size:
+                yield whose
+        for container, contents, whose in zip(self._containers, self._contents, self._whose_contents):
+            if list(map(id, container)) != contents:
+                yield whose
+
+    def _of_deleted(self) -> Iterator[Whose]:
+        for reference in self._gone:
+            yield self._whose_references[self._references.index(reference)]
+
+
+def _size(where: Collection[Any]) -> int:
+    """How many keys or items, without :data:`COLLECTED`."""
+    return len(where) - (isinstance(where, dict) and COLLECTED in where)
+
+
+def _are_same(constants: _Noted, others: _Noted) -> bool:
+    if not all(map(operator.is_, constants.now(), constants.found)):
+        return False
+    return list(map(id, others.now())) == others.found
+
+
+class Values:
+    """Which value is under each key of some dictionaries; one that is equal is the same."""
+
+    def __init__(self) -> None:
+        self._dicts: list[dict[Any, Any]] = []
+        self._keys: list[Any] = []
+        self.values: list[Any] = []
+        self._defaults: list[Any] = []
+        self._shares: dict[int, list[list[Any]]] = {}
+        self._whose: list[Whose] = []
+
+    def add(self, where: dict[Any, Any], key: Any, whose: Whose, default: Any = None) -> None:
+        """Note the value under ``key``: a number, a name, or a list of names, which is copied."""
+        self._dicts.append(where)
+        self._keys.append(key)
+        self._defaults.append(default)
+        self._whose.append(whose)
+        self.values.append(_copied(where.get(key, default)))
+
+    def hold(self) -> bool:
+        """Whether equal values are there."""
+        return list(map(dict.get, self._dicts, self._keys, self._defaults)) == self.values
+
+    def now(self) -> list[Any]:
+        """The values that are there now."""
+        return list(map(_copied, map(dict.get, self._dicts, self._keys, self._defaults)))
+
+    def some_hold(self, turn: int, turns: int) -> bool:
+        """Whether a share of them is there: each has its turn."""
+        if turn not in self._shares:
+            self._shares[turn] = [each[turn::turns] for each in (self._dicts, self._keys, self._defaults, self.values)]
+        dicts, keys, defaults, values = self._shares[turn]
+        return list(map(dict.get, dicts, keys, defaults)) == values
+
+    def differences(self) -> Iterator[Whose]:
+        """The values that differ, and how."""
+        now = map(dict.get, self._dicts, self._keys, self._defaults)
+        for key, old, new, (cause, path) in zip(self._keys, self.values, now, self._whose):
+            if old != new:
+                yield cause, f"{path}.{key}: {changed(old, new)}"
+
+
+def _copied(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value
+
+
+class Layouts:
+    """Where tensors are, and in which layout.
+
+    Args:
+        trained: look at what requires a gradient as well.
+    """
+
+    def __init__(self, *, trained: bool = False) -> None:
+        self._trained = trained
+        self._references: list[weakref.ref[Any]] = []
+        self._layouts: tuple[list[Any], ...] = self._look([])
+        self._whose: list[Whose] = []
+
+    def add(self, tensor: Any, whose: Whose) -> None:
+        """Note a tensor; one that is not strided has no addresses to watch."""
+        import torch
+
+        if tensor.layout is torch.strided:
+            self._references.append(weakref.ref(tensor))
+            for noted, new in zip(self._layouts, self._look([tensor])):
+                noted += new
+            self._whose.append(whose)
+
+    def tensors(self) -> list[Any]:
+        """Those that are still there."""
+        return [tensor for reference in self._references if (tensor := reference()) is not None]
+
+    def hold(self) -> bool:
+        """Whether all are there, where and as they were."""
+        found = [reference() for reference in self._references]
+        return all(map(operator.is_not, found, itertools.repeat(None))) and self._look(found) == self._layouts
+
+    def differences(self) -> Iterator[Whose]:
+        """Those that are gone or lie elsewhere or otherwise."""
+        for reference, whose, *noted in zip(self._references, self._whose, *self._layouts):
+            tensor = reference()
+            if tensor is None or [one for (one,) in self._look([tensor])] != noted:
+                yield whose
+
+    def _look(self, found: list[Any]) -> tuple[list[Any], ...]:
+        """Addresses, strides, dtypes and shapes of tensors: as lists, which hold less that is to be collected."""
+        import torch
+
+        names = ("dtype", "shape", "requires_grad") if self._trained else ("dtype", "shape")
+        with torch._C.DisableTorchFunctionSubclass():
+            reads = torch.Tensor.data_ptr, torch.Tensor.stride, *map(operator.attrgetter, names)
+            return tuple(list(map(read, found)) for read in reads)

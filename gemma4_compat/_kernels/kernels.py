@@ -1,0 +1,238 @@
+"""Fused kernels on a device: compiled, checked against PyTorch's own operations, launched."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from gemma4_compat._common.bits import same_bits
+from gemma4_compat._kernels.compiling import CudaCompiler
+from gemma4_compat._kernels.specs import (
+    dense,
+    dequantizing_source,
+    expert_rows,
+    kernel_source,
+    matrix_products,
+    pointwise,
+    products,
+    reductions,
+    row_source,
+    shifting,
+)
+from gemma4_compat._kernels.specs.kernel_source import Kernel
+from gemma4_compat._kernels.specs.pointwise import Load, Number, Operand, Value
+
+_Signature = tuple[Any, ...]
+_TRIED = 1 << 18  # elements, in bits drawn at random
+_SIXTEEN = 1 << 16  # every value of a 16-bit dtype
+_MEANS = 64  # at most; of many rows, fewer
+_ROWS = 1 << 12
+
+
+class Compiler(Protocol):
+    """Compiles kernels for one device."""
+
+    @staticmethod
+    def obstacle() -> str | None:
+        """Why it cannot compile; None if it can."""
+
+    def __init__(self, device: Any) -> None: ...
+
+    def compiled(self, texts: Sequence[str]) -> list[Callable[[Kernel], None]]:
+        """For each text, none of them twice, a function that launches its kernel on the current stream."""
+
+    def begin(self, texts: Sequence[str]) -> list[Future[Any]]:
+        """Compile in the background. Returns what has to end before :meth:`compiled` is quick; nothing if it is."""
+
+
+#: By device type. Tests add one for the CPU.
+COMPILERS: dict[str, type[Compiler]] = {"cuda": CudaCompiler}
+
+_lock = threading.Lock()
+
+
+class StillCompiling(Exception):  # noqa: N818 (not an error: kernels will be there)
+    """Kernels are being compiled in the background.
+
+    Args:
+        futures: what has to end.
+    """
+
+    def __init__(self, futures: list[Future[Any]]) -> None:
+        super().__init__()
+        self.futures = futures
+
+
+class Kernels:
+    """The kernels of one device, and which operations they may compute there.
+
+    Args:
+        device: ``torch.device`` with an index.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._compiler = COMPILERS[device.type](device)
+        self._known: dict[str, Callable[[Kernel], None]] = {}
+        self._same: dict[_Signature, bool] = {}
+        self.layouts: dict[Any, tuple[Any, ...]] = {}  # of fusing.Fusing
+
+    def prepare(self, texts: Sequence[str], signatures: Sequence[_Signature], *, wait: bool = True) -> bool:
+        """Compile and check what is new. Not inside a capture.
+
+        Args:
+            texts: of kernels.
+            signatures: of the operations in them.
+            wait: for the compiler, if kernels are neither in memory nor on disk.
+
+        Returns:
+            whether every operation has PyTorch's bits.
+
+        Raises:
+            StillCompiling: it would have to wait.
+        """
+        trials = {key: self._trial(key) for key in signatures if key not in self._same and _is_computed(key)}
+        self._compile([*texts, *(kernel.text for tried, _, _ in trials.values() for kernel in tried)], wait=wait)
+        for key, (tried, found, expected) in trials.items():
+            for kernel in tried:
+                self.launch(kernel)
+            self._same[key] = same_bits(found, expected)
+        return all(self.accepts(key) for key in signatures)
+
+    def accepts(self, signature: _Signature) -> bool:
+        """Whether no trial gave other bits than PyTorch's."""
+        return self._same.get(signature, True)
+
+    def is_prepared(self, text: str) -> bool:
+        """Whether a kernel with this text can be launched."""
+        return text in self._known
+
+    def inexact(self) -> list[str]:
+        """The operations whose trials did, as text."""
+        return sorted({f"{key[0]} of {key[2]}" for key, same in self._same.items() if not same})
+
+    def launch(self, kernel: Kernel) -> None:
+        """Launch a prepared kernel on the current stream.
+
+        Raises:
+            KeyError: the kernel is not prepared.
+        """
+        self._known[kernel.text](kernel)
+
+    def again(self, kernel: Kernel) -> Callable[[int], None] | None:
+        """A function that launches a prepared kernel with another address of its last tensor, which is cheaper than
+        :meth:`launch`; None if the compiler has no such function.
+        """
+        again = getattr(self._known[kernel.text], "again", None)
+        return None if again is None else again(kernel)
+
+    def _compile(self, texts: Sequence[str], *, wait: bool = True) -> None:
+        new = [text for text in dict.fromkeys(texts) if text not in self._known]
+        if new:
+            futures = [] if wait else self._compiler.begin(new)
+            if not all(future.done() for future in futures):
+                raise StillCompiling(futures)
+            self._known.update(zip(new, self._compiler.compiled(new), strict=True))
+
+    def _trial(self, signature: _Signature) -> tuple[list[Kernel], Any, Any]:
+        """Kernels with only this operation, the memory of their results, and PyTorch's results: for every 16-bit
+        value, or for many operands.
+        """
+        import torch
+
+        for module in (dequantizing_source, expert_rows, products, shifting):
+            if signature[0] == module.OPERATION:
+                kernel, found, expected = module.trial(signature, self._device)
+                return [kernel], found, expected
+        name, kinds, dtype = signature
+        if name == reductions.MEAN:
+            return self._trial_of_mean(*kinds)
+        generator = torch.Generator(self._device).manual_seed(0)
+        tensors = [kind for kind in kinds if not isinstance(kind, float)]
+        elements = _SIXTEEN if len(tensors) == 1 and tensors[0].itemsize == 2 else _TRIED
+        given: list[Any] = []
+        operands: list[Operand] = []
+        for kind in kinds:
+            if isinstance(kind, float):
+                given.append(kind)
+                operands.append(Number(kind))
+            else:
+                tensor = _any_bits(kind, elements, generator)
+                given.append(tensor)
+                operands.append(Load(tensor, (1,)))
+        reference = pointwise.operation(name).reference
+        expected = given[0].to(dtype) if reference is None else reference(*given)
+        value = Value(name, tuple(operands), (elements,), dtype, memory=torch.empty_like(expected))
+        return [kernel_source.kernel_of([value])], value.memory, expected
+
+    def _trial_of_mean(self, rows: int, columns: int) -> tuple[list[Kernel], Any, Any]:
+        """One row may have the right bits by chance: so many that it does not."""
+        import torch
+
+        generator = torch.Generator(self._device).manual_seed(0)
+        count = min(_MEANS, max(1, _ROWS // rows))
+        given = torch.randn((count, rows, columns), generator=generator, device=self._device)
+        expected = torch.stack([one.mean(-1, keepdim=True) for one in given])
+        found = torch.empty_like(expected)
+        kernels = []
+        for one, memory in zip(given, found, strict=True):
+            operands = (Load(one, (columns, 1)),)
+            value = Value(reductions.MEAN, operands, (rows, 1), given.dtype, columns=columns, memory=memory)
+            kernels += row_source.kernels_of([value])
+        return kernels, found, expected
+
+
+def _is_computed(signature: _Signature) -> bool:
+    """Whether an operation computes what PyTorch does: some only move data, others have an arithmetic of their own."""
+    others = "concatenate", "constant", pointwise.DOT, dense.OPERATION, matrix_products.OPERATION
+    return signature[0] not in others
+
+
+def _any_bits(dtype: Any, elements: int, generator: Any) -> Any:
+    """Numbers with any bits, including zeros, infinities and NaN."""
+    import torch
+
+    device = generator.device
+    if elements == _SIXTEEN and dtype.itemsize == 2:
+        return torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device).view(dtype)
+    bits = torch.randint(-(2**31), 2**31 - 1, (elements,), generator=generator, device=device)
+    if dtype == torch.bool:
+        return bits > 0
+    return bits.to(torch.int32 if dtype == torch.float32 else torch.int16).view(dtype)
+
+
+def refusal(device: Any, what: str, has_same_bits: Callable[[], bool]) -> str | None:
+    """Why kernels may not compute something on a device; None if they may.
+
+    Args:
+        device: ``torch.device`` of a type in :data:`COMPILERS`.
+        what: they compute.
+        has_same_bits: compiles and tries them. It is not called where nothing can be compiled.
+
+    Raises:
+        torch.OutOfMemoryError: there was no memory to try them; there may be later.
+    """
+    import torch
+
+    try:
+        found = COMPILERS[device.type].obstacle()
+        if found is None and not has_same_bits():
+            found = f"{what} has other bits on {device}"
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, RuntimeError) as error:
+        found = f"this package's kernels failed: {' '.join(str(error).split()):.200}"
+    return found
+
+
+_kernels: dict[Any, Kernels] = {}
+
+
+def of(device: Any) -> Kernels:
+    """The kernels of this device."""
+    with _lock:
+        if device not in _kernels:
+            _kernels[device] = Kernels(device)
+        return _kernels[device]

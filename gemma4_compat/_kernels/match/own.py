@@ -1,0 +1,363 @@
+"""Kernels in place of PyTorch's and bitsandbytes', with other bits: attention (:mod:`attention`) and products
+(:mod:`dense`, and :mod:`matrix_products` for 4-bit weights).
+
+:class:`Own` sees the functions of ``torch`` that a forward calls, and calls operators of this package for those that
+the kernels can compute. As operators they are visible to what defers operations (:mod:`fusing`). They compute the same
+bits whether they run one by one, in a captured graph, or fused.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+
+from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.match import top_tokens
+from gemma4_compat._kernels.specs import (
+    attention,
+    dense,
+    flash,
+    kernel_source,
+    matrix_products,
+    pointwise,
+    reductions,
+    row_source,
+    shifting,
+)
+from gemma4_compat._kernels.specs.pointwise import DOT, Load, Value
+
+#: Properties of a tensor that its shape, dtype and device decide.
+_PROPERTIES = frozenset({"device", "dtype", "is_cuda", "itemsize", "layout", "ndim", "requires_grad", "shape"})
+_NAMESPACE = "gemma4_compat"
+_SCHEMAS = {
+    "valid_keys": "(Tensor query, Tensor key, Tensor value, Tensor mask, float scale, bool gqa) -> Tensor",
+    "attend": "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!)? valid, float scale, bool gqa)"
+    " -> Tensor",
+    "dense": "(Tensor given, Tensor weight, Tensor? bias) -> Tensor",
+    # As bitsandbytes::gemm_4bit.
+    "product": "(Tensor given, Tensor packed, int[] shape, Tensor absmax, int blocksize, str quant_type,"
+    " Tensor? bias=None, Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None) -> Tensor",
+    "means": "(Tensor given, int parts) -> Tensor",
+    "flash_bounds": "(Tensor mask) -> Tensor",
+    "flash": "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bounds, float scale) -> Tensor",
+    "shift": "(Tensor(a!) keys, Tensor(b!) values, Tensor new_keys, Tensor new_values, bool by_kernel) -> ()",
+    "filtered": "(Tensor scores, int k, float p, int least, bool single) -> Tensor",
+    "drawn": "(Tensor scores, Tensor noise, int k, float p, int least) -> Tensor",
+}
+_defining = threading.Lock()
+_broken: dict[Any, str] = {}  # by device: why these kernels do not run there; decoder.py says it
+
+
+class Repeats(TorchFunctionMode):  # type: ignore[misc]
+    """Inside, transformers' ``repeat_kv`` copies no key-value head: something without memory stands for the copies.
+
+    Args:
+        device: whose tensors.
+    """
+
+    def __init__(self, device: Any) -> None:
+        super().__init__()
+        self._device = device
+        self._repeated: dict[int, tuple[Any, Any]] = {}  # by id: what stands for repeated heads, and those heads
+
+    def repeated(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What stands for the copies that this call would make; None if it is another call."""
+        if func is torch.Tensor.reshape and args[0].ndim == 5 and not args[0].stride(2) and args[0].shape[2] > 1:
+            return self._stands_for(*args, **kwargs)
+        if func is torch.Tensor.contiguous and id(args[0]) in self._repeated:
+            return args[0]
+        if func is torch.Tensor.__getitem__ and id(args[0]) in self._repeated:
+            return self._cut(*args)
+        return None
+
+    def shared(self, key: Any, value: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+        """Keys, values and options of a call of attention, without copies where something stands for both."""
+        if id(key) not in self._repeated or id(value) not in self._repeated:
+            return key, value, kwargs
+        key, value = (self._repeated[id(tensor)][1][:, :, 0] for tensor in (key, value))
+        return key, value, {**kwargs, "enable_gqa": True}
+
+    def called(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """The call, with copies after all where something stands for them."""
+        if self._repeated and getattr(getattr(func, "__self__", None), "__name__", "") not in _PROPERTIES:
+            args, kwargs = _pytree.tree_map(self._as_it_is, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def forget(self) -> None:
+        """Nothing stands for copies any more."""
+        self._repeated.clear()
+
+    def _stands_for(self, heads: Any, *shape: Any) -> Any:
+        size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        batch, groups, repeats, length, width = heads.shape
+        if heads.device != self._device or tuple(size) != (batch, groups * repeats, length, width):
+            return None
+        return self._stand_in(heads)
+
+    def _stand_in(self, heads: Any) -> Any:
+        stand_in = heads.new_empty(()).expand(len(heads), heads.shape[1] * heads.shape[2], *heads.shape[3:])
+        self._repeated[id(stand_in)] = stand_in, heads
+        return stand_in
+
+    def _cut(self, stand_in: Any, index: Any) -> Any:
+        """The same keys or values of fewer positions, where no mask is needed; None for another index."""
+        every, heads = slice(None), self._repeated[id(stand_in)][1]
+        if not isinstance(index, tuple) or len(index) != 4 or index[:2] != (every, every) or index[3] != every:
+            return None
+        return self._stand_in(heads[:, :, :, index[2]]) if isinstance(index[2], slice) else None
+
+    def _as_it_is(self, value: Any) -> Any:
+        """The tensor itself where something stands for one."""
+        if id(value) not in self._repeated:
+            return value
+        stand_in, heads = self._repeated[id(value)]
+        return heads.reshape(stand_in.shape)
+
+
+class Own(Repeats):
+    """Inside one forward of a decoding step, these kernels compute what they can.
+
+    Args:
+        device: whose tensors they may read.
+        tokens: of each sequence. Up to eight in all have the bits that each would have in a forward of its own.
+    """
+
+    def __init__(self, device: Any, tokens: int = 1) -> None:
+        super().__init__(device)
+        self._tokens = tokens
+        operators()
+        self._gemm_4bit = _gemm_4bit()
+        self._valid: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # by mask: it, and where its keys begin and end
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = None
+        if func is torch.nn.functional.linear:
+            found = self._linear(*args, **kwargs)
+        elif func is self._gemm_4bit:
+            found = self._product(*args, **kwargs)
+        elif func is torch.nn.functional.scaled_dot_product_attention:
+            found = self._attention(*args, **kwargs)
+        elif func is torch.Tensor.mean:
+            found = self._means(*args, **kwargs)
+        elif func is operator("shift") and args[0].device == self._device:
+            found = self._computed(_shifted_by_kernel, *args[:4])
+        else:
+            found = self.repeated(func, args, kwargs)
+        return self.called(func, args, kwargs) if found is None else found
+
+    def _linear(self, given: Any, weight: Any, bias: Any = None) -> Any:
+        if given.device != self._device or torch.is_grad_enabled() or not dense.suits(given, weight, bias):
+            return None
+        return self._computed(torch.ops.gemma4_compat.dense, given, weight, bias)
+
+    def _means(self, given: Any, *args: Any, **kwargs: Any) -> Any:
+        """The means of norms, each as for one token: PyTorch's order of additions depends on how many there are."""
+        if given.device != self._device or given.ndim < 3 or given.shape[1] != self._tokens:
+            return None
+        rows = given.shape[0] * self._tokens
+        if not 1 < rows <= dense.MAX_ROWS or (args, kwargs) != ((-1,), {"keepdim": True}):
+            return None
+        return self._computed(torch.ops.gemma4_compat.means, given, rows)
+
+    def _product(self, given: Any, *args: Any, **kwargs: Any) -> Any:
+        if given.device != self._device or torch.is_grad_enabled():
+            return None
+        if matrix_products.understood(given, *args, **kwargs) is None:
+            return None
+        return self._computed(torch.ops.gemma4_compat.product, given, *args, **kwargs)
+
+    def _attention(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        key, value, kwargs = self.shared(key, value, kwargs)
+        if query.device != self._device or torch.is_grad_enabled():
+            return None
+        call = attention.understood(query, key, value, *args, **kwargs)
+        if call is None:
+            return None
+        operands = query, key, value, kwargs.get("attn_mask", args[0] if args else None)
+        options = call.scale, bool(kwargs.get("enable_gqa", False))
+        valid = None if call.mask is None else self._valid_keys(*operands, *options)
+        if call.mask is not None and valid is None:
+            return None
+        return self._computed(torch.ops.gemma4_compat.attend, *operands, valid, *options)
+
+    def _valid_keys(self, query: Any, key: Any, value: Any, mask: Any, scale: float, gqa: bool) -> Any:
+        """Where the keys of each query begin and end: found once for all layers with this mask."""
+        version = None if mask.is_inference() else mask._version
+        what = (mask.data_ptr(), version, mask.shape, mask.stride(), query.shape[:3], key.shape[1])
+        if what not in self._valid:
+            found = self._computed(torch.ops.gemma4_compat.valid_keys, query, key, value, mask, scale, gqa)
+            self._valid[what] = mask, found
+        return self._valid[what][1]
+
+    def _computed(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        """What an operator of ours returns; None, for good on this device, if its kernels fail here."""
+        if self._device in _broken:
+            return None
+        try:
+            return operator(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            _broken[self._device] = f"this package's kernels failed: {' '.join(str(error).split()):.200}"
+            return None
+
+
+def obstacle(device: Any) -> str | None:
+    """Why these kernels cannot run on this device; None if they can."""
+    if device in _broken:
+        return _broken[device]
+    compiler = kernels.COMPILERS.get(device.type)
+    return f"there are no kernels for {device.type}" if compiler is None else compiler.obstacle()
+
+
+def operators() -> Any:
+    """Define the operators ``torch.ops.gemma4_compat`` once; the library that keeps them alive."""
+    with _defining:
+        return _library()
+
+
+@functools.cache
+def _library() -> Any:
+    library = torch.library.Library(_NAMESPACE, "DEF")
+    for name, schema in _SCHEMAS.items():
+        library.define(name + schema)
+    for name, function in _FUNCTIONS.items():
+        library.impl(name, function, "CompositeExplicitAutograd")
+    return library
+
+
+@functools.cache
+def operator(name: str) -> Any:
+    """One of these operators: ``product``, ``shift``, ..."""
+    operators()
+    return getattr(torch.ops.gemma4_compat, name).default
+
+
+def _gemm_4bit() -> Any:
+    """The operator that bitsandbytes has since 0.50; None in older releases."""
+    found = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
+    return None if found is None else found.default
+
+
+def launch(device: Any, *launched: Any) -> None:
+    """Launch kernels in order, compiled before if they are new."""
+    known = kernels.of(device)
+    known.prepare([kernel.text for kernel in launched], [])
+    for kernel in launched:
+        known.launch(kernel)
+
+
+def _call(query: Any, key: Any, value: Any, mask: Any, scale: float, gqa: bool) -> attention.Call:
+    found = attention.understood(query, key, value, mask, scale=scale, enable_gqa=gqa)
+    assert found is not None  # or Own would not have asked
+    return found
+
+
+def _valid_keys(query: Any, key: Any, value: Any, mask: Any, scale: float, gqa: bool) -> Any:
+    found = attention.bounds(_call(query, key, value, mask, scale, gqa))
+    assert found is not None  # there is a mask
+    kernel, result = found
+    launch(query.device, kernel)
+    return result
+
+
+def _attend(query: Any, key: Any, value: Any, mask: Any, valid: Any, scale: float, gqa: bool) -> Any:
+    wanted, result = attention.kernels(_call(query, key, value, mask, scale, gqa), valid)
+    launch(query.device, *wanted)
+    return result
+
+
+def _flash_bounds(mask: Any) -> Any:
+    kernel, result = flash.bounds(mask)
+    launch(mask.device, kernel)
+    return result
+
+
+def _flash(query: Any, key: Any, value: Any, mask: Any, bounds: Any, scale: float) -> Any:
+    call = flash.Call(query, key, value, mask, scale)
+    wanted, result = flash.kernels(call, bounds)
+    launch(query.device, *wanted)
+    return result
+
+
+def _dense(given: Any, weight: Any, bias: Any) -> Any:
+    if weight.shape[1] <= dense.SHORT:
+        value = dot(given, weight, bias)
+        value.memory = given.new_empty(value.shape)
+        launch(given.device, kernel_source.kernel_of([value]))
+        return value.memory
+    product = dense.product(given, weight, bias)
+    result = product.empty()
+    launch(given.device, dense.kernel_of([product], [result]))
+    return result
+
+
+def _product(*args: Any, **kwargs: Any) -> Any:
+    product = matrix_products.understood(*args, **kwargs)
+    assert product is not None  # or Own would not have asked
+    result = product.empty()
+    launch(result.device, matrix_products.kernel_of([product], [result]))
+    return result
+
+
+def _shift(keys: Any, values: Any, new_keys: Any, new_values: Any, by_kernel: bool) -> None:
+    found = shifting.kernel_of(keys, values, new_keys, new_values) if by_kernel else None
+    if found is not None:
+        kernel, signature = found
+        known = kernels.of(keys.device)
+        if known.prepare([kernel.text], [signature]):
+            known.launch(kernel)
+            return
+    shifting.copied(keys, values, new_keys, new_values)
+
+
+def _shifted_by_kernel(*args: Any) -> bool:
+    operator("shift")(*args, True)
+    return True
+
+
+def _means(given: Any, parts: int) -> Any:
+    if given.device.type in kernels.COMPILERS and pointwise.mean(given, parts) is not None:
+        memory = given.new_empty((*given.shape[:-1], 1))
+        operand, shape = Load(given, given.stride()), tuple(memory.shape)
+        value = Value(reductions.MEAN, (operand,), shape, given.dtype, columns=given.shape[-1], parts=parts)
+        value.memory = memory
+        known, (kernel,) = kernels.of(given.device), row_source.kernels_of([value])
+        if known.prepare([kernel.text], [value.signature]):
+            known.launch(kernel)
+            return memory
+    rows = given.reshape(parts, -1, given.shape[-1])
+    return torch.cat([one.mean(-1, keepdim=True) for one in rows]).view(*given.shape[:-1], 1)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "valid_keys": _valid_keys,
+    "attend": _attend,
+    "dense": _dense,
+    "product": _product,
+    "means": _means,
+    "flash_bounds": _flash_bounds,
+    "flash": _flash,
+    "shift": _shift,
+    "filtered": top_tokens.filtered,
+    "drawn": top_tokens.drawn,
+}
+
+
+def dot(given: Any, weight: Any, bias: Any = None) -> Value:
+    """A short product as a pointwise operation."""
+    is_constant = isinstance(weight, torch.nn.Parameter)
+    operands = [Load(given, (weight.shape[1], 1)), Load(weight.detach(), (weight.shape[1], 1), is_constant)]
+    if bias is not None:
+        operands.append(Load(bias.detach(), (1,)))
+    shape = (*given.shape[:-1], weight.shape[0])
+    return Value(DOT, tuple(operands), shape, weight.dtype, columns=weight.shape[1])

@@ -1,0 +1,295 @@
+"""The 4-bit weights of the experts that a token hits, read and dequantized by one kernel.
+
+PyTorch and bitsandbytes gather the packed bytes, their scales and the scales of these, one kernel each, compute the
+scales, and dequantize; transformers then copies the result in the order in which the token names its experts. The
+kernel here reads each byte once, in place, from pinned host memory or the device, and writes the weights in that
+order. Its arithmetic is bitsandbytes', operation by operation: ``code * scale`` in float, rounded once; a scale that
+is itself quantized is ``code * scale + offset``. The bits are compared before the first use (:mod:`kernels`) and in
+each step that is fused (:mod:`fused_steps`).
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any, NamedTuple
+
+from gemma4_compat._kernels.specs.kernel_source import Kernel, kinds
+from gemma4_compat._quantization import expert_storage
+
+#: The name in an operation's signature.
+OPERATION = "4-bit experts"
+_WORD = 16  # bytes that a thread reads at once
+_WORDS = 4  # of a thread; a warp reads 2 KiB in one piece
+_WARP = 32
+
+_SCALE = "absmax[expert * n3 + block]"
+_NESTED_SCALE = (
+    "__fadd_rn(__fmul_rn(codes[absmax[expert * n3 + block]], nested[expert * n4 + (block >> {nested_shift})]), "
+    "offset[expert])"
+)
+
+_TEXT = """extern "C" __global__ void {name}({parameters}) {{
+unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;
+if (i < n0) {{
+unsigned int first = (i / {warp}u) * {span}u + i % {warp}u;
+Word16 words[{words}];
+float scales[{words}];
+#pragma unroll
+for (int j = 0; j < {words}; ++j) {{
+  unsigned int at = first + j * {warp}u;
+  if (at < n1) {{
+    unsigned int row = at / n2;
+    unsigned int within = at - row * n2;
+    unsigned long long expert = chosen[row];
+    words[j] = packed[expert * n2 + within];
+    unsigned int block = within >> {shift};
+    scales[j] = {scale};
+  }}
+}}
+#pragma unroll
+for (int j = 0; j < {words}; ++j) {{
+  unsigned int at = first + j * {warp}u;
+  if (at < n1) {{
+    #pragma unroll
+    for (int k = 0; k < {pieces}; ++k) {{
+      Word16 piece;
+      #pragma unroll
+      for (int l = 0; l < 4; ++l) {{
+        {unpack}
+      }}
+      out[(unsigned long long)at * {pieces}u + k] = piece;
+    }}
+  }}
+}}
+}}
+}}
+"""
+
+#: A word of the result holds two 16-bit values or one 32-bit value. bitsandbytes packs the first of two values in the
+#: high half.
+_UNPACK_16 = """unsigned int byte = (words[j].part[k] >> (l * 8)) & 255u;
+        float high = __fmul_rn(code[byte >> 4], scales[j]);
+        float low = __fmul_rn(code[byte & 15u], scales[j]);
+        piece.part[l] = (unsigned int){high} | ((unsigned int){low} << 16);"""
+_UNPACK_32 = """unsigned int byte = (words[j].part[k / 2] >> ((k % 2 * 2 + l / 2) * 8)) & 255u;
+        float value = __fmul_rn(code[l % 2 ? byte & 15u : byte >> 4], scales[j]);
+        piece.part[l] = __float_as_uint(value);"""
+
+
+class _Layout(NamedTuple):
+    """What a kernel's text depends on.
+
+    Attributes:
+        quant_type: bitsandbytes' name of the code, which a trial needs.
+        blocksize: values per scale.
+        nested: scales per second-level scale; 0 where scales are in float32.
+        dtype: of the weights.
+    """
+
+    quant_type: str
+    blocksize: int
+    nested: int
+    dtype: Any
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """As for the other operations: name, operands, dtype."""
+        return OPERATION, (self.quant_type, self.blocksize, self.nested), self.dtype
+
+
+def kernel_of(parameter: Any, chosen: Any) -> tuple[Kernel, tuple[Any, ...], Any] | None:
+    """The kernel that writes the weights of the experts ``chosen``, its operation's signature, and those weights.
+
+    Args:
+        parameter: 4-bit weights of all experts, in memory that the device of ``chosen`` can read.
+        chosen: int64, (n,), contiguous.
+
+    Returns:
+        the kernel, the signature, and the weights, (n, rows, columns), not yet written; None for a parameter that does
+        not suit.
+    """
+    import torch
+
+    state = parameter.quant_state
+    layout = _layout_of(state)
+    count, height, width = state.shape
+    packed = parameter.data
+    row = height * width // 2
+    scales = height * width // state.blocksize
+    tensors = [packed, chosen, state.absmax]
+    sizes = [0, len(chosen) * row // _WORD, row // _WORD, scales]
+    if layout.nested:
+        nested = state.state2.absmax.reshape(count, -1)
+        tensors += [nested, state.offset, state.state2.code]
+        sizes.append(nested.shape[1])
+    tensors.append(code_of(layout.quant_type, chosen.device))
+    expected = [packed.dtype, torch.int64, torch.uint8 if layout.nested else torch.float32]
+    expected += [torch.float32] * (len(tensors) - len(expected))
+    if (
+        [tensor.dtype for tensor in tensors] != expected  # the kernel reads them as these dtypes
+        or row % _WORD
+        or height * width % state.blocksize
+        or layout.blocksize not in _POWERS
+        or (layout.nested and layout.nested not in _POWERS)
+        or layout.dtype not in kinds()
+        or packed.data_ptr() % _WORD
+        or packed.numel() * packed.element_size() != count * row
+        or state.absmax.numel() != count * scales
+        or any(not tensor.is_contiguous() or tensor.device != chosen.device for tensor in tensors)
+    ):
+        return None
+    values = torch.empty((len(chosen), height, width), dtype=layout.dtype, device=chosen.device)
+    sizes[0] = -(-sizes[1] // (_WORDS * _WARP)) * _WARP
+    tensors = [tensor.detach() for tensor in tensors]
+    return Kernel(_text(layout), (*tensors, values), 1, tuple(sizes)), layout.signature, values
+
+
+_POWERS = frozenset(1 << power for power in range(5, 16))
+
+# The values of a 4-bit type, by type and device.
+_codes: dict[tuple[str, Any], Any] = {}
+
+
+def code_of(quant_type: str, device: Any) -> Any:
+    """The 16 values of a 4-bit type as bitsandbytes computes them on a device: float32, (16,).
+
+    ``QuantState.code`` has the same numbers, but not the same bits. FP4 has two zeros: the second is negative on CUDA
+    and on CPUs without AVX-512, and positive there and on CPUs with it (bitsandbytes 0.50.2: ``csrc/kernels.cu``,
+    ``csrc/cpu_ops.cpp``). Make the first call for a device outside a capture: :func:`prepare`.
+    """
+    if (quant_type, device) not in _codes:
+        import torch
+        from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
+
+        halves = torch.arange(0, 16, 2, dtype=torch.uint8, device=device)
+        packed = (halves * 16 + halves + 1).repeat(4).reshape(-1, 1)  # one block of 64 values
+        state = QuantState(
+            absmax=torch.ones(1, device=device),
+            shape=torch.Size((1, 64)),
+            code=get_4bit_type(quant_type, device=device),
+            blocksize=64,
+            quant_type=quant_type,
+            dtype=torch.float32,
+        )
+        # With an option it is bitsandbytes that dequantizes: a kernel of ours would read this code.
+        _codes[quant_type, device] = dequantize_4bit(packed, state, blocksize=64).reshape(-1)[:16].clone()
+    return _codes[quant_type, device]
+
+
+def prepare(device: Any) -> None:
+    """Prepare what kernels on this device read and a capture cannot create."""
+    if "bitsandbytes" in sys.modules:
+        for quant_type in ("fp4", "nf4"):
+            code_of(quant_type, device)
+
+
+def _layout_of(state: Any) -> _Layout:
+    return _Layout(state.quant_type, state.blocksize, state.state2.blocksize if state.nested else 0, state.dtype)
+
+
+def _text(layout: _Layout) -> str:
+    import torch
+
+    parameters = ["const Word16* __restrict__ packed", "const long long* __restrict__ chosen"]
+    if layout.nested:
+        parameters += ["const unsigned char* __restrict__ absmax", "const float* __restrict__ nested"]
+        parameters += ["const float* __restrict__ offset", "const float* __restrict__ codes"]
+    else:
+        parameters.append("const float* __restrict__ absmax")
+    parameters += ["const float* __restrict__ code", "Word16* __restrict__ out"]
+    parameters += [f"unsigned int n{number}" for number in range(5 if layout.nested else 4)]
+    kind = kinds()[layout.dtype]
+    wide = layout.dtype == torch.float32
+    unpack = _UNPACK_32 if wide else _UNPACK_16
+    stored = {side: kind.store.format(kind.rounded.format(side)) for side in ("high", "low")}
+    scale = _NESTED_SCALE.format(nested_shift=layout.nested.bit_length() - 1) if layout.nested else _SCALE
+    return _TEXT.format(
+        name="experts",
+        parameters=", ".join(parameters),
+        warp=_WARP,
+        words=_WORDS,
+        span=_WARP * _WORDS,
+        shift=(layout.blocksize // (2 * _WORD)).bit_length() - 1,
+        scale=scale,
+        pieces=8 if wide else 4,
+        unpack=unpack if wide else unpack.format(**stored),
+    )
+
+
+def trial(signature: tuple[Any, ...], device: Any) -> tuple[Kernel, Any, Any]:
+    """A kernel of an operation for random bytes, the weights it writes, and the weights bitsandbytes computes."""
+    import torch
+    from bitsandbytes.functional import QuantState, create_dynamic_map, get_4bit_type
+
+    _, (quant_type, blocksize, nested), dtype = signature
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(*shape: int) -> Any:
+        return torch.randint(0, 256, shape, generator=generator, device=device, dtype=torch.uint8)
+
+    count, height, width = 5, _WARP + 1, 10 * blocksize  # more scales than a nested one has, and no whole warps
+    number = height * width // blocksize
+    state = QuantState(
+        absmax=torch.rand((count, number), generator=generator, device=device),
+        shape=torch.Size((count, height, width)),
+        code=get_4bit_type(quant_type, device=device),
+        blocksize=blocksize,
+        quant_type=quant_type,
+        dtype=dtype,
+    )
+    if nested:
+        state.absmax = drawn(count, number)
+        state.offset = torch.rand((count, 1), generator=generator, device=device)
+        state.state2 = QuantState(
+            absmax=torch.rand((count, -(-number // nested)), generator=generator, device=device),
+            code=create_dynamic_map().to(device),
+            blocksize=nested,
+            dtype=torch.float32,
+        )
+        state.nested = True
+    parameter = types.SimpleNamespace(data=drawn(count * height * width // 2, 1), quant_state=state)
+    chosen = torch.tensor([3, 0, 4], device=device)
+    found = kernel_of(parameter, chosen)
+    if found is None:
+        raise ValueError(f"there is no kernel for {signature}")
+    return found[0], found[2], expert_storage.dequantized(parameter, chosen)
+
+
+class Rows:
+    """Reads experts while a step is captured; an :class:`expert_storage.Reader`.
+
+    Args:
+        sink: where kernels go, a :class:`fusing.Sink`.
+        device: ``torch.device`` with an index.
+    """
+
+    def __init__(self, sink: Any, device: Any) -> None:
+        self._sink, self._device = sink, device
+        self._orders: dict[int, Any] = {}  # by how many experts a token hits
+
+    def dequantized(self, parameter: Any, chosen: Any) -> Any:
+        """The weights of these experts; None if no kernel can read them."""
+        if chosen.device != self._device or (found := kernel_of(parameter, chosen)) is None:
+            return None
+        kernel, signature, values = found
+        if not self._sink.accepts(signature):
+            return None
+        self._sink.kernel(kernel, [signature])
+        return values
+
+    def positions(self, top_k_index: Any) -> Any:
+        """``arange``, made once per step. :meth:`is_order` recognizes it."""
+        import torch
+
+        number = top_k_index.numel()
+        if number not in self._orders:
+            self._orders[number] = torch.arange(number, device=self._device)
+        return self._orders[number].view(top_k_index.shape)
+
+    def is_order(self, indices: Any) -> bool:
+        """Whether an indexing operation's ``indices`` are exactly an ``arange`` of :meth:`positions`."""
+        if len(indices) != 1 or indices[0] is None or indices[0].ndim != 1:
+            return False
+        known = self._orders.get(indices[0].numel())
+        return known is not None and known.data_ptr() == indices[0].data_ptr() and indices[0].is_contiguous()

@@ -1,0 +1,442 @@
+"""The CUDA C of one kernel that computes several results of small pointwise operations.
+
+In every result that is long enough, each thread computes the element with the thread's number. If it needs another
+result that is not in memory yet, it computes that again: results are pure functions of what is in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections import ChainMap
+from collections.abc import Collection, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gemma4_compat._kernels.specs.pointwise import DOT, Load, Number, Operand, Part, Value, index_in, operation
+from gemma4_compat._kernels.specs.short_products import WORDS, dots_of, words_of, words_of_a_row
+
+NAME = "fused"
+#: Threads of a block, unless a kernel says otherwise.
+BLOCK = 128
+_BOUNDS = re.compile(r"__launch_bounds__\([^)]*\) ")
+
+#: bfloat16 is rounded as in c10::BFloat16; GELU is GeluCUDAKernelImpl's (ActivationGeluKernel.cu).
+PRELUDE = r"""
+typedef unsigned short u16;
+struct alignas(16) Word16 { unsigned int part[4]; };
+__device__ __forceinline__ float from_bf16(u16 bits) { return __uint_as_float(((unsigned int)bits) << 16); }
+__device__ __forceinline__ float round_bf16(float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  u16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return from_bf16(bits);
+#else
+  unsigned int bits = __float_as_uint(x);
+  if (x != x) return __uint_as_float(0x7fc00000u);
+  return __uint_as_float((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
+#endif
+}
+__device__ __forceinline__ u16 to_bf16(float x) { return (u16)(__float_as_uint(x) >> 16); }
+#ifndef ON_HOST
+__device__ __forceinline__ float from_f16(u16 bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+}
+__device__ __forceinline__ u16 to_f16(float x) {
+  u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+// Additions as in code that was compiled with --use_fast_math: subnormal operands and results are zero.
+__device__ __forceinline__ float add_flushed(float a, float b) {
+  float x;
+  asm("add.rn.ftz.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+  return x;
+}
+__device__ __forceinline__ float multiply_flushed(float a, float b) {
+  float x;
+  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+  return x;
+}
+__device__ __forceinline__ float fma_flushed(float a, float b, float c) {
+  float x;
+  asm("fma.rn.ftz.f32 %0, %1, %2, %3;" : "=f"(x) : "f"(a), "f"(b), "f"(c));
+  return x;
+}
+// 16 bytes that are read once.
+__device__ __forceinline__ Word16 load_once(const void* at) {
+  Word16 word;
+  asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
+    : "=r"(word.part[0]), "=r"(word.part[1]), "=r"(word.part[2]), "=r"(word.part[3]) : "l"(at));
+  return word;
+}
+// Have the line of 128 bytes with this address on its way to the cache that all multiprocessors share.
+__device__ __forceinline__ void fetch_ahead(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" :: "l"(at));
+}
+// Before this, a kernel that was launched early must read only what no kernel of the step writes.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+// Pairs of 16-bit numbers in one word, the first in the low half.
+__device__ __forceinline__ unsigned int pair_bf16(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+  unsigned int x;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+#else
+  return (__float_as_uint(round_bf16(low)) >> 16) | __float_as_uint(round_bf16(high));
+#endif
+}
+__device__ __forceinline__ unsigned int pair_f16(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+  unsigned int x;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+#else
+  return (unsigned int)to_f16(low) | ((unsigned int)to_f16(high) << 16);
+#endif
+}
+__device__ __forceinline__ unsigned int multiply_pairs_bf16(unsigned int a, unsigned int b) {
+  unsigned int x;
+#if __CUDA_ARCH__ >= 900
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
+#elif __CUDA_ARCH__ >= 800
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(0x80008000u));
+#else
+  x = (__float_as_uint(round_bf16(__uint_as_float(a << 16) * __uint_as_float(b << 16))) >> 16) |
+    __float_as_uint(round_bf16(__uint_as_float(a & 0xffff0000u) * __uint_as_float(b & 0xffff0000u)));
+#endif
+  return x;
+}
+__device__ __forceinline__ unsigned int multiply_pairs_f16(unsigned int a, unsigned int b) {
+  unsigned int x;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
+  return x;
+}
+#endif
+__device__ __forceinline__ float round_f16(float x) { return from_f16(to_f16(x)); }
+__device__ __forceinline__ float gelu_tanh(float x) {
+  const float beta = 1.41421356237309504880168872420969808f * 1.12837916709551257389615890312154517f * 0.5f;
+  const float kappa = 0.044715f;
+  float cube = x * x * x;
+  float inner = beta * (x + kappa * cube);
+  return 0.5f * x * (1.0f + tanhf(inner));
+}
+"""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a dtype is stored: its C type, and its conversions to and from ``float``."""
+
+    c: str
+    load: str
+    store: str
+    rounded: str
+
+
+def kinds() -> dict[Any, Kind]:
+    """By dtype."""
+    import torch
+
+    return {
+        torch.float32: Kind("float", "{}", "{}", "{}"),
+        torch.bfloat16: Kind("u16", "from_bf16({})", "to_bf16({})", "round_bf16({})"),
+        torch.float16: Kind("u16", "from_f16({})", "to_f16({})", "round_f16({})"),
+        torch.bool: Kind("unsigned char", "{}", "", ""),
+    }
+
+
+def unpacked(dtype: Any, word: str, each: int) -> list[str]:
+    """C for the numbers in a ``Word16``: ``each`` of this dtype."""
+    import torch
+
+    if dtype == torch.float32:
+        return [f"__uint_as_float({word}.part[{k}])" for k in range(each)]
+    halves = [f"{word}.part[{k // 2}] {'>> 16' if k % 2 else '& 0xffffu'}" for k in range(each)]
+    load = kinds()[dtype].load
+    return [load.format(f"(u16)({half})") for half in halves]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel.
+
+    Attributes:
+        text: its body and parameters; kernels with the same text are the same kernel.
+        tensors: its arguments, in order: memory that it reads, then memory that it writes.
+        written: how many of them it writes.
+        sizes: arguments after those: 32-bit unsigned integers, or 32-bit floats. For pointwise operations they are the
+            results' element counts, each number once, the largest first.
+        block: threads of a block.
+        grid: blocks in x and y; None for as many as have a thread for each of the first of ``sizes``.
+        shared: bytes of shared memory of a block, beyond that in the text.
+    """
+
+    text: str
+    tensors: tuple[Any, ...]
+    written: int
+    sizes: tuple[int | float, ...]
+    block: int = BLOCK
+    grid: tuple[int, int] | None = None
+    shared: int = 0
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """The grid: blocks in x and y."""
+        return self.grid or (-(-int(self.sizes[0]) // self.block), 1)
+
+
+def kernel_of(values: Sequence[Value]) -> Kernel:
+    """The kernel that computes these values, which need no mean of a row, into their memory."""
+    return Writer().kernel(values)
+
+
+def program(texts: Sequence[str]) -> tuple[str, list[str]]:
+    """One program with a kernel for each text, and the kernels' names."""
+    names = [f"{_named(text)}_{number}" for number, text in enumerate(texts)]
+    pieces = (text.replace(f" {_named(text)}(", f" {name}(", 1) for text, name in zip(texts, names))
+    return PRELUDE + "".join(pieces), names
+
+
+def side_by_side(one: Kernel, other: Kernel) -> Kernel:
+    """One kernel that does what two do, neither of which reads what the other writes: each has blocks of its own.
+
+    Both need a grid of one dimension, and ``other`` no more threads a block than ``one``.
+    """
+    begin, given, body = _parts(one.text)
+    _, also_given, also = _parts(other.text)
+    renamed = {parameter.rpartition(" ")[2]: f"also_{parameter.rpartition(' ')[2]}" for parameter in also_given}
+
+    def renaming(text: str) -> str:
+        return re.sub(r"\b\w+\b", lambda found: renamed.get(found[0], found[0]), text)
+
+    if other.block < one.block:
+        also = f"if (threadIdx.x >= {other.block}u) return;\n{also}"
+    also = renaming(also).replace("blockIdx.x", "(blockIdx.x - also_first)")
+    reads, also_reads = len(one.tensors) - one.written, len(other.tensors) - other.written
+    also_given = [renaming(parameter) for parameter in also_given]
+    parameters = [*given[:reads], *also_given[:also_reads], *given[reads : len(one.tensors)]]
+    parameters += also_given[also_reads : len(other.tensors)]
+    parameters += [*given[len(one.tensors) :], *also_given[len(other.tensors) :], "unsigned int also_first"]
+    text = (
+        f"{begin}({', '.join(parameters)}) {{\nif (blockIdx.x < also_first) {{\n{body}\n}} else {{\n{also}\n}}\n}}\n"
+    )
+    tensors = (*one.tensors[:reads], *other.tensors[:also_reads], *one.tensors[reads:], *other.tensors[also_reads:])
+    blocks, also_blocks = one.blocks[0], other.blocks[0]
+    sizes = (*one.sizes, *other.sizes, blocks)
+    return Kernel(text, tensors, one.written + other.written, sizes, one.block, (blocks + also_blocks, 1))
+
+
+def _parts(text: str) -> tuple[str, list[str], str]:
+    """A kernel's declaration up to its name, its parameters, and its body."""
+    bounds = _BOUNDS.search(text)
+    begin = text.index("(", bounds.end() if bounds else 0)
+    end = text.index(")", begin)
+    body = text[text.index("{", end) + 1 : text.rindex("}")]
+    return text[:begin], text[begin + 1 : end].split(", "), body
+
+
+def _named(text: str) -> str:
+    """The name of the kernel with this text, as a profile shows it, without its number."""
+    return _BOUNDS.sub("", text, count=1).partition("(")[0].rpartition(" ")[2]
+
+
+Scope = MutableMapping[tuple[Any, ...], str]
+
+
+class Writer:
+    """Writes the lines of a kernel.
+
+    Args:
+        done: values that are in memory, although they are deferred.
+    """
+
+    def __init__(self, done: Collection[Value] = ()) -> None:
+        self._done = frozenset(map(id, done))
+        self._kinds = kinds()
+        self._lines: list[str] = []
+        self._count = 0
+        self._reads: dict[tuple[int, Any], tuple[str, Any]] = {}  # by address and dtype: parameter and tensor
+        self._values: dict[int, Value] = {}  # whose numbers are in a scope: alive until the end
+        self._ahead: dict[int, str] = {}  # by short product: C for a word of its weight that is read already
+        self._constant: dict[str, Any] = {}  # by parameter: a tensor that no kernel of a step writes
+
+    def kernel(self, values: Sequence[Value]) -> Kernel:
+        # Sizes are arguments: the text is the same for every length of a cache.
+        sizes = tuple(sorted({value.elements for value in values}, reverse=True))
+        begin = "unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;"
+        words = words_of(values, self._done) if len(sizes) == 1 else 0
+        if 0 < words <= WORDS:
+            reads = "\n".join(self._read_ahead(values, ""))
+            begin += f"\nWord16 ahead[{words}];\nif (i < n0) {{\n{reads}\n}}"
+        for number, elements in enumerate(sizes):
+            self._line(f"if (i < n{number}) {{")
+            scope: Scope = {}
+            for position, value in enumerate(values):
+                if value.elements == elements:
+                    self._line(self._stored(value, position, "i", scope))
+            self._line("}")
+        return Kernel(self._text(NAME, begin, values, len(sizes)), self._tensors(values), len(values), sizes)
+
+    def _read_ahead(self, values: Sequence[Value], first: str) -> list[str]:
+        """Lines that read what the short products in element ``i`` of these values need of weights, into ``ahead``.
+
+        They may come before ``wait_for_kernel_before()``. ``first`` is C for the number of the first word.
+        """
+        lines, number = [], 0
+        for dot in dots_of(values, self._done):
+            weight = dot.operands[1]
+            assert isinstance(weight, Load)
+            count, name = words_of_a_row(dot), self._read(weight)
+            row = f"{name} + i % {dot.shape[-1]}u * {dot.columns}u"
+            place = f"ahead[{first}{number} + word]"
+            lines.append(f"#pragma unroll\nfor (int word = 0; word < {count}; ++word)")
+            lines.append(f"{place} = ((const Word16*)({row}))[word];")
+            self._ahead[id(dot)] = place
+            number += count
+        return lines
+
+    def _text(self, name: str, begin: str, values: Sequence[Value], sizes: int) -> str:
+        """The kernel with the lines so far, which stores these values."""
+        parameters = [
+            *(f"const {self._kinds[tensor.dtype].c}* __restrict__ {read}" for read, tensor in self._reads.values()),
+            *(f"{self._kinds[value.dtype].c}* __restrict__ w{number}" for number, value in enumerate(values)),
+            *(f"unsigned int n{number}" for number in range(sizes)),
+        ]
+        lines = [begin, "let_next_kernel_begin();", "wait_for_kernel_before();", *self._lines]
+        return f'extern "C" __global__ void {name}({", ".join(parameters)}) {{\n' + "\n".join(lines) + "\n}\n"
+
+    def _tensors(self, values: Sequence[Value]) -> tuple[Any, ...]:
+        return (*(tensor for _, tensor in self._reads.values()), *(value.memory for value in values))
+
+    def _stored(self, value: Value, number: int, at: str, scope: Scope) -> str:
+        """The line that writes element ``at`` of the kernel's result with that number."""
+        return f"w{number}[{at}] = {self._kinds[value.dtype].store.format(self._value(value, at, scope))};"
+
+    def _line(self, text: str) -> None:
+        self._lines.append(text)
+
+    def _new(self, kind: str, expression: str) -> str:
+        self._count += 1
+        name = f"{'jr'[kind == 'float']}{self._count}"
+        self._line(f"{kind} {name} = {expression};")
+        return name
+
+    def _value(self, value: Value, at: str, scope: Scope) -> str:
+        """The name of the value's element ``at`` that index."""
+        key = (id(value), at)
+        if key not in scope:
+            self._values[id(value)] = value
+            if value.sizes:
+                scope[key] = self._concatenated(value, at, scope)
+            else:
+                scope[key] = (self._dot if value.name == DOT else self._computed)(value, at, scope)
+        return scope[key]
+
+    def _computed(self, value: Value, at: str, scope: Scope) -> str:
+        found = [self._operand(operand, value.shape, at, scope) for operand in value.operands]
+        how = operation(value.name)
+        expression = how.source.format(*found)
+        return self._new("float", self._kinds[value.dtype].rounded.format(expression) if how.rounds else expression)
+
+    def _dot(self, value: Value, at: str, scope: Scope) -> str:
+        """A sum of products over the inputs, in order; the operands are in memory."""
+        given, weight, *bias = (operand for operand in value.operands if isinstance(operand, Load))
+        outputs = value.shape[-1]
+        names = [self._read(operand) for operand in (given, weight)]
+        row = self._index(f"{at} % {outputs}u", scope)
+        of_input = self._index(f"({at} / {outputs}u) * {value.columns}u", scope)
+        result = self._new("float", "0.0f")
+        each = 16 // weight.dtype.itemsize if words_of_a_row(value) else 0
+        read = self._ahead.get(id(value)) if at == "i" else None
+        self._line("{")
+        if each:
+            self._line(f"const Word16* words_of_input = (const Word16*)({names[0]} + {of_input});")
+            if not read:
+                self._line(f"const Word16* words_of_weight = (const Word16*)({names[1]} + {row} * {value.columns}u);")
+            self._line("#pragma unroll")
+            self._line(f"for (int word = 0; word < {value.columns // each}; ++word) {{")
+            self._line(f"const Word16 x = words_of_input[word], w = {read or 'words_of_weight[word]'};")
+            for a, b in zip(unpacked(given.dtype, "x", each), unpacked(weight.dtype, "w", each), strict=True):
+                self._line(f"{result} = __fmaf_rn({a}, {b}, {result});")
+        else:
+            self._line(f"for (unsigned int k = 0; k < {value.columns}u; ++k) {{")
+            a = self._kinds[given.dtype].load.format(f"{names[0]}[{of_input} + k]")
+            b = self._kinds[weight.dtype].load.format(f"{names[1]}[{row} * {value.columns}u + k]")
+            self._line(f"{result} = __fmaf_rn({a}, {b}, {result});")
+        self._line("}}")
+        if bias:
+            self._line(f"{result} = __fadd_rn({result}, {self._loaded(bias[0], row, scope)});")
+        return self._new("float", self._kinds[value.dtype].rounded.format(result))
+
+    def _concatenated(self, value: Value, at: str, scope: Scope) -> str:
+        """The element, from the operand that holds it; the index into that operand counts from its own start."""
+        inner = math.prod(value.shape[value.dim + 1 :])
+        whole = inner * value.shape[value.dim]
+        within = self._new("unsigned int", f"{at} % {whole}u")
+        row = self._new("unsigned int", f"{at} / {whole}u")
+        result = self._new("float", "0.0f")
+        begin = 0
+        for operand, size in zip(value.operands, value.sizes, strict=True):
+            self._line(f"{'if' if not begin else 'else if'} ({within} < {(begin + size) * inner}u) {{")
+            nested: Scope = ChainMap({}, scope)
+            own = self._new("unsigned int", f"{row} * {size * inner}u + ({within} - {begin * inner}u)")
+            shape = (*value.shape[: value.dim], size, *value.shape[value.dim + 1 :])
+            self._line(f"{result} = {self._operand(operand, shape, own, nested)};")
+            self._line("}")
+            begin += size
+        return result
+
+    def _operand(self, operand: Operand, shape: tuple[int, ...], at: str, scope: Scope) -> str:
+        if isinstance(operand, Number):
+            return _literal(operand.value)
+        offset = operand.offset if isinstance(operand, Part) else 0
+        index = self._index(index_in(shape, operand.strides, offset, at), scope)
+        if isinstance(operand, Part):
+            if id(operand.value) not in self._done:
+                return self._value(operand.value, index, scope)
+            operand = Load(operand.value.memory, operand.strides)
+        return self._loaded(operand, index, scope)
+
+    def _index(self, expression: str, scope: Scope) -> str:
+        if expression.isidentifier():
+            return expression
+        key = ("index", expression)
+        if key not in scope:
+            scope[key] = self._new("unsigned int", expression)
+        return scope[key]
+
+    def _read(self, operand: Load) -> str:
+        """The parameter that points to the operand."""
+        address = (operand.tensor.data_ptr(), operand.dtype)
+        return self._reads.setdefault(address, (f"p{len(self._reads)}", operand.tensor))[0]
+
+    def _loaded(self, operand: Load, index: str, scope: Scope) -> str:
+        name = self._read(operand)
+        if operand.constant:
+            self._constant[name] = operand.tensor
+        key = (name, index)
+        if key not in scope:
+            scope[key] = self._new("float", self._kinds[operand.dtype].load.format(f"{name}[{index}]"))
+        return scope[key]
+
+
+def _literal(value: float) -> str:
+    """A number as PyTorch passes it to a kernel: rounded to ``float``."""
+    try:
+        bits = struct.pack("<f", value)
+    except OverflowError:
+        bits = struct.pack("<f", math.copysign(math.inf, value))
+    return f"__uint_as_float(0x{int.from_bytes(bits, 'little'):08x}u)"

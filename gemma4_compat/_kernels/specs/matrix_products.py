@@ -1,0 +1,85 @@
+"""Products of up to eight rows with 4-bit weights by matrix units, in an arithmetic of their own.
+
+bitsandbytes rounds each weight and each product to the dtype of the input. That takes instructions: on an H100 its
+kernel, and ours with its bits (:mod:`products`), are busy with arithmetic before they are with memory. Here, a byte of
+two packed weights is looked up as a pair of float16 values, matrix units multiply pairs by the inputs and add up, and
+the sum of each 64 inputs is multiplied by their scale. Inputs in bfloat16 become float16 with a factor for each 64, so
+they lose nothing. What is rounded is the table of 16 values (:mod:`matrix_source`), sums in ``float``, and the result.
+
+A row of the input has the same bits whatever the others are, and wherever the weights are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gemma4_compat._kernels.specs import products
+from gemma4_compat._kernels.specs.kernel_source import Kernel
+from gemma4_compat._kernels.specs.matrix_source import CHUNK, TILE, text_of, warps_of
+
+#: The name in an operation's signature.
+OPERATION = "4-bit product by matrix units"
+#: Rows of the input.
+MAX_ROWS = 8
+#: Weights of one launch.
+MAX_WEIGHTS = 4
+#: Warps of a multiprocessor: if there is more to do, a block multiplies several tiles, one after the other.
+_WARPS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Product(products.Product):
+    """As there, in this arithmetic."""
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """As for other operations; nothing of PyTorch's to compare it with."""
+        return OPERATION, tuple(self.format), self.format.dtype
+
+    @property
+    def warps(self) -> int:
+        """How many a block has."""
+        return warps_of(self.format.inputs, self.outputs)
+
+
+def understood(*args: Any, **kwargs: Any) -> Product | None:
+    """The product that ``bitsandbytes::gemm_4bit`` with these arguments asks for; None if it does not suit."""
+    import torch
+
+    found = products.gemm(MAX_ROWS, *args, **kwargs)
+    if found is None or found.format.dtype == torch.float32 or found.format.blocksize < CHUNK:
+        return None
+    return Product(found.format, found.input, found.weight, found.outputs)
+
+
+def go_together(one: Product, other: Product) -> bool:
+    """Whether one launch may compute both: they have the same format and read the same input."""
+    return products.go_together(one, other) and one.warps == other.warps
+
+
+def kernel_of(wanted: Sequence[Product], results: Sequence[Any]) -> Kernel:
+    """The kernel that writes the results of products that :func:`go_together`, each ``[..., outputs]``."""
+    layout = wanted[0].format
+    tiles = [-(-product.outputs // TILE) for product in wanted]
+    warps = wanted[0].warps
+    rounds = -(-sum(tiles) // (_WARPS // warps * multiprocessors(wanted[0].input.device)))
+    blocks = [-(-number // rounds) for number in tiles]
+    sizes: list[int | float] = []
+    for product, number in zip(wanted, blocks, strict=True):
+        sizes += (product.outputs, number)
+    weights = [tensor for product in wanted for tensor in product.weight]
+    tensors = (wanted[0].input, *weights, *results)
+    return Kernel(
+        text_of(layout, warps, len(wanted)), tensors, len(results), tuple(sizes), warps * 32, (sum(blocks), 1)
+    )
+
+
+@functools.cache
+def multiprocessors(device: Any) -> int:
+    """How many a GPU has."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
