@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from gemma4_compat._accelerate import attached
 from gemma4_compat._common import arguments, in_place
@@ -23,10 +23,10 @@ def train_fast(
     model: _Model,
     *,
     max_tokens: int = layers.MAX_TOKENS,
-    loss: bool | str = "auto",
-    mlp: bool | int | str = "auto",
-    windows: bool | str = "auto",
-    products: bool | str = "auto",
+    loss: bool | Literal["auto", "always"] = "auto",
+    mlp: bool | int | Literal["auto"] = "auto",
+    windows: bool | Literal["auto"] = "auto",
+    products: bool | Literal["auto"] = "auto",
     graphs: bool = True,
     enabled: bool = True,
 ) -> _Model:
