@@ -186,9 +186,8 @@ def loaded(model: str, plan: Any, given: argparse.Namespace, *, on_gpu: bool, fo
 
         loaded = PeftModel.from_pretrained(loaded, given.adapter)
     loaded.generation_config.prefill_chunk_size = plan.prefill_chunk  # long prompts in parts, if they have to be
-    if plan.fast and on_gpu and given.assistant is None:  # with an assistant, steps are not replayed
-        gemma4_compat.decode_fast(loaded)
-    return gemma4_compat.reuse_prefix(loaded.eval())
+    graphs = plan.fast and on_gpu and given.assistant is None  # with an assistant, steps are not replayed
+    return gemma4_compat.decode_fast(loaded.eval(), reuse_prefix=True, graphs=graphs)
 
 
 def loaded_assistant(name: str | None, model: Any) -> Any:
