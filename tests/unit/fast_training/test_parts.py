@@ -22,8 +22,8 @@ from tests.helpers import without
 from tests.patches.training.parts import only
 from tests.patches.training.test_transformers_chunked_loss import batch
 
-#: Bytes that a plan counts for a step with windows, products and a loss in chunks: the backward pass and Adam's states.
-#: Then those of LoRA's weights.
+#: Bytes that a plan counts for a step by windows with the loss in chunks: the backward pass with Adam's states, and
+#: LoRA's weights.
 PLANNED = {
     ("E2B", 4096): (1_660_670_976 + 193_265_664, 96_632_832),
     ("E2B", 16_384): (6_845_125_632 + 193_265_664, 96_632_832),
@@ -116,14 +116,14 @@ def test_windows_awake_with_the_first_long_text_of_a_training(workspace: Any, mo
 def test_a_patch_that_is_off(workspace: Any, caplog: pytest.LogCaptureFixture, part: str) -> None:
     """By itself the part is left out, and the line says why; by name it is an error, and nothing has changed."""
     model = workspace.load_text()
-    patch = parts._IDS[part]
+    patch, before = parts._IDS[part], left(model)
     with without(patch):
         if part != "mlp":
             assert f"the patch {patch} is off" in said(caplog, model)
         gemma4_compat.train_fast(model, enabled=False)
         with pytest.raises(Gemma4CompatError, match=f"got {part}=True, but the patch {patch} is off"):
             only(model, **{part: True})
-        assert not left(model)
+        assert left(model) == before
 
 
 @pytest.mark.parametrize(("part", "value"), [("loss", "never"), ("mlp", 0), ("windows", 1), ("products", None)])
