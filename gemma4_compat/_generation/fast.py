@@ -73,7 +73,7 @@ def decode_fast(
             host memory, and what a hook of yours reads elsewhere. Call this again afterwards, which forgets the
             conversation. Batches, beams, padding, videos, assistants, and calls with ``adapter_names`` or a cache of
             the caller's read their prompts as without this.
-        graphs: False for ``reuse_prefix`` alone, with or without a GPU; ``generate`` then decodes as without this.
+        graphs: False for only ``reuse_prefix``, with or without a GPU; ``generate`` then decodes as without this.
 
     Returns:
         ``model`` itself.
