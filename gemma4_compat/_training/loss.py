@@ -26,7 +26,8 @@ def unavailable(model: Any) -> str | None:
     inner = walk.unwrapped(model)
     if not hasattr(inner, "lm_head") or "labels" not in inspect.signature(type(inner).forward).parameters:
         return "the model has no language modeling head"
-    return None if changes.is_on(type(inner).forward, ID) else f"the patch {ID} is off"
+    kind = type(inner)
+    return None if changes.is_on(kind.forward, ID) else f"the patch {ID} is not applied to {kind.__name__}.forward"
 
 
 def ask(model: Any, *, evaluation: bool = False) -> None:

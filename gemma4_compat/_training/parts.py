@@ -98,7 +98,7 @@ def ask(model: Any, found: Chosen, named: Mapping[str, Any]) -> None:
     elif named["loss"] is False:
         loss.leave(model)
     if "mlp" in found.on:
-        mlp.ask(model, None if named["mlp"] in (_AUTO, True) else named["mlp"])
+        mlp.ask(model, None if named["mlp"] == _AUTO or named["mlp"] is True else named["mlp"])
     elif named["mlp"] is False:
         mlp.leave(model)
     windows.ask(model, windows="windows" in found.on, products="products" in found.on)
@@ -119,6 +119,8 @@ def asks_for_pieces(model: Any, tokens: int) -> tuple[bool, str]:
         return False, f"{tokens:,} tokens are one piece"
     layer = layers.decoder_layers(model)[0]
     device = module_hooks.hook_device(layer.input_layernorm) or layer.input_layernorm.weight.device
+    if getattr(layer, "enable_moe_block", False):
+        return False, "experts take more, and are never in pieces"
     if device.type != "cuda":
         return False, f"the model is on {device}"
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -434,7 +434,7 @@ def test_undone_it_is_upstreams_again(workspace: Any) -> None:
     gemma4_compat.revert(PATCH.id)
     try:
         assert model(**given).logits is not None
-        with pytest.raises(Gemma4CompatError, match="the patch transformers-chunked-loss is off; gemma4_compat"):
+        with pytest.raises(Gemma4CompatError, match="the patch transformers-chunked-loss is not applied to Gemma4For"):
             only(model, loss=True)
     finally:
         gemma4_compat.install()
