@@ -10,7 +10,7 @@ from gemma4_compat._accelerate import listing
 from gemma4_compat._accelerate.listing import Attached
 from gemma4_compat._common import arguments
 from gemma4_compat._graphs import decoder
-from gemma4_compat._graphs.recaptures import DecodingStatistics
+from gemma4_compat._graphs.recaptures import DecodingStatistics, Recapture
 from gemma4_compat._training import fast
 from gemma4_compat._training.captured.layers import TrainingStatistics
 
@@ -71,10 +71,14 @@ def _counted(found: Any) -> Iterator[str] | tuple[()]:
     return iter(lines) if lines else ()
 
 
+def _line(one: Any) -> str:
+    return f"{one.cause}: {one.detail}" if isinstance(one, Recapture) else str(one)
+
+
 def _shown(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         yield from (f"{name}: {key}: {count:,}" for key, count in value.items())
     elif isinstance(value, tuple):
-        yield from (f"{name}: {one}" for one in value)
+        yield from (f"{name}: {_line(one)}" for one in value)
     else:
         yield f"{name}: {value:,.1f}" if isinstance(value, float) else f"{name}: {value:,}"
