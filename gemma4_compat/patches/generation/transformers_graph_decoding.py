@@ -57,8 +57,8 @@ _OF_THE_LOOP = (
     *("assistant_model", "assistant_tokenizer", "tokenizer"),
 )
 _GROWS = (
-    "the call was given a cache that grows; pass the whole text instead, after reuse_prefix(model), or a StaticCache "
-    "that has room for it"
+    "the call was given a cache that grows; pass the whole text instead, after decode_fast(model, "
+    "reuse_prefix=True), or a StaticCache that has room for it"
 )
 _AS_TRANSFORMERS = "decoding with an assistant as transformers does"
 _TOKENS = 8
