@@ -9,14 +9,13 @@ import pytest
 import torch
 
 pytest.importorskip("transformers.modeling_layers")
-from gemma4_compat._plan.training_step import Step
-
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._attention import windows
 from gemma4_compat._models import build
 from gemma4_compat._plan import training
+from gemma4_compat._plan.training_step import Step
 from gemma4_compat._training import loss, mlp, parts
 from gemma4_compat._training.captured import layers
 from tests.helpers import without

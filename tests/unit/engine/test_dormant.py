@@ -1,4 +1,4 @@
-"""What is installed asleep costs nothing until it is needed, and then works everywhere."""
+"""What is installed dormant costs nothing until it is needed, and then works everywhere."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._engine import changes, sleep
+from gemma4_compat._engine import changes, dormant
 from gemma4_compat._engine.engine import Engine
 from gemma4_compat._engine.patch import PatchState
 from tests.helpers import Library
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_awake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(changes, "_awake", set())
+def _nothing_is_activated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(changes, "_activated", set())
     yield
-    sleep.show()
+    dormant.show()
 
 
-def asleep(library: Library) -> Any:
-    return library.patch(dataclasses.replace(library.target("Layer.forward"), asleep=lambda late: True))
+def dormant_patch(library: Library) -> Any:
+    return library.patch(dataclasses.replace(library.target("Layer.forward"), dormant=lambda late: True))
 
 
 def test_upstreams_own_function_is_in_its_place_until_it_is_needed(library: Library) -> None:
     module = library.load()
     own = vars(module.Layer)["forward"]
-    patch = asleep(library)
+    patch = dormant_patch(library)
     engine = Engine([patch])
     engine.install()
     assert engine.status()[patch.id].state is PatchState.APPLIED
     assert vars(module.Layer)["forward"] is own
-    sleep.awaken(patch.id)
+    dormant.activate(patch.id)
     assert changes.is_on(vars(module.Layer)["forward"], patch.id)
     assert engine.status()[patch.id].overridden == ()
     engine.revert()
@@ -65,32 +65,32 @@ def test_what_is_on_top_passes_it_over_until_it_is_needed(library: Library) -> N
         return original(*args, **kwargs)
 
     def below(_original: Any, *_args: Any, **_kwargs: Any) -> Any:
-        return "awake"
+        return "active"
 
-    sleeper = library.patch(
-        dataclasses.replace(library.target("double", below), asleep=lambda late: True), id="sleeper"
+    lower = library.patch(
+        dataclasses.replace(library.target("double", below), dormant=lambda late: True), id="dormant"
     )
-    engine = Engine([sleeper, library.patch(library.target("double", above), id="on-top")])
+    engine = Engine([lower, library.patch(library.target("double", above), id="on-top")])
     engine.install()
     assert module.double(2) == answer
     assert calls(lambda: module.double(2)) == 1
-    sleep.awaken(sleeper.id)
-    assert module.double(2) == "awake"
+    dormant.activate(lower.id)
+    assert module.double(2) == "active"
     assert calls(lambda: module.double(2)) == 2
-    engine.revert("sleeper")
+    engine.revert("dormant")
     assert module.double(2) == answer
     engine.install()
-    assert module.double(2) == "awake"
+    assert module.double(2) == "active"
     engine.revert()
     assert module.double(2) == answer
 
 
-def test_it_is_awake_when_it_is_installed_again(library: Library) -> None:
+def test_it_is_active_when_it_is_installed_again(library: Library) -> None:
     module = library.load()
-    patch = asleep(library)
+    patch = dormant_patch(library)
     engine = Engine([patch])
     engine.install()
-    sleep.awaken(patch.id)
+    dormant.activate(patch.id)
     engine.revert()
     engine.install()
     assert changes.is_on(vars(module.Layer)["forward"], patch.id)
@@ -99,11 +99,11 @@ def test_it_is_awake_when_it_is_installed_again(library: Library) -> None:
 
 def test_what_another_library_puts_there_meanwhile_stays_and_is_told(library: Library) -> None:
     module = library.load()
-    patch = asleep(library)
+    patch = dormant_patch(library)
     engine = Engine([patch])
     engine.install()
     theirs = module.Layer.forward = lambda self, x: "theirs"
-    sleep.awaken(patch.id)
+    dormant.activate(patch.id)
     assert vars(module.Layer)["forward"] is theirs
     assert engine.status()[patch.id].overridden
     engine.revert()
@@ -111,18 +111,18 @@ def test_what_another_library_puts_there_meanwhile_stays_and_is_told(library: Li
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_without_the_code_that_wakes_it_nothing_sleeps(library: Library, known: bool) -> None:
+def test_without_the_code_that_activates_it_nothing_is_dormant(library: Library, known: bool) -> None:
     module = library.load()
     own = vars(module.Layer)["forward"]
 
-    def wake(original: Any, *args: Any, **kwargs: Any) -> Any:
-        sleep.awaken("fakelib-double")
+    def activate(original: Any, *args: Any, **kwargs: Any) -> Any:
+        dormant.activate("fakelib-double")
         return original(*args, **kwargs)
 
-    waker = dataclasses.replace(library.target("double", wake), waker=True)
+    activator = dataclasses.replace(library.target("double", activate), activator=True)
     if not known:
-        waker = dataclasses.replace(waker, known={"0" * 12: "1.0"})
-    patch = library.patch(dataclasses.replace(library.target("Layer.forward"), asleep=lambda late: True), waker)
+        activator = dataclasses.replace(activator, known={"0" * 12: "1.0"})
+    patch = library.patch(dataclasses.replace(library.target("Layer.forward"), dormant=lambda late: True), activator)
     engine = Engine([patch])
     engine.install()
     assert engine.status()[patch.id].state is PatchState.APPLIED
