@@ -21,7 +21,7 @@ from typing import Any
 from gemma4_compat._accelerate import attached
 from gemma4_compat._attention import layers, products, tracing
 from gemma4_compat._attention.block_layout import UNIT, Layout
-from gemma4_compat._engine import settings
+from gemma4_compat._engine import dormant, settings
 
 ID = "transformers-sliding-windows"
 
