@@ -60,7 +60,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("media", trained.media),
         ("on a gpu", trained.on_gpu),
     ],
-    "docs/DECODING.md": [
+    "docs/DECODING_MEASURED.md": [
         ("replays", measurements.replays_section),
         ("prompts", decoding.prompts),
         ("fused prompts", decoding.fused),

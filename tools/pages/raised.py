@@ -7,7 +7,7 @@ from collections import Counter
 
 import gemma4_compat
 from gemma4_compat import Patch
-from gemma4_compat._diagnostics import messages, search
+from gemma4_compat._doctor.explain import messages, search
 from tools.pages import matrix
 
 _LONGEST = 300

@@ -37,12 +37,11 @@ from typing import Any
 from gemma4_compat._common import in_place
 from gemma4_compat._generation import call
 from gemma4_compat._generation.prefix_cache import returned
-from gemma4_compat._generation.prompts import chunks, embedded, pieces, prompts
+from gemma4_compat._generation.prompts import chunks, embedded, pieces, prompts, room
 from gemma4_compat._generation.speculative import assisted, drafted_calls
 from gemma4_compat._graphs import decoder, deferral, new_caches, obstacles, static_caches
 from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._models import cache_names
-from gemma4_compat._planner import reading
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -70,8 +69,8 @@ _OF_THE_LOOP = (
     *("assistant_model", "assistant_tokenizer", "tokenizer"),
 )
 _GROWS = (
-    "the call was given a cache that grows; pass the whole text instead, after reuse_prefix(model), or a StaticCache "
-    "that has room for it"
+    "the call was given a cache that grows; pass the whole text instead, after decode_fast(model, "
+    "reuse_prefix=True), or a StaticCache that has room for it"
 )
 _AS_TRANSFORMERS = "decoding with an assistant as transformers does"
 _TOKENS = 8
@@ -180,9 +179,9 @@ def prefill(
     at_once = in_pieces if given is not None and decoding.any_length else whole
     if not tokens:
         return at_once()
-    room = reading.Room(self, cache, len(input_ids), tokens)
+    memory = room.Room(self, cache, len(input_ids), tokens)
     estimated = decoding.own and at_once is whole and given is not None
-    return chunks.read(decoding, model_kwargs, room, at_once, in_chunks, estimated=estimated)
+    return chunks.read(decoding, model_kwargs, memory, at_once, in_chunks, estimated=estimated)
 
 
 @PATCH.replaces("transformers.generation.utils", "GenerationMixin._valid_auto_compile_criteria")

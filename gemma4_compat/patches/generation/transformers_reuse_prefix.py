@@ -1,4 +1,4 @@
-"""After ``reuse_prefix``, a prompt that begins like the last conversation reads only what is new.
+"""After ``decode_fast(reuse_prefix=True)``, a prompt that begins like the last conversation reads only what is new.
 
 Symptom: silent: every turn of a chat reads the whole conversation again, through ``generate`` and through pipelines,
 although the cache of the last turn held nearly all of it. Passed back as ``past_key_values``, that cache helps only if
@@ -8,9 +8,9 @@ image tokens do not match``.
 Cause: ``generate`` makes a new cache for each call. A cache does not contain its tokens, so ``generate`` cannot tell
 whether a given one holds the beginning of the prompt; and sliding layers cannot be cut to where a history was edited.
 
-Fix: After ``gemma4_compat.reuse_prefix(model)`` the model keeps the last cache of ``generate`` together with its
-tokens, images and sounds, and copies of the rows that sliding layers drop. The next call gets that cache, cut to the
-longest common prefix. Without ``reuse_prefix`` nothing changes.
+Fix: After ``gemma4_compat.decode_fast(model, reuse_prefix=True)`` the model keeps the last cache of ``generate``,
+with its tokens, images and sounds, and copies of the rows that sliding layers drop. The next call gets that cache, cut
+to the longest common prefix. Without ``reuse_prefix`` nothing changes.
 
 Remove when: ``generate`` reuses the longest common prefix of the last call by itself.
 """
@@ -119,11 +119,11 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     try:
         whole, expected = second_turn()
-        reuse.reuse_prefix(model)
+        reuse.ask(model)
         whole, found = second_turn()
     finally:
         handle.remove()
-        reuse.reuse_prefix(model, enabled=False)
+        reuse.forget(model)
     read = lengths[0]
     off = max((one - other).abs().max().item() for one, other in zip(expected.logits, found.logits))
     rounding = 1e-4 * expected.logits[0].abs().max().item()  # float32, other kernels for other lengths

@@ -39,9 +39,9 @@ from gemma4_compat._common import in_place
 from gemma4_compat._common.text import size_text
 from gemma4_compat._engine import versions
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._memory import formulas, layout
+from gemma4_compat._memory.blueprint import describe
 from gemma4_compat._models import family
-from gemma4_compat._planner import layout, memory
-from gemma4_compat._planner.blueprint import describe
 from gemma4_compat._quantization import offloaded
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
@@ -197,13 +197,13 @@ def _loads(model: Any, blueprint: Any) -> Iterator[Any]:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _CONTEXTS[0]
     contexts = dict.fromkeys(min(context, longest) for context in _CONTEXTS)
     for context in contexts:
-        yield memory.Load(context=context, attention=attention, **modalities)
+        yield formulas.Load(context=context, attention=attention, **modalities)
     if any(modalities.values()):
         for context in contexts:
-            yield memory.Load(context=context, attention=attention)
+            yield formulas.Load(context=context, attention=attention)
     shortest = min(contexts)
-    yield memory.Load(context=shortest, attention=attention, **modalities, weights_only=True)
-    yield memory.Load(context=shortest, attention=attention, weights_only=True)
+    yield formulas.Load(context=shortest, attention=attention, **modalities, weights_only=True)
+    yield formulas.Load(context=shortest, attention=attention, weights_only=True)
 
 
 def reproduce(workspace: Workspace) -> Outcome:

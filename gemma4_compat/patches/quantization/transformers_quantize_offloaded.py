@@ -11,9 +11,9 @@ flag was introduced, a quantized weight could not be offloaded.
 
 Fix: The default stays, including the side effects of upstream's rule (a skip list): a catch-all ``""`` on the CPU
 keeps everything unquantized, and before 5.21 ``...layers.1`` on the CPU also keeps layers 10 to 19 unquantized. Inside
-``gemma4_compat.quantize_offloaded()``, or with ``GEMMA4_COMPAT_ENABLE=transformers-quantize-offloaded``, modules of
-Gemma 4 models are quantized wherever the map puts them, except skipped ones (``llm_int8_skip_modules``, ``lm_head``).
-The flag is not needed then.
+``gemma4_compat.quantize(offloaded=True)``, or with ``GEMMA4_COMPAT_ENABLE=transformers-quantize-offloaded``, modules
+of Gemma 4 models are quantized wherever the map puts them, except skipped ones (``llm_int8_skip_modules``,
+``lm_head``). The flag is not needed then.
 
 Offloaded weights are always quantized on the accelerator, one weight at a time, so that they have the bits they would
 have there. Weights on disk are written quantized; a load without a folder for them is refused. Every load of a

@@ -6,15 +6,15 @@ Cause: bitsandbytes quantizes ``nn.Linear`` modules. The experts of a layer (``G
 parameters with three dimensions.
 
 Fix: Every load of a Gemma 4 model with bitsandbytes that leaves experts unquantized logs one line with their size.
-Inside ``gemma4_compat.quantize_experts()``, or with ``GEMMA4_COMPAT_ENABLE=transformers-quantized-experts``, a 4-bit
-load also quantizes them. It quantizes the matrix of each expert separately, one parameter of one layer at a time: the
+Inside ``gemma4_compat.quantize(experts=True)``, or with ``GEMMA4_COMPAT_ENABLE=transformers-quantized-experts``, a
+4-bit load also quantizes them. It quantizes each expert's matrix separately, one parameter of one layer at a time: the
 bf16 values are freed before the next parameter is read. The weights are offloaded, streamed, saved and loaded like
 other 4-bit weights.
 
 Upstream's own code computes with dequantized weights: with few tokens, those of the experts that the tokens are routed
 to; otherwise, those of all experts of a layer. A backward pass dequantizes them again.
 
-The default stays. The patch is always applied, because the log line, ``quantize_experts()`` and a saved model with
+The default stays. The patch is always applied, because the log line, ``quantize(experts=True)`` and a saved model with
 such experts need it.
 
 Remove when: transformers can quantize experts with bitsandbytes.

@@ -7,7 +7,7 @@ the loss is what ends in ``torch.OutOfMemoryError``.
 Cause: ``forward`` computes logits of every token, divides them, takes their tanh, multiplies them and casts them to
 float32, and autograd keeps most of these tensors until the backward pass.
 
-Fix: For models given to ``gemma4_compat.chunked_loss``, or all of them with
+Fix: For models given to ``gemma4_compat.train_fast``, or all of them with
 ``GEMMA4_COMPAT_ENABLE=transformers-chunked-loss``, a forward with labels calls the model without its head. It then
 runs head, soft cap and cross entropy for a few hundred tokens at a time, each with its gradient. ``outputs.logits`` is
 None. It is opt-in, because a matrix product of fewer rows may round differently, and code that reads logits gets none.

@@ -7,7 +7,7 @@ exist at once. On an H100, a step of 16,384 tokens of a streamed E2B takes 7.8 G
 Cause: ``Gemma4TextMLP.forward`` computes all tokens in one call, and autograd keeps every intermediate of it until the
 backward pass. They are 4 times as wide as the hidden states, 8 times in KV-shared layers of the E2B.
 
-Fix: For models given to ``gemma4_compat.chunked_mlp``, or all of them with
+Fix: After ``gemma4_compat.train_fast(model)`` where memory is short, or with ``mlp=True``, or for all models with
 ``GEMMA4_COMPAT_ENABLE=transformers-chunked-mlp``, an MLP in training keeps its inputs and computes a piece of 2,048
 tokens at a time; the backward pass computes each piece again. It is opt-in, because it takes one more forward of the
 MLPs, and because a matrix product of fewer rows may round differently.

@@ -12,9 +12,10 @@ so padding, packed sequences, images whose tokens attend to each other, caches a
 that shows more than the window is left to one call. Blocks begin at the tiles of kernels, so that results keep
 their bits. Without gradients, the first call of a shape computes both ways; unless the bits are equal, that shape is
 always left to one call. In training, gradients of keys and values are sums in another order, with an error that is not
-larger; so training needs ``GEMMA4_COMPAT_ENABLE=transformers-sliding-windows``, which also leaves out the comparison.
-Used from where at most half of the scores remains (2,048 tokens with a window of 512); on GPUs from 4,096 tokens with
-that switch, and from 16,384 without it. With the switch, in training on a GPU, full layers whose heads are wider than
+larger; so training needs ``train_fast``, or ``GEMMA4_COMPAT_ENABLE=transformers-sliding-windows`` for every model and
+for prompts. Both leave out the comparison.
+Used from where at most half of the scores remains (2,048 tokens with a window of 512); on GPUs from 4,096 tokens if
+asked for, and from 16,384 otherwise. If asked for, in training on a GPU, full layers whose heads are wider than
 256 are computed by matrix products, a block of queries at a time, if PyTorch multiplies 16-bit tensors into float32
 there (CUDA, torch 2.8 or newer).
 
@@ -26,7 +27,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._attention import block_layout, windows
-from gemma4_compat._engine import dormant, settings
+from gemma4_compat._engine import dormant
 from gemma4_compat._models import cache_names
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
@@ -65,7 +66,7 @@ def _activate_for(model: Any, given: Any, cache: Any) -> None:
     import torch
 
     tokens, window = given.shape[1], getattr(model.config, "sliding_window", None)
-    enough = tokens >= windows.least(given.device.type, enabled=settings.is_enabled(windows.ID))
+    enough = tokens >= windows.least(given.device.type, enabled=windows.is_asked(model))
     if window and enough and not torch.compiler.is_compiling():
         seen = getattr(cache, "get_seq_length", None)  # that of continuous batching has none, nor windows
         known = 0 if seen is None else int(seen())
