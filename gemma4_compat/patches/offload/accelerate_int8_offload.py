@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._offload import int8_state
+from gemma4_compat._offload import group_weights
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -65,7 +65,7 @@ def set_module_tensor_to_device(
         if getattr(weight, "has_fp16_weights", False) and weight.is_floating_point() and (to_meta or hooked):
             new = (weight.data if value is None else value).to(device, dtype, non_blocking=non_blocking)
             owner._parameters[name] = type(weight)(new, requires_grad=weight.requires_grad, has_fp16_weights=True)
-            int8_state.reset(owner)
+            group_weights.reset_int8(owner)
             return
         onloading = weight.dtype == torch.int8 and value is not None and value.dtype == torch.int8
         if weight.dtype == torch.int8 and (to_meta or (onloading and hooked)):
@@ -98,7 +98,7 @@ def _take_back(layer: Any, weight: Any) -> None:
         return
     if weight.CB is None:
         weight.CB, weight.SCB = state.CB, state.SCB
-    int8_state.reset(layer)
+    group_weights.reset_int8(layer)
 
 
 def _scales(weight: Any, mapped: Any) -> Any:
