@@ -52,11 +52,11 @@ def loaded(shape: str, folder: Path) -> Any:
 
 def planned(model: Any, context: int, prompt: int, chunk: int | None) -> Data:
     """GiB at most while the prompt is read, and while tokens are decoded."""
-    from gemma4_compat._planner import reading
-    from gemma4_compat._planner.memory import Load
-    from gemma4_compat._planner.use import use_of
+    from gemma4_compat._generation.prompts import room
+    from gemma4_compat._memory.formulas import Load
+    from gemma4_compat._memory.use import use_of
 
-    blueprint, share = reading.shapes(model)
+    blueprint, share = room.shapes(model)
     load = Load(context=context, prompt=prompt, prefill_chunk=chunk, fast=True)
     found = use_of(blueprint, share, load, budget=1 << 62)
     return {"prompt_gib": found.prefill / device.GIB, "decoding_gib": found.decode / device.GIB}
@@ -66,7 +66,7 @@ def measured(model: Any, way: str, tokens: int, new: int, held: float) -> Data:
     """One text."""
     prompt = models.text_prompt(model, tokens - new)
     options: Data = {} if way == CHOSEN else {"prefill_chunk_size": int(way)}
-    clock, counted = Clock(), gemma4_compat.decoding_statistics(model)
+    clock, counted = Clock(), gemma4_compat.statistics(model).decoding
     before = counted.prompts_in_chunks, counted.prompts_replayed
     device.forget_peak()
     device.synchronize()

@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import gemma4_compat
+import gemma4_compat  # noqa: F401  (before the others)
 from benchmarks import common
 from benchmarks.common import Data, Order
 from benchmarks.decoding import models
@@ -71,7 +71,7 @@ def load(order: Order) -> Data:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    from gemma4_compat._planner.training_step import TARGETS
+    from gemma4_compat._plan.training_step import TARGETS
 
     global _model, _initial
     _model, _initial = None, {}
@@ -134,8 +134,7 @@ def train(order: Order) -> Data:
     import torch
 
     chunked, pieces = KINDS[order["kind"]]
-    gemma4_compat.chunked_loss(_model, enabled=chunked)
-    gemma4_compat.chunked_mlp(_model, tokens=order["tokens"], enabled=pieces)
+    common.parts(_model, loss=chunked, mlp=pieces and order["tokens"])
     trained = _trained()
     with torch.no_grad():
         for name, weight in trained.items():
@@ -192,7 +191,7 @@ def free(_: Order) -> Data:
 def plan(order: Order) -> Data:
     """What `plan_training` expects of a step, and the planner of it with the placement that is measured, in GiB."""
     from gemma4_compat._models import build as built
-    from gemma4_compat._planner import training_step
+    from gemma4_compat._plan import training_step
     from gemma4_compat._quantization import config
     from gemma4_compat._training import mlp
 

@@ -1,4 +1,4 @@
-"""``RAISED`` of gemma4_compat/patches/measured.py: errors of reproductions in the stacks of tests/matrix.toml."""
+"""``raised`` of gemma4_compat/patches/measured.json: errors of reproductions in the stacks of tests/matrix.toml."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from gemma4_compat._common.text import parse_size, size_text
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._planner.measured import away, title
-from gemma4_compat._planner.plan import plan_device_map
-from gemma4_compat._planner.result import Plan
+from gemma4_compat._plan.measured import away, title
+from gemma4_compat._plan.plan import plan_device_map
+from gemma4_compat._plan.result import Plan
 
 #: Smaller budgets that are tried for further placements, as shares of what the proposed one uses.
 _SHARES = (0.9, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2)

@@ -1,8 +1,8 @@
 """Find the patch that an error concerns.
 
 Known errors come from the patches: the messages quoted in the ``Symptom:`` of their files, and those that their
-reproductions raised in the measured releases (``RAISED``). Numbers, shapes, devices and paths
-in a message are not compared. Other programs may also raise a text that names nothing of these libraries, so it is
+reproductions raised in the measured releases (``RAISED``). Numbers, shapes, devices and paths in a message are not
+compared. Other programs may also raise a text that names nothing of these libraries, so it is
 only a possible match, unless the traceback goes through code that the patch replaces. If a message was cut short, a
 class that only these libraries raise is enough. If nothing else is found, a name that only one patch has is a possible
 match.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from gemma4_compat._doctor.explain.messages import Frame, Message, Said
 from gemma4_compat._doctor.explain.places import PLACES
 from gemma4_compat._engine.patch import Patch
-from gemma4_compat.patches.measured import RAISED
+from gemma4_compat.patches.registry import RAISED
 
 #: A message matches a pattern if it has this share of the pattern's weight, in the same order.
 _ENOUGH = 0.82

@@ -21,7 +21,7 @@ from gemma4_compat._errors import Gemma4CompatError
 _PACKAGE = "gemma4_compat"
 #: Modules that reproductions may use. Anything else would be part of the fix.
 _ALLOWED = re.compile(
-    rf"{_PACKAGE}\.(_reproduction\.\w+|_stand_ins\.\w+|_models\.(variants|shared_weights)|_engine\.(patch|versions)|_errors)"
+    rf"{_PACKAGE}\.(_reproduction\.\w+|_stand_ins\.\w+|_models\.(variants|shared_weights)|_engine\.(patch|versions)|_errors|patches\.api)"
 )
 _HEAD = '''\
 """{summary}
@@ -113,10 +113,14 @@ class _Collector:
 
     def _follow(self, module: _Module, definition: ast.stmt) -> None:
         ours = dict(module.ours)
+        theirs = set()  # imported inside, whatever the module defines under that name
         for node in _nodes(definition):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == _PACKAGE:
+            if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
-                    ours[alias.asname or alias.name] = _target(node.module or "", alias.name)
+                    if (node.module or "").partition(".")[0] == _PACKAGE:
+                        ours[alias.asname or alias.name] = _target(node.module or "", alias.name)
+                    else:
+                        theirs.add(alias.asname or alias.name)
         skipped = {id(inner) for node in _annotations(definition) for inner in ast.walk(node)}
         for node in _nodes(definition):
             if id(node) in skipped:
@@ -132,7 +136,7 @@ class _Collector:
                 if node.id in ours:
                     if ours[node.id][1]:
                         self.add(*ours[node.id])
-                else:
+                elif node.id not in theirs:
                     self.add(module.name, node.id)
 
 

@@ -18,7 +18,7 @@ from gemma4_compat._common import terminal
 from gemma4_compat._common.text import parse_size
 from gemma4_compat._doctor.explain import answers, messages, search
 from gemma4_compat._needed import judge, report
-from gemma4_compat._planner import budgets
+from gemma4_compat._plan import budgets
 from tests.generated.fuzz import adapters, checkpoints, commands, errors, options, requirements, safetensors
 from tests.generated.fuzz.case import Case
 from tests.generated.fuzz.guard import Bound, ViolationError

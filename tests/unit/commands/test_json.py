@@ -27,7 +27,7 @@ from gemma4_compat._reproduction import tiny_models
 from tests.unit.adapters.adapter_files import lora, write_adapter
 from tests.unit.commands.helpers import ROOT
 from tests.unit.doctor.check import samples as check_samples
-from tests.unit.planner.test_arithmetic import a_plan
+from tests.unit.plan.test_arithmetic import a_plan
 
 PATCH = gemma4_compat.patches()[0].id
 TYPES: dict[str, tuple[type, ...]] = {

@@ -21,11 +21,7 @@ from tests.helpers import ON_A_GPU, Finished, child
 PATCHES = {patch.id: patch for patch in gemma4_compat.patches()}
 #: Their reproductions use a part of the repair: what it decides, or counts.
 REFUSED = {
-    "accelerate-map-check",
     "accelerate-nested-map",
-    "accelerate-skip-keys",
-    "accelerate-split-buffers",
-    "peft-kbit-dtypes",
     "peft-quantized-experts",
     "transformers-chunked-loss",
     "transformers-chunked-mlp",

@@ -107,19 +107,33 @@ def test_doctor_examines_the_patches_that_it_is_given(
         gemma4_compat.doctor("peft-keep-dispach")
 
 
-@pytest.mark.parametrize("call", [gemma4_compat.quantize_offloaded, gemma4_compat.quantize_experts])
-def test_a_feature_without_with_says_that_it_does_nothing(call: Any) -> None:
-    with pytest.warns(gemma4_compat.Gemma4CompatWarning, match=r"\(\) without `with` does nothing") as caught:
-        call()
+FEATURES = {"offloaded": _shim.opt_in.OFFLOADED, "experts": _shim.opt_in.EXPERTS}
+
+
+@pytest.mark.parametrize("names", [["offloaded"], ["experts"], ["offloaded", "experts"]], ids=str)
+def test_quantize_without_with_says_that_it_does_nothing(names: list[str]) -> None:
+    said = rf"quantize\({', '.join(f'{name}=True' for name in names)}\)"
+    ids = ",".join(FEATURES[name].id for name in names)
+    match = rf"{said} without `with` does nothing; .* `with gemma4_compat\.{said}:`, .*ENABLE={ids}"
+    with pytest.warns(gemma4_compat.Gemma4CompatWarning, match=match) as caught:
+        gemma4_compat.quantize(**dict.fromkeys(names, True))
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize("feature", [_shim.opt_in.OFFLOADED, _shim.opt_in.EXPERTS])
-def test_a_feature_is_on_inside_with_and_in_a_decorated_function(feature: Any) -> None:
-    call = gemma4_compat.quantize_offloaded if feature is _shim.opt_in.OFFLOADED else gemma4_compat.quantize_experts
-    outer = call()
-    with outer, call():
-        assert feature.is_enabled()
-    assert not feature.is_enabled()
-    decorated = call()(feature.is_enabled)
-    assert (decorated(), decorated(), feature.is_enabled()) == (True, True, False)
+@pytest.mark.parametrize("names", [["offloaded"], ["experts"], ["offloaded", "experts"]], ids=str)
+def test_quantize_is_on_inside_with_and_in_a_decorated_function(names: list[str]) -> None:
+    def on() -> list[str]:
+        return [name for name, feature in FEATURES.items() if feature.is_enabled()]
+
+    given = dict.fromkeys(names, True)
+    outer = gemma4_compat.quantize(**given)
+    with outer, gemma4_compat.quantize(**given):
+        assert on() == names
+    assert on() == []
+    decorated = gemma4_compat.quantize(**given)(on)
+    assert (decorated(), decorated(), on()) == (names, names, [])
+
+
+def test_quantize_needs_to_know_what() -> None:
+    with pytest.raises(Gemma4CompatError, match=r"quantize\(\) needs offloaded=True, experts=True, or both"):
+        gemma4_compat.quantize()
