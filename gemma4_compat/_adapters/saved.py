@@ -78,6 +78,12 @@ def module_of(key: str) -> str:
     return path.removesuffix(".weight").removesuffix(".bias")
 
 
+def first_line(error: Exception) -> str:
+    """An error that is one of :data:`REFUSALS`, in a line."""
+    said = (str(error).strip().splitlines() or ["without a reason"])[0][:300]
+    return f"{type(error).__name__}: {said}"
+
+
 def configuration(file: Path) -> dict[str, Any]:
     """The settings in an ``adapter_config.json``.
 

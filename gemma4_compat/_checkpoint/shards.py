@@ -214,7 +214,7 @@ def write(
         if name in there:
             continue
         digest = None if done is None else hashlib.sha256()
-        _write_file(folder / name, outputs, values, digest)
+        write_file(folder / name, outputs, values, digest)
         if done is not None and digest is not None:
             done(name, digest.hexdigest())
     if len(files) > 1:
@@ -227,7 +227,8 @@ def write(
     return names
 
 
-def _write_file(file: Path, outputs: Sequence[Output], values: Mapping[str, Any], digest: Any) -> None:
+def write_file(file: Path, outputs: Sequence[Output], values: Mapping[str, Any], digest: Any = None) -> None:
+    """Write one file, as :func:`write` does; ``digest`` is updated with its bytes."""
     # The widest dtype first, as safetensors itself does: that aligns every tensor.
     ordered = sorted(outputs, key=lambda output: -dtype_of(output.dtype).itemsize)
     names = {torch_name: name for name, torch_name in _TORCH.items()}

@@ -14,27 +14,22 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 #: Seconds that a child may take to end once it is told to, and once it says no more.
 _PATIENCE, _ENDING = 5, 60
 
+_Process = TypeVar("_Process", bound="Process")
+
 
 class Process:
-    """A running child.
-
-    Args:
-        arguments: of the Python.
-        environment: its variables (:func:`environment`).
-        hear: called in a thread with each event, then with None; default: :meth:`event` returns them.
+    """A running child: a Python with these arguments, and with variables of :func:`environment`.
 
     Attributes:
         late: whether it was ended because :meth:`event` waited in vain.
     """
 
-    def __init__(
-        self, *arguments: str, environment: dict[str, str], hear: Callable[[dict[str, Any] | None], None] | None = None
-    ) -> None:
+    def __init__(self, *arguments: str, environment: dict[str, str]) -> None:
         self.late = False
         self._output = text_file()
         self._process = subprocess.Popen(
@@ -48,16 +43,20 @@ class Process:
             errors="replace",
         )
         self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, args=[hear or self._events.put], daemon=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def _read(self, hear: Callable[[dict[str, Any] | None], None]) -> None:
+    def _read(self) -> None:
         for line in self._process.stdout or ():
             try:
-                hear(json.loads(line))
+                self.hear(json.loads(line))
             except ValueError:  # cut short: it was killed while it wrote
                 break
-        hear(None)
+        self.hear(None)
+
+    def hear(self, event: dict[str, Any] | None) -> None:
+        """Take an event, in a thread; None: there are no more."""
+        self._events.put(event)
 
     def tell(self, text: str, *, last: bool = False) -> None:
         """Write to its standard input, and with ``last`` close it."""
@@ -97,7 +96,7 @@ class Process:
         except subprocess.TimeoutExpired:
             self.kill()
 
-    def __enter__(self) -> Process:
+    def __enter__(self: _Process) -> _Process:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -23,7 +23,6 @@ Where weights are:
 * :mod:`tied_pairs`, :mod:`tied_weights`, :mod:`joined_weights`: weights that share one parameter on one device.
 * :mod:`gathered_weights`: offloaded modules that temporarily have their weights.
 * :mod:`parametrized`: weights that were parametrized while they were offloaded.
-* :mod:`int8_state`: what a forward of an 8-bit layer leaves behind.
 
 Adapters:
 

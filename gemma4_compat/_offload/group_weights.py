@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._offload import host_memory, int8_state
+from gemma4_compat._offload import host_memory
 from gemma4_compat._quantization import quant_states
 
 
@@ -140,7 +141,7 @@ class OffloadedWeight:
                 quant_states.note_dtype(self._parameter.quant_state)
             self._parameter = None
         if self._is_int8 and vars(self.module).get("state") is not None:
-            int8_state.reset(self.module)
+            reset_int8(self.module)
 
     def _own(self, tensors: list[Any]) -> list[Any]:
         return tensors[self._first : self._first + 1 + len(self._quantization)]
@@ -159,3 +160,13 @@ class OffloadedWeight:
             elif type(self._meta).__name__ == "Int8Params":
                 parameter.CB, parameter.SCB = parameter.data, quantization[0]
         return parameter
+
+
+def reset_int8(layer: Any) -> None:
+    """Give a ``Linear8bitLt`` a state without tensors. That of its forward belongs to that forward's autograd graph.
+
+    The graph keeps the old state alive: the backward pass reads the weight and its scales from it.
+    """
+    layer.state = copy.copy(layer.state)
+    layer.state.reset_grads()
+    layer.state.idx = None

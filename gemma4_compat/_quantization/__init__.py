@@ -7,7 +7,7 @@
 * :mod:`scale_loading`: scales in ``load_state_dict``.
 * :mod:`compute_dtype`: the dtype in which a quantized layer computes.
 * :mod:`plain_layers`: PEFT's layers over plain ones.
-* :mod:`qat`, :mod:`quanto`, :mod:`compressed`: layers of other quantizers.
+* :mod:`qat`, :mod:`other_quantizers`: layers of other quantizers.
 * :mod:`host`: whether a patch's CPU or GPU is there.
 """
 

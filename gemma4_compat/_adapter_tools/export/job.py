@@ -22,7 +22,7 @@ from gemma4_compat._adapter_tools.export.result import ExportReport
 from gemma4_compat._adapters import clipped, fitting, matching
 from gemma4_compat._adapters import saved as adapters
 from gemma4_compat._adapters import translation as translations
-from gemma4_compat._adapters.saved import CONFIG, REFUSALS, WEIGHTS, SavedAdapter
+from gemma4_compat._adapters.saved import CONFIG, REFUSALS, WEIGHTS, SavedAdapter, first_line
 from gemma4_compat._checkpoint import folders, shards
 from gemma4_compat._checkpoint.shards import Entry
 from gemma4_compat._common import files, notice, shadowed
@@ -144,7 +144,7 @@ def _translated(found: SavedAdapter, built: Base) -> tuple[Any, dict[str, Entry]
                 clipped.redirect(config, built.model)
         except REFUSALS as error:
             raise Gemma4CompatError(
-                f"PEFT {peft.__version__} does not understand {str(found.folder / CONFIG)!r}: {plain.line(error)}"
+                f"PEFT {peft.__version__} does not understand {str(found.folder / CONFIG)!r}: {first_line(error)}"
             ) from error
     return config, {new: entries[old] for old, new in renamed.names.items()}, renamed.unused
 

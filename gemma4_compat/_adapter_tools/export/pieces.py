@@ -70,9 +70,9 @@ def refuse(reader: str, modules: Iterable[Module], reason: str) -> None:
 def save(folder: Path, file: str, pieces: Sequence[Piece]) -> None:
     """Write the tensors into one safetensors file."""
     outputs = [shards.Output(piece.name, piece.dtype, piece.shape) for piece in pieces]
-    values = {piece.name: lambda make=piece.make: iter((make(),)) for piece in pieces}
-    (name,) = shards.write(folder, [outputs], values)
-    (folder / name).rename(folder / file)
+    shards.write_file(
+        folder / file, outputs, {piece.name: lambda make=piece.make: iter((make(),)) for piece in pieces}
+    )
 
 
 def save_json(folder: Path, file: str, data: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemma4_compat._adapters import fitting, translation
-from gemma4_compat._adapters.saved import REFUSALS, SavedAdapter
+from gemma4_compat._adapters.saved import REFUSALS, SavedAdapter, first_line
 from gemma4_compat._adapters.translation import PREFIX
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Entry
@@ -163,12 +163,6 @@ def read(saved: SavedAdapter, config: Any, entries: Mapping[str, Entry], model: 
     return plain
 
 
-def line(error: Exception) -> str:
-    """The first line of an error's message."""
-    said = (str(error).strip().splitlines() or ["without a reason"])[0][:300]
-    return f"{type(error).__name__}: {said}"
-
-
 def instead(reader: str) -> str:
     """What to do with an adapter that a reader does not support."""
     return f"Merge it, which {reader} reads as a model: gemma4-compat merge BASE ADAPTER OUT"
@@ -208,7 +202,7 @@ def _layers(config: Any, saved: SavedAdapter, model: Any) -> dict[str, Any]:
                 adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
         except REFUSALS as error:
             raise Gemma4CompatError(
-                f"PEFT {peft.__version__} refuses the adapter in {str(saved.folder)!r}: {line(error)}"
+                f"PEFT {peft.__version__} refuses the adapter in {str(saved.folder)!r}: {first_line(error)}"
             ) from error
     inner = adapted.base_model.model.named_modules()
     return {name: layer for name, layer in inner if isinstance(layer, LoraLayer)}

@@ -127,7 +127,7 @@ def open_adapter(folder: Path, model: Any, scratch: Path, *, allow_pickle: bool 
         adapter.translated = any(old != new for old, new in translation.names.items())
         _rename(adapter, names_in_file, scratch)
     elif source == scratch:
-        _save_config(adapter.config, scratch)
+        adapter.config.save_pretrained(str(scratch))
     if not adapter.translated:
         adapter.absent = _absent(adapter, model)
     if adapter.absent:
@@ -372,13 +372,8 @@ def write_copy(adapter: Adapter) -> None:
     adapter.folder.mkdir()
     outputs = [shards.Output(key, entry.dtype, entry.shape) for key, entry in adapter.entries.items()]
     values = {key: lambda e=entry: shards.pieces(e) for key, entry in adapter.entries.items()}
-    shards.write(adapter.folder, [outputs], values)
-    (adapter.folder / "model.safetensors").rename(adapter.folder / WEIGHTS)
-    _save_config(adapter.config, adapter.folder)
-
-
-def _save_config(config: Any, folder: Path) -> None:
-    config.save_pretrained(str(folder))
+    shards.write_file(adapter.folder / WEIGHTS, outputs, values)
+    adapter.config.save_pretrained(str(adapter.folder))
 
 
 def kind_of(keys: Collection[str], config: Any, path: str) -> str:

@@ -107,7 +107,7 @@ def merge_adapter(
     base_folder = folders.local(base, "base")
     given = [(folders.local(name, "adapter"), weight) for name, weight in weights_of.items()]
     out = folders.output(out, base_folder, *(folder for folder, _ in given))
-    model = _on_meta(base_folder)
+    model = build.on_meta(str(base_folder))[0]
     placement = verification.placement(model, device_map)
     of_base = None if quantize_result is not None and start == "original" else skip_modules
     chosen = weights.choose(model, start, quantize, of_base)
@@ -154,7 +154,7 @@ def merge_adapter(
             dtype=kind,
             adapters={str(name): weight for name, weight in weights_of.items()},
             resumed=_resumed(taken, staging),
-            quantized_as=None if target is None else target.name,
+            quantized_as=None if target is None else target.quantize,
             **_facts(tensors, chosen),
             **result.facts(),
         )
@@ -188,7 +188,7 @@ def _verifier(
 
 
 def _verify(
-    result: _Result, verifier: verification.Verifier | None, folder: Path, target: quantized.Target | None
+    result: _Result, verifier: verification.Verifier | None, folder: Path, target: weights.Start | None
 ) -> None:
     """Compare the model in ``folder``: the merged one, or the one quantized as ``target`` says."""
     if verifier is None:
@@ -197,7 +197,7 @@ def _verify(
     if target is None:
         result.parity = verifier.merged(folder)
     else:
-        result.quantized_parity = verifier.quantized(folder, target.start)
+        result.quantized_parity = verifier.quantized(folder, target)
     result.seconds["check"] = result.seconds.get("check", 0.0) + time.perf_counter() - began
 
 
@@ -205,7 +205,7 @@ def _quantize(
     result: _Result,
     folder: Path,
     staging: Path,
-    target: quantized.Target,
+    target: weights.Start,
     largest: int,
     model: Any,
     kind: str,
@@ -281,15 +281,7 @@ def _refuse_bad_options(start: str, dtype: str | None, check: int, tolerance: fl
         raise Gemma4CompatError(f"tolerance must be a difference of logits, 0 or more, not {reprlib.repr(tolerance)}")
 
 
-def _on_meta(folder: Path) -> Any:
-    try:
-        return build.on_meta(str(folder))[0]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        line = " ".join(str(error).split())
-        raise Gemma4CompatError(f"no model can be built from config.json in {str(folder)!r}: {line}") from error
-
-
-def _needed(tensors: MergedTensors, base: Path, target: quantized.Target | None, kind: str) -> int:
+def _needed(tensors: MergedTensors, base: Path, target: weights.Start | None, kind: str) -> int:
     """Bytes of disk space that the merge needs."""
     copies = sum(adapter.nbytes_to_copy for adapter in tensors.adapters)
     beside = folders.nbytes(folders.other_files(base))

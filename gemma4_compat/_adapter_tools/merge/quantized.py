@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,7 @@ _BLOCK, _NESTED = 64, 256
 _SHARED = (".k_proj.weight", ".v_proj.weight")
 
 
-@dataclass(frozen=True)
-class Target:
-    """How the result is quantized; ``start`` is the same for a base, to load a model to compare with."""
-
-    name: str
-    start: Start
-
-
-def target(model: Any, name: Any, skip: Any, start: Start) -> Target | None:
+def target(model: Any, name: Any, skip: Any, start: Start) -> Start | None:
     """What ``quantize_result`` asks for; None for nothing.
 
     Raises:
@@ -54,10 +45,10 @@ def target(model: Any, name: Any, skip: Any, start: Start) -> Target | None:
         skipped.append("lm_head")  # it shares the embedding's weight, or was given its own by the merge
     kind = start.settings.get("bnb_4bit_quant_type", "nf4")
     settings = {"bnb_4bit_quant_type": kind}
-    return Target(name, Start("dequantized", name, False, False, settings, tuple(skipped)))
+    return Start("dequantized", name, settings=settings, skip=tuple(skipped))
 
 
-def nbytes(base: Weights, outputs: Collection[Output], model: Any, chosen: Target, dtype: str) -> int:
+def nbytes(base: Weights, outputs: Collection[Output], model: Any, chosen: Start, dtype: str) -> int:
     """Bytes of the weights that :func:`write` will write, without the small texts stored with 4-bit weights.
 
     Args:
@@ -82,7 +73,7 @@ def write(
     source: Path,
     out: Path,
     model: Any,
-    chosen: Target,
+    chosen: Start,
     dtype: str,
     largest: int,
     *,
@@ -120,19 +111,19 @@ def write(
     return files, sum(output.nbytes for output in outputs)
 
 
-def _packed(base: Weights, model: Any, chosen: Target) -> set[str]:
+def _packed(base: Weights, model: Any, chosen: Start) -> set[str]:
     """Keys of the weights that are quantized; also those that the model does not have, as in KV-shared layers."""
-    names = (f"{name}.weight" for name in configs.linear_names(model, chosen.start.skip))
+    names = (f"{name}.weight" for name in configs.linear_names(model, chosen.skip))
     packed = {base.keys[name] for name in names if name in base.disk}
     return packed | {key for key, entry in base.rest.items() if key.endswith(_SHARED) and len(entry.shape) == 2}
 
 
-def _parts(entry: Entry, chosen: Target, dtype: str, offset: float | None = None) -> dict[str, Output]:
+def _parts(entry: Entry, chosen: Start, dtype: str, offset: float | None = None) -> dict[str, Output]:
     """The tensors that bitsandbytes stores for a weight, by their names.
 
     ``offset`` is that of nested scales, stored in a text; if None, it is computed from the weight.
     """
-    if chosen.name == "8bit":
+    if chosen.quantize == "8bit":
         owner = entry.name.removesuffix("weight")
         found = [
             Output(entry.name, "int8", entry.shape),
@@ -140,12 +131,12 @@ def _parts(entry: Entry, chosen: Target, dtype: str, offset: float | None = None
             Output(f"{owner}weight_format", "uint8", ()),
         ]
         return {output.name: output for output in found}
-    kind = chosen.start.settings["bnb_4bit_quant_type"]
+    kind = chosen.settings["bnb_4bit_quant_type"]
     count = entry.nbytes // shards.dtype_of(entry.dtype).itemsize
     blocks = -(-count // _BLOCK)
     state: dict[str, Any] = {"quant_type": kind, "blocksize": _BLOCK, "dtype": dtype, "shape": list(entry.shape)}
     ends: dict[str, tuple[str, tuple[int, ...]]] = {"": ("uint8", ((count + 1) // 2, 1))}
-    if chosen.name == "4bit-double":
+    if chosen.quantize == "4bit-double":
         ends[".absmax"] = "uint8", (blocks,)
         ends[".nested_absmax"] = "float32", (-(-blocks // _NESTED),)
         ends[".nested_quant_map"] = "float32", (256,)
@@ -174,7 +165,7 @@ class _Weight:
     A file has the widest dtypes first, so keeping the packed values in between would hold those of all its weights.
     """
 
-    def __init__(self, entry: Entry, chosen: Target, dtype: str) -> None:
+    def __init__(self, entry: Entry, chosen: Start, dtype: str) -> None:
         self._entry, self._chosen, self._dtype = entry, chosen, dtype
         self._small: dict[str, Any] = {}
 
@@ -183,7 +174,7 @@ class _Weight:
         if name in self._small:
             yield self._small.pop(name)
             return
-        packed, small = self._in_8_bits() if self._chosen.name == "8bit" else self._in_4_bits()
+        packed, small = self._in_8_bits() if self._chosen.quantize == "8bit" else self._in_4_bits()
         if name == self._entry.name:
             yield packed
             return
@@ -196,8 +187,8 @@ class _Weight:
         packed, state = functional.quantize_4bit(
             shards.read(self._entry).to(shards.dtype_of(self._dtype)),
             blocksize=_BLOCK,
-            compress_statistics=self._chosen.name == "4bit-double",
-            quant_type=self._chosen.start.settings["bnb_4bit_quant_type"],
+            compress_statistics=self._chosen.quantize == "4bit-double",
+            quant_type=self._chosen.settings["bnb_4bit_quant_type"],
         )
         return packed, {f"{self._entry.name}.{name}": value for name, value in state.as_dict(packed=True).items()}
 
@@ -218,11 +209,11 @@ class _Weight:
         return codes, {f"{owner}SCB": scales, f"{owner}weight_format": row_major}
 
 
-def _write_config(source: Path, out: Path, chosen: Target, dtype: str) -> None:
+def _write_config(source: Path, out: Path, chosen: Start, dtype: str) -> None:
     import torch
 
     data = json_files.settings(source / "config.json")
-    settings = weights.quantization_config(chosen.start, getattr(torch, DTYPES[dtype])).to_dict()
+    settings = weights.quantization_config(chosen, getattr(torch, DTYPES[dtype])).to_dict()
     settings["llm_int8_enable_fp32_cpu_offload"] = False  # with it, modules on the CPU would not be read as 4 bits
     text = json.dumps({**data, "quantization_config": settings}, indent=2)
     shards.write_text(out / "config.json", text + "\n")

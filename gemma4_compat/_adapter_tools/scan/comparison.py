@@ -16,7 +16,7 @@ from gemma4_compat._adapter_tools.base import Base
 from gemma4_compat._adapter_tools.scan import configuration, lora_file
 from gemma4_compat._adapter_tools.scan.result import TOWERS, Findings, Hit, tower_of
 from gemma4_compat._adapters import clipped, fitting, translation
-from gemma4_compat._adapters.saved import REFUSALS, SavedAdapter, module_of
+from gemma4_compat._adapters.saved import REFUSALS, SavedAdapter, first_line, module_of
 from gemma4_compat._errors import Gemma4CompatWarning
 
 
@@ -115,9 +115,7 @@ class Comparison:
                 with fitting.loading(self._saved.folder, tuple(self._saved.tensors)):
                     adapted = peft.get_peft_model(self._base.model, config, low_cpu_mem_usage=True)
             except REFUSALS as error:
-                reason = (str(error).strip().splitlines() or ["without a reason"])[0][:300]
-                message = f"PEFT {peft.__version__} refuses it: {type(error).__name__}: {reason}"
-                self._findings.add("refused", message, ())
+                self._findings.add("refused", f"PEFT {peft.__version__} refuses it: {first_line(error)}", ())
                 return
             own = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
         self._findings.notes += [

@@ -85,8 +85,6 @@ def _scan(
     saved: SavedAdapter, peft_type: str, ranks: Ranks, findings: Findings, *, keys: Mapping[str, int], **fields: Any
 ) -> Scan:
     tensors = saved.tensors
-    nothing: dict[str, Any] = {"base": None, "model_class": None, "quantization": None}
-    nothing |= {"hits": (), "redirected": (), "remapped": {}, "dead": ()}
     return Scan(
         adapter=str(saved.folder),
         problems=tuple(findings.problems),
@@ -99,7 +97,7 @@ def _scan(
         dtypes=dict(sorted(Counter(tensor.dtype for tensor in tensors.values()).items())),
         nbytes=sum(tensor.nbytes for tensor in tensors.values()),
         ranks=dict(sorted(Counter(ranks.in_file().values()).items())),
-        **(nothing | fields),
+        **fields,
     )
 
 

@@ -71,9 +71,9 @@ class Scan:
     """
 
     adapter: str
-    base: str | None
-    model_class: str | None
-    quantization: str | None
+    base: str | None = None
+    model_class: str | None = None
+    quantization: str | None = None
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     peft_type: str
@@ -84,10 +84,10 @@ class Scan:
     dtypes: Mapping[str, int]
     nbytes: int
     ranks: Mapping[int, int]
-    hits: tuple[Hit, ...]
-    redirected: tuple[str, ...]
-    remapped: Mapping[str, str]
-    dead: tuple[str, ...]
+    hits: tuple[Hit, ...] = ()
+    redirected: tuple[str, ...] = ()
+    remapped: Mapping[str, str] = field(default_factory=dict)
+    dead: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:

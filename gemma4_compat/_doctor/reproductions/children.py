@@ -59,7 +59,7 @@ def can_fork() -> bool:
     return sys.platform == "linux" and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/dev/accel")))
 
 
-class Forks:
+class Forks(processes.Process):
     """A process that has imported the libraries and forks for each command; faster than :func:`alone`.
 
     Args:
@@ -74,8 +74,7 @@ class Forks:
         self._ended: str | None = None
         # Overrides the user's setting: this process computes before it forks, and OpenMP's threads do not survive.
         environment = _environment(disabled) | {"OMP_NUM_THREADS": "1"}
-        with self._lock:  # the listener waits for the process
-            self._process = processes.Process("-m", _SERVER, str(folder), environment=environment, hear=self._hear)
+        super().__init__("-m", _SERVER, str(folder), environment=environment)
 
     def __call__(self, command: str) -> dict[str, Any]:
         """Run one command and wait for its result. Several threads may call this: their commands run side by side."""
@@ -85,31 +84,28 @@ class Forks:
                 return crashed(self._ended)
             number = str(next(self._numbers))
             self._waiting[number] = future
-            self._process.tell(f"{number} {command}\n")
+            self.tell(f"{number} {command}\n")
         try:
             return future.result(2 * TIMEOUT)  # of the process that forks: that one ends late forks
         except futures.TimeoutError:
-            self._process.kill()
+            self.kill()
             return crashed(f"no result after {2 * TIMEOUT} s")
 
-    def _hear(self, reply: dict[str, Any] | None) -> None:
-        if reply is not None:
+    def hear(self, event: dict[str, Any] | None) -> None:
+        """Give a result to whoever waits for it."""
+        if event is not None:
             with self._lock:
-                future = self._waiting.pop(reply["number"])
-            future.set_result(reply["result"])
+                future = self._waiting.pop(event["number"])
+            future.set_result(event["result"])
             return
         with self._lock:
-            self._ended = processes.how(*self._process.ended())
+            self._ended = processes.how(*self.ended())
             left = list(self._waiting.values())
         for future in left:
             future.set_result(crashed(self._ended))
 
-    def __enter__(self) -> Forks:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        # Its standard input ends: it ends its children, then itself. Perhaps it still imports the libraries.
-        self._process.__exit__(None)
+        super().__exit__(None)  # its input ends, so it ends its children, then itself
 
 
 def _environment(disabled: str) -> dict[str, str]:

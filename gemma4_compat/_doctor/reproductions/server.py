@@ -103,7 +103,7 @@ class Server:
         self._selector.register(0, selectors.EVENT_READ)
         try:
             while True:
-                for key, _ in self._selector.select(self._patience()):
+                for key, _ in self._selector.select(1 if self._running else None):
                     chunk = os.read(key.fd, 1 << 16)
                     if key.fd != 0:
                         self._hear(key.fd, chunk)
@@ -119,11 +119,6 @@ class Server:
         finally:
             for child in self._running.values():
                 os.kill(child.pid, signal.SIGKILL)
-
-    def _patience(self) -> float | None:
-        if not self._running:
-            return None
-        return max(0.0, min(child.deadline for child in self._running.values()) - time.monotonic())
 
     def _start(self, line: str) -> None:
         number, _, command = line.partition(" ")

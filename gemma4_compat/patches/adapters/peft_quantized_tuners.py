@@ -39,7 +39,7 @@ from gemma4_compat._adapters import fitting, rollback
 from gemma4_compat._common import in_place
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family, walk
-from gemma4_compat._quantization import compressed, quanto
+from gemma4_compat._quantization.other_quantizers import DEQUANTIZE, dequantized, is_compressed, is_quanto
 from gemma4_compat._quantization.plain_layers import is_quantized, over_plain_weight, shallow_copy, with_base
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
@@ -58,7 +58,7 @@ _TOLERANCE = 0.5
 
 @PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
 def inject_adapter(original: Original, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    if family.is_gemma4(model) and any(compressed.is_compressed(module) for module in walk.modules(model)):
+    if family.is_gemma4(model) and any(is_compressed(module) for module in walk.modules(model)):
         with rollback.undone_if_it_fails(model, adapter_name):
             try:
                 return original(self, model, adapter_name, *args, **kwargs)
@@ -76,7 +76,7 @@ def inject_adapter(original: Original, self: Any, model: Any, adapter_name: str,
             create(config, name, target, *rest, **kw)
         except (RuntimeError, TypeError, ValueError) as error:
             base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
-            if quanto.is_quantized(base) or (is_quantized(base) and not isinstance(error, ValueError)):
+            if is_quanto(base) or (is_quantized(base) and not isinstance(error, ValueError)):
                 raise _refusal(config, kw.get("current_key"), base, " ".join(str(error).split())) from error
             raise
 
@@ -88,14 +88,14 @@ def inject_adapter(original: Original, self: Any, model: Any, adapter_name: str,
 
 
 def _is_packed(module: Any) -> bool:
-    return is_quantized(module) or quanto.is_quantized(module)
+    return is_quantized(module) or is_quanto(module)
 
 
 def _compressed_refusal(error: AttributeError) -> Gemma4CompatError:
     """The message if PEFT finds no weight to put an adapter beside."""
     return Gemma4CompatError(
         "the adapter targets layers of compressed-tensors, which have no weight before the first forward: "
-        f"{error}. Nothing was changed. {compressed.DEQUANTIZE[0].upper()}{compressed.DEQUANTIZE[1:]}"
+        f"{error}. Nothing was changed. {DEQUANTIZE[0].upper()}{DEQUANTIZE[1:]}"
     )
 
 
@@ -169,13 +169,13 @@ def _difference(layer: Any, dtype: Any) -> str | None:
     base.train()  # in eval mode bitsandbytes may repack the weight for the CPU
     with torch.no_grad():
         try:
-            with torch.set_grad_enabled(quanto.is_quantized(base)):  # AdaLoRA changes its output, which has gradients
+            with torch.set_grad_enabled(is_quanto(base)):  # AdaLoRA changes its output, which has gradients
                 found = type(layer).forward(layer, x).detach()
         except (RuntimeError, TypeError, ValueError) as error:
             return " ".join(str(error).split())
         except KeyError:  # its tuner completes it once all layers exist, as UniLora does
             return None
-        copied = over_plain_weight(layer, quanto.dequantized(base) if quanto.is_quantized(base) else None)
+        copied = over_plain_weight(layer, dequantized(base) if is_quanto(base) else None)
         copied.get_base_layer().to(dtype)
         try:
             wanted = type(copied).forward(copied, x)
@@ -192,7 +192,7 @@ def _settled(layer: Any) -> Any:
     copied because bitsandbytes records the dtype of an input: in the layer and, before 0.50, in the weight's state.
     """
     base = layer.base_layer
-    copied = with_base(layer, copy.copy(base) if quanto.is_quantized(base) else shallow_copy(base))
+    copied = with_base(layer, copy.copy(base) if is_quanto(base) else shallow_copy(base))
     children = copied._modules
     for name, child in children.items():
         if name != "base_layer":
@@ -202,11 +202,11 @@ def _settled(layer: Any) -> Any:
 
 def _refusal(config: Any, name: str | None, base: Any, reason: str) -> Gemma4CompatError:
     tuner, init = config.peft_type.value, getattr(config, "init_lora_weights", True)
-    is_quanto, with_dora = quanto.is_quantized(base), bool(getattr(config, "use_dora", False))
+    of_quanto, with_dora = is_quanto(base), bool(getattr(config, "use_dora", False))
     kind = f"{tuner} adapters initialized with {init!r}" if isinstance(init, str) else f"{tuner} adapters"
     kind += " with use_dora" if with_dora else ""
-    where = "layers of quanto" if is_quanto else "quantized layers"
-    also = "use_rslora too" if is_quanto else "use_dora and use_rslora too"
+    where = "layers of quanto" if of_quanto else "quantized layers"
+    also = "use_rslora too" if of_quanto else "use_dora and use_rslora too"
     return Gemma4CompatError(
         f"{kind} do not work on {where} such as {name!r} in this release of PEFT: {reason}. Nothing was "
         f"changed. Use LoRA ({also}), OFT or VeRA, target unquantized layers only, or load the base model without "

@@ -35,7 +35,7 @@ from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._offload import int8_state
+from gemma4_compat._offload import group_weights
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -72,7 +72,7 @@ def set_module_tensor_to_device(
         if getattr(weight, "has_fp16_weights", False) and weight.is_floating_point() and (to_meta or hooked):
             new = (weight.data if value is None else value).to(device, dtype, non_blocking=non_blocking)
             owner._parameters[name] = type(weight)(new, requires_grad=weight.requires_grad, has_fp16_weights=True)
-            int8_state.reset(owner)
+            group_weights.reset_int8(owner)
             return
         onloading = weight.dtype == torch.int8 and value is not None and value.dtype == torch.int8
         if weight.dtype == torch.int8 and (to_meta or (onloading and hooked)):
@@ -105,7 +105,7 @@ def _take_back(layer: Any, weight: Any) -> None:
         return
     if weight.CB is None:
         weight.CB, weight.SCB = state.CB, state.SCB
-    int8_state.reset(layer)
+    group_weights.reset_int8(layer)
 
 
 def _scales(weight: Any, mapped: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
-from gemma4_compat._quantization import compressed
+from gemma4_compat._quantization import other_quantizers
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F66", kind="refusal", severity="crash", affected=">=1.12", requires=("transformers>=5.5",))
@@ -66,11 +66,11 @@ def _refuse(model: Any, device_map: Any, main: Any) -> None:
 
 def _refuse_compressed(model: Any, entry: str, device: str) -> None:
     for name, module in model.named_modules():
-        if (not entry or name == entry or name.startswith(f"{entry}.")) and compressed.is_compressed(module):
+        if (not entry or name == entry or name.startswith(f"{entry}.")) and other_quantizers.is_compressed(module):
             raise Gemma4CompatError(
                 f"device_map puts {entry!r} on {device!r}; {name!r} is a layer of compressed-tensors, which are "
                 "decompressed in the first forward and cannot be offloaded. Nothing was changed. Keep it on a device, "
-                f"or {compressed.DEQUANTIZE}"
+                f"or {other_quantizers.DEQUANTIZE}"
             )
 
 
