@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from gemma4_compat._attention import windows
 from gemma4_compat._common import shadowed
 from gemma4_compat._common.text import parse_size, size_text
 from gemma4_compat._engine import versions
@@ -32,6 +33,15 @@ _FOUR_BIT = ("4bit", "4bit-double")
 _CHUNKS = tuple(size for size in room.SIZES if size <= layout.PREFILL_CHUNK)
 #: Tokens of an answer: chunks bring streamed layers once more each, and then each token brings fewer of them.
 _ANSWER = 100
+#: The patches that a plan depends on: what it reads of a configuration, what this transformers does with wide heads,
+#: and whether this package's attention is on. The command's process applies no others.
+PATCHES = (
+    "transformers-config-names",
+    "transformers-config-reads",
+    "transformers-assistant-sharing",
+    "transformers-wide-heads",
+    windows.ID,
+)
 #: What a load takes from a request.
 _OF_LOAD = ("context", "batch", "prompt", "prefill_chunk", "vision", "audio", "attention")
 _NO_ROOM = "its static cache, the prefill into it and its graphs do not fit"
