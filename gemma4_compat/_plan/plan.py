@@ -164,7 +164,7 @@ def planned(request: Request) -> Plan:
     def with_experts(experts: bool) -> _Planned:
         cut = _blueprint(built, quantization, request.adapter, experts=experts)
         load = Load(**{field: getattr(request, field) for field in _OF_LOAD})
-        load = replace(load, **assistants.needs(cut)) if request.assistant else load
+        load = assistants.beside(load, cut) if request.assistant else load
         why = prompt_kernels.obstacle(cut, load, capability)
         try:
             return cut, *_read_as_fits(cut, given, replace(load, own_in_chunks=not why), options, fast=request.fast)
