@@ -187,6 +187,14 @@ def child(script: Path, shape: str, what: str, work: Path) -> Data:
 # In the process that has a model
 
 
+def parts(model: Any, **named: Any) -> Any:
+    """The model with these parts of ``train_fast``, and no other."""
+    import gemma4_compat
+
+    off: dict[str, Any] = dict.fromkeys(("loss", "mlp", "windows", "products", "graphs"), False)
+    return gemma4_compat.train_fast(model, **{**off, **named})
+
+
 def checkpointing(model: Any, *, offload: bool = False) -> None:
     """Checkpoint each layer. ``offload``: what that keeps is in host memory (transformers 5.17 or newer).
 

@@ -52,7 +52,7 @@ def train(options: argparse.Namespace) -> None:
     trainer.generation_config.disable_compile = False  # TRL sets it, and then nothing is replayed
     trainer.train(resume_from_checkpoint=True if options.resume else None)
     trainer.model.save_pretrained(out / "adapter")
-    counted = gemma4_compat.decoding_statistics(trainer.model)
+    counted = gemma4_compat.statistics(trainer.model).decoding
     print(f"adapter: {out / 'adapter'} ({counted.replayed} tokens replayed, {counted.captured} graphs)")
 
 
@@ -92,7 +92,7 @@ def load(checkpoint: str, options: argparse.Namespace) -> Any:
             chunked_loss=True,  # TRL computes log-probabilities in pieces
         )
         placement = plan.device_map
-    with gemma4_compat.quantize_offloaded():
+    with gemma4_compat.quantize(offloaded=True):
         return AutoModelForImageTextToText.from_pretrained(
             checkpoint,
             dtype=torch.bfloat16,

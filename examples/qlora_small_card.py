@@ -93,7 +93,7 @@ def tokenizer_of(checkpoint: str) -> Any:
 
 
 def load(checkpoint: str, options: argparse.Namespace) -> Any:
-    """The base in 4 bits, prepared, with an adapter, the loss in chunks, and short steps replayed."""
+    """The base in 4 bits, prepared, with an adapter, and what train_fast turns on."""
     import torch
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
@@ -102,7 +102,7 @@ def load(checkpoint: str, options: argparse.Namespace) -> Any:
     placement: dict[str, Any] = {"device_map": {"": main_device}}
     if options.vram is not None:
         placement = {"device_map": "auto", "max_memory": {main_device: options.vram, "cpu": "64GiB"}}
-    with gemma4_compat.quantize_offloaded():
+    with gemma4_compat.quantize(offloaded=True):
         model = AutoModelForImageTextToText.from_pretrained(
             checkpoint,
             dtype=torch.bfloat16,
@@ -116,8 +116,7 @@ def load(checkpoint: str, options: argparse.Namespace) -> Any:
     model = prepare_model_for_kbit_training(model)
     torch.manual_seed(0)
     model = get_peft_model(model, LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=TARGETS))
-    model = gemma4_compat.chunked_loss(model, evaluation=True)
-    return model if padding(options) is None else gemma4_compat.train_fast(model)
+    return gemma4_compat.train_fast(model, loss="always", graphs=padding(options) is not None)
 
 
 def padding(options: argparse.Namespace) -> int | None:

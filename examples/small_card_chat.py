@@ -176,7 +176,7 @@ def loaded(model: str, plan: Any, given: argparse.Namespace, *, on_gpu: bool, fo
         placement = {name: "disk" if device in ("cpu", "disk") else "cpu" for name, device in placement.items()}
     if "disk" in placement.values():
         options["offload_folder"] = folder / "offload"
-    inside = gemma4_compat.quantize_offloaded() if plan.quantize_offloaded else contextlib.nullcontext()
+    inside = gemma4_compat.quantize(offloaded=True) if plan.quantize_offloaded else contextlib.nullcontext()
     with inside:
         loaded = Gemma4ForConditionalGeneration.from_pretrained(
             model, dtype=torch.bfloat16, device_map=placement, **options
@@ -186,9 +186,8 @@ def loaded(model: str, plan: Any, given: argparse.Namespace, *, on_gpu: bool, fo
 
         loaded = PeftModel.from_pretrained(loaded, given.adapter)
     loaded.generation_config.prefill_chunk_size = plan.prefill_chunk  # long prompts in parts, if they have to be
-    if plan.fast and on_gpu and given.assistant is None:  # with an assistant, steps are not replayed
-        gemma4_compat.decode_fast(loaded)
-    return gemma4_compat.reuse_prefix(loaded.eval())
+    graphs = plan.fast and on_gpu and given.assistant is None  # with an assistant, steps are not replayed
+    return gemma4_compat.decode_fast(loaded.eval(), reuse_prefix=True, graphs=graphs)
 
 
 def loaded_assistant(name: str | None, model: Any) -> Any:
@@ -253,7 +252,7 @@ def chat(given: argparse.Namespace, folder: Path) -> None:
         turns.append({"role": "assistant", "content": said})
         if given.prompt is not None:
             return
-        counted = gemma4_compat.decoding_statistics(loaded_model)
+        counted = gemma4_compat.statistics(loaded_model).decoding
         read, held = counted.prompt_tokens_read - before[0], counted.prompt_tokens_reused - before[1]
         print(f"(read {read} tokens of {read + held})")
         before = counted.prompt_tokens_read, counted.prompt_tokens_reused

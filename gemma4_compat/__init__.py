@@ -6,9 +6,9 @@ repaired as those libraries are imported.
 <PatchState.PENDING: 'pending'>
 
 Importing it imports none of them. ``GEMMA4_COMPAT_DISABLE=id,id`` (a kind, or ``all``) leaves patches out,
-``GEMMA4_COMPAT_ENABLE=id`` does for the whole process what :func:`quantize_offloaded` or :func:`quantize_experts` does
-inside its ``with``, ``GEMMA4_COMPAT_STRICT=1`` turns a patch that cannot apply into an error. A project says the same
-in ``[tool.gemma4_compat]`` of its pyproject.toml: ``disable``, ``enable`` and ``strict`` (docs/RUN.md).
+``GEMMA4_COMPAT_ENABLE=id`` does for the whole process what :func:`quantize` does inside its ``with``,
+``GEMMA4_COMPAT_STRICT=1`` turns a patch that cannot apply into an error. A project says the same in
+``[tool.gemma4_compat]`` of its pyproject.toml: ``disable``, ``enable`` and ``strict`` (docs/RUN.md).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from gemma4_compat._shim import (
     install,
     needed,
     patches,
-    quantize_experts,
-    quantize_offloaded,
+    quantize,
     revert,
     scan_adapter,
     status,
@@ -38,22 +37,26 @@ if TYPE_CHECKING:
     from gemma4_compat._accelerate.listing import Attached as Attached
     from gemma4_compat._accelerate.listing import Attachment as Attachment
     from gemma4_compat._accelerate.listing import attached as attached
-    from gemma4_compat._diagnostics.diagnosis import Diagnosis as Diagnosis
-    from gemma4_compat._diagnostics.diagnosis import doctor as doctor
-    from gemma4_compat._diagnostics.explanation import Explanation as Explanation
-    from gemma4_compat._diagnostics.explanation import explain as explain
-    from gemma4_compat._diagnostics.findings import Finding as Finding
-    from gemma4_compat._export.job import export_adapter as export_adapter
-    from gemma4_compat._export.result import ExportReport as ExportReport
+    from gemma4_compat._adapter_tools.export.job import export_adapter as export_adapter
+    from gemma4_compat._adapter_tools.export.result import ExportReport as ExportReport
+    from gemma4_compat._adapter_tools.merge.check import Parity as Parity
+    from gemma4_compat._adapter_tools.merge.job import merge_adapter as merge_adapter
+    from gemma4_compat._adapter_tools.merge.result import MergeParityError as MergeParityError
+    from gemma4_compat._adapter_tools.merge.result import MergeReport as MergeReport
+    from gemma4_compat._adapter_tools.repair import RepairReport as RepairReport
+    from gemma4_compat._adapter_tools.repair import repair_checkpoint as repair_checkpoint
+    from gemma4_compat._adapter_tools.scan.result import Problem as Problem
+    from gemma4_compat._adapter_tools.scan.result import Scan as Scan
+    from gemma4_compat._doctor.explain.explanation import Explanation as Explanation
+    from gemma4_compat._doctor.explain.explanation import explain as explain
+    from gemma4_compat._doctor.reproductions.diagnosis import Diagnosis as Diagnosis
+    from gemma4_compat._doctor.reproductions.diagnosis import doctor as doctor
+    from gemma4_compat._doctor.reproductions.findings import Finding as Finding
+    from gemma4_compat._doctor.statistics import Statistics as Statistics
+    from gemma4_compat._doctor.statistics import statistics as statistics
     from gemma4_compat._generation.fast import decode_fast as decode_fast
-    from gemma4_compat._generation.prefix_cache.reuse import reuse_prefix as reuse_prefix
-    from gemma4_compat._graphs.decoder import decoding_statistics as decoding_statistics
     from gemma4_compat._graphs.recaptures import DecodingStatistics as DecodingStatistics
     from gemma4_compat._graphs.recaptures import Recapture as Recapture
-    from gemma4_compat._merge.check import Parity as Parity
-    from gemma4_compat._merge.job import merge_adapter as merge_adapter
-    from gemma4_compat._merge.result import MergeParityError as MergeParityError
-    from gemma4_compat._merge.result import MergeReport as MergeReport
     from gemma4_compat._models.inspection import MetaTensor as MetaTensor
     from gemma4_compat._models.inspection import find_meta_tensors as find_meta_tensors
     from gemma4_compat._models.inspection import input_device as input_device
@@ -65,15 +68,8 @@ if TYPE_CHECKING:
     from gemma4_compat._plan.training import plan_training as plan_training
     from gemma4_compat._quantization.skip_modules import SkipModule as SkipModule
     from gemma4_compat._quantization.skip_modules import quantization_skip_modules as quantization_skip_modules
-    from gemma4_compat._repair.repair import RepairReport as RepairReport
-    from gemma4_compat._repair.repair import repair_checkpoint as repair_checkpoint
-    from gemma4_compat._scan.result import Problem as Problem
-    from gemma4_compat._scan.result import Scan as Scan
     from gemma4_compat._training.captured.layers import TrainingStatistics as TrainingStatistics
     from gemma4_compat._training.fast import train_fast as train_fast
-    from gemma4_compat._training.fast import training_statistics as training_statistics
-    from gemma4_compat._training.loss import chunked_loss as chunked_loss
-    from gemma4_compat._training.mlp import chunked_mlp as chunked_mlp
 
 __version__ = "0.1.0"
 
@@ -106,16 +102,13 @@ __all__ = [
     "Scan",
     "Severity",
     "SkipModule",
+    "Statistics",
     "Statuses",
     "TrainingPlan",
     "TrainingStatistics",
     "Verdict",
     "__version__",
-    "attached",
-    "chunked_loss",
-    "chunked_mlp",
     "decode_fast",
-    "decoding_statistics",
     "doctor",
     "explain",
     "export_adapter",
@@ -128,15 +121,13 @@ __all__ = [
     "plan_device_map",
     "plan_training",
     "quantization_skip_modules",
-    "quantize_experts",
-    "quantize_offloaded",
+    "quantize",
     "repair_checkpoint",
-    "reuse_prefix",
     "revert",
     "scan_adapter",
+    "statistics",
     "status",
     "train_fast",
-    "training_statistics",
 ]
 
 #: Names that are imported on first use, and where they are.
@@ -145,41 +136,39 @@ _LAZY = {
     "Attached": "gemma4_compat._accelerate.listing",
     "Attachment": "gemma4_compat._accelerate.listing",
     "DecodingStatistics": "gemma4_compat._graphs.recaptures",
-    "Diagnosis": "gemma4_compat._diagnostics.diagnosis",
-    "Explanation": "gemma4_compat._diagnostics.explanation",
-    "ExportReport": "gemma4_compat._export.result",
-    "Finding": "gemma4_compat._diagnostics.findings",
-    "MergeParityError": "gemma4_compat._merge.result",
-    "MergeReport": "gemma4_compat._merge.result",
+    "Diagnosis": "gemma4_compat._doctor.reproductions.diagnosis",
+    "Explanation": "gemma4_compat._doctor.explain.explanation",
+    "ExportReport": "gemma4_compat._adapter_tools.export.result",
+    "Finding": "gemma4_compat._doctor.reproductions.findings",
+    "MergeParityError": "gemma4_compat._adapter_tools.merge.result",
+    "MergeReport": "gemma4_compat._adapter_tools.merge.result",
     "MetaTensor": "gemma4_compat._models.inspection",
     "Need": "gemma4_compat._needed.judge",
-    "Parity": "gemma4_compat._merge.check",
+    "Parity": "gemma4_compat._adapter_tools.merge.check",
     "Plan": "gemma4_compat._plan.result",
-    "Problem": "gemma4_compat._scan.result",
+    "Problem": "gemma4_compat._adapter_tools.scan.result",
     "Recapture": "gemma4_compat._graphs.recaptures",
-    "RepairReport": "gemma4_compat._repair.repair",
-    "Scan": "gemma4_compat._scan.result",
+    "RepairReport": "gemma4_compat._adapter_tools.repair",
+    "Scan": "gemma4_compat._adapter_tools.scan.result",
     "SkipModule": "gemma4_compat._quantization.skip_modules",
     "TrainingPlan": "gemma4_compat._plan.result",
+    "Statistics": "gemma4_compat._doctor.statistics",
     "TrainingStatistics": "gemma4_compat._training.captured.layers",
-    "attached": "gemma4_compat._accelerate.listing",
-    "chunked_loss": "gemma4_compat._training.loss",
-    "chunked_mlp": "gemma4_compat._training.mlp",
     "decode_fast": "gemma4_compat._generation.fast",
     "decoding_statistics": "gemma4_compat._graphs.decoder",
-    "doctor": "gemma4_compat._diagnostics.diagnosis",
-    "explain": "gemma4_compat._diagnostics.explanation",
-    "export_adapter": "gemma4_compat._export.job",
+    "doctor": "gemma4_compat._doctor.reproductions.diagnosis",
+    "explain": "gemma4_compat._doctor.explain.explanation",
+    "export_adapter": "gemma4_compat._adapter_tools.export.job",
     "find_meta_tensors": "gemma4_compat._models.inspection",
     "input_device": "gemma4_compat._models.inspection",
-    "merge_adapter": "gemma4_compat._merge.job",
+    "merge_adapter": "gemma4_compat._adapter_tools.merge.job",
     "plan_device_map": "gemma4_compat._plan.plan",
     "plan_training": "gemma4_compat._plan.training",
     "quantization_skip_modules": "gemma4_compat._quantization.skip_modules",
-    "repair_checkpoint": "gemma4_compat._repair.repair",
+    "repair_checkpoint": "gemma4_compat._adapter_tools.repair",
     "reuse_prefix": "gemma4_compat._generation.prefix_cache.reuse",
     "train_fast": "gemma4_compat._training.fast",
-    "training_statistics": "gemma4_compat._training.fast",
+    "statistics": "gemma4_compat._doctor.statistics",
 }
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every name, misspelt ones too

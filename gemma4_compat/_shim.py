@@ -16,8 +16,8 @@ from gemma4_compat._quantization import opt_in
 from gemma4_compat.patches import registry
 
 if TYPE_CHECKING:
+    from gemma4_compat._adapter_tools.scan.result import Scan
     from gemma4_compat._needed.judge import Assessment
-    from gemma4_compat._scan.result import Scan
 
 engine = Engine(registry.load())
 
@@ -122,50 +122,41 @@ def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize:
     Raises:
         Gemma4CompatError: there is no such adapter or base, a file is damaged or a pickle, or the PEFT type unknown.
     """
-    from gemma4_compat._scan import job
+    from gemma4_compat._adapter_tools.scan import job
 
     return job.scan_adapter(adapter, base, quantize=quantize, renames=is_on("peft-adapter-keys"))
 
 
-def quantize_offloaded() -> AbstractContextManager[None]:
-    """Models loaded inside are quantized everywhere, also where their device map offloads them.
+def quantize(*, offloaded: bool = False, experts: bool = False) -> AbstractContextManager[None]:
+    """Models loaded inside are quantized where upstream leaves weights as they are.
 
-    >>> with gemma4_compat.quantize_offloaded():
+    >>> with gemma4_compat.quantize(offloaded=True):
     ...     model = AutoModelForImageTextToText.from_pretrained(..., device_map={...}, quantization_config=four_bit)
 
-    For Gemma 4 and bitsandbytes, 4-bit and 8-bit. Upstream keeps what a dict ``device_map`` puts on ``"cpu"`` or
-    ``"disk"`` unquantized, wants ``llm_int8_enable_fp32_cpu_offload=True`` for that, and outputs differ accordingly;
-    inside, outputs are those of the same quantization on one device, and the flag is not needed. It applies to this
-    thread only; ``GEMMA4_COMPAT_ENABLE=transformers-quantize-offloaded`` does the same for the whole process.
+    For Gemma 4 and bitsandbytes. It applies to this thread only; ``GEMMA4_COMPAT_ENABLE``, with the ids below, does
+    the same for the whole process. A model saved that way loads that way anywhere.
+
+    Args:
+        offloaded: what a dict ``device_map`` puts on ``"cpu"`` or ``"disk"``, in 4 or 8 bits
+            (``transformers-quantize-offloaded``). Upstream keeps it unquantized, wants
+            ``llm_int8_enable_fp32_cpu_offload=True`` for that, and outputs differ accordingly; inside, outputs are
+            those of the same quantization on one device, and the flag is not needed.
+        experts: the experts of the 26B-A4B, in 4 bits (``transformers-quantized-experts``; docs/QUANTIZATION.md).
+            Upstream keeps them in bf16, because they are parameters, not linear layers; inside, each expert's matrix
+            is quantized by itself. ``llm_int8_skip_modules`` applies to them as well ("experts", or one layer's).
 
     Raises:
-        Gemma4CompatError: the patch ``transformers-quantize-offloaded`` is off, so nothing could be done.
+        Gemma4CompatError: a patch is off, so nothing could be done; or neither is asked for.
     """
-    return _loading(opt_in.OFFLOADED, "quantize_offloaded()")
+    named = {"offloaded": (offloaded, opt_in.OFFLOADED), "experts": (experts, opt_in.EXPERTS)}
+    asked = {name: feature for name, (value, feature) in named.items() if value}
+    if not asked:
+        raise Gemma4CompatError("quantize() needs offloaded=True, experts=True, or both")
+    call = f"quantize({', '.join(f'{name}=True' for name in asked)})"
 
-
-def quantize_experts() -> AbstractContextManager[None]:
-    """Models loaded inside in 4 bits are loaded with their experts in 4 bits; 26B-A4B: see docs/QUANTIZATION.md.
-
-    >>> with gemma4_compat.quantize_experts():
-    ...     model = AutoModelForImageTextToText.from_pretrained(..., quantization_config=four_bit)
-
-    For Gemma 4 and bitsandbytes. Upstream keeps experts in bf16, because they are parameters, not linear layers;
-    inside, each expert's matrix is quantized by itself. ``llm_int8_skip_modules`` applies to them as well ("experts",
-    or one layer's). A model saved that way loads that way anywhere. It applies to this thread only;
-    ``GEMMA4_COMPAT_ENABLE=transformers-quantized-experts`` does the same for the whole process. Goes together with
-    :func:`quantize_offloaded`: ``with quantize_experts(), quantize_offloaded(): ...``.
-
-    Raises:
-        Gemma4CompatError: the patch ``transformers-quantized-experts`` is off, so nothing could be done.
-    """
-    return _loading(opt_in.EXPERTS, "quantize_experts()")
-
-
-def _loading(feature: opt_in.OptIn, call: str) -> opt_in.Loading:
-    def check() -> None:
+    def check(feature: opt_in.OptIn) -> None:
         if not is_on(feature.id):
             found = engine.state(feature.id)
             raise Gemma4CompatError(f"{call} needs the patch {found.id}, which is {found.state}: {found.reason}.")
 
-    return opt_in.Loading(feature, call, check)
+    return opt_in.Loading(tuple(asked.values()), call, check)

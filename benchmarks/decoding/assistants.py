@@ -1,4 +1,4 @@
-"""What an assistant model gives and costs, on a CPU, for docs/DECODING.md. Prints two tables.
+"""What an assistant model gives and costs, on a CPU, for docs/DECODING_MEASURED.md. Prints two tables.
 
 python benchmarks/decoding/assistants.py
 

@@ -74,7 +74,7 @@ def run(model: Any, prompt: int, tokens: int, room: int) -> Data:
     """One text, in a cache with room for so many tokens: the tokens, memory on the way, tokens a second."""
     import torch
 
-    from gemma4_compat import decoding_statistics
+    import gemma4_compat
 
     model.generation_config.max_cache_len = room
     looks: list[Data] = []
@@ -96,7 +96,7 @@ def run(model: Any, prompt: int, tokens: int, room: int) -> Data:
     small_card_device.synchronize()
     seconds = time.perf_counter() - started
     found = ids[0, prompt:].tolist()
-    counted = decoding_statistics(model)
+    counted = gemma4_compat.statistics(model).decoding
     return {
         "room": room,
         "tokens": found,

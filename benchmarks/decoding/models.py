@@ -163,8 +163,8 @@ def load(where: str, folder: Path, weights: dict[str, Any] | None = None) -> Any
         )
     with contextlib.ExitStack() as stack:
         if where != "bf16" and not on_cpu:
-            stack.enter_context(gemma4_compat.quantize_offloaded())
-            stack.enter_context(gemma4_compat.quantize_experts())
+            stack.enter_context(gemma4_compat.quantize(offloaded=True))
+            stack.enter_context(gemma4_compat.quantize(experts=True))
         kind = getattr(transformers, tiny_models.class_name(checkpoint))
         model = _loaded(kind, folder, weights, options)
     model = model.eval()

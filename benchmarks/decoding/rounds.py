@@ -198,7 +198,7 @@ class Case:
         """What ``run`` returns, once no graph is captured or fused in it: those of full windows come late."""
         inner = models.base(self.model)
         for _ in range(SETTLED):
-            counted = [gemma4_compat.decoding_statistics(one) for one in (inner, self.assistant)]
+            counted = [gemma4_compat.statistics(one).decoding for one in (inner, self.assistant)]
             before = [(one.captured, one.fused) for one in counted]
             found = run()
             if before == [(one.captured, one.fused) for one in counted]:
@@ -211,12 +211,12 @@ class Case:
         """A text with drafts of which such a share is right."""
         from gemma4_compat._generation.speculative import assisted
 
-        before = gemma4_compat.decoding_statistics(self.model)
+        before = gemma4_compat.statistics(self.model).decoding
         counted = before.drafted, before.accepted, before.rounds
         options = {**self.sampling, "assistant_model": self.assistant}
         with mock.patch.object(assisted.Text, "_drafted", drafter(self.longest, share)):
             text, seconds = timed(self.model, self.batch, tokens, **options)
-        after = gemma4_compat.decoding_statistics(self.model)
+        after = gemma4_compat.statistics(self.model).decoding
         self.found["equal"] &= bool(text.equal(self.longest[:, : text.shape[1]]))
         self.found["texts"] += 1
         names = ("drafted", "accepted", "rounds")
@@ -297,7 +297,7 @@ class Case:
 
     def finish(self) -> None:
         """Add what was used, and release it."""
-        counted = gemma4_compat.decoding_statistics(self.model)
+        counted = gemma4_compat.statistics(self.model).decoding
         self.found["memory"] = small_card_device.memory()
         self.found["statistics"] = {
             "reasons": list(counted.reasons),
@@ -306,7 +306,7 @@ class Case:
             "captured": counted.captured,
             "accepted": counted.accepted,
             "drafted": counted.drafted,
-            "assistant_fused": gemma4_compat.decoding_statistics(self.assistant).fused,
+            "assistant_fused": gemma4_compat.statistics(self.assistant).decoding.fused,
         }
         gemma4_compat.decode_fast(self.model, enabled=False)
         reasons = "".join(f"; {reason}" for reason in (*counted.reasons, *counted.not_fused))

@@ -239,7 +239,7 @@ def case(texts: Texts, model: Any, assistant: Any, ways: tuple[str, ...], tokens
     found: Data = {"texts": 0, "tokens": 0, "past_window": 0, "differing": [], "ways": {}}
     live: list[tuple[int, int]] = []
     window = models.base(model).config.get_text_config().sliding_window
-    counted = gemma4_compat.decoding_statistics(model)
+    counted = gemma4_compat.statistics(model).decoding
     while found["tokens"] < tokens:
         given, expected = known[found["texts"] // len(ways)]
         way, number = ways[found["texts"] % len(ways)], dice.choice(NUMBERS)

@@ -110,13 +110,13 @@ def conversation(model: Any, options: argparse.Namespace, seed: int) -> list[Any
 
 
 def measured(
-    model: Any, options: argparse.Namespace, conversations: list[list[Any]], *, reuse: bool
+    model: Any, options: argparse.Namespace, conversations: list[list[Any]], way: dict[str, Any], *, reuse: bool
 ) -> dict[str, dict[str, Any]]:
     """By turn: its milliseconds, the tokens that were read, and what the host did for it."""
     found: dict[str, dict[str, Any]] = {str(turn): {"tokens": [], "ms": []} for turn in TURNS}
-    counts = gemma4_compat.decoding_statistics(model)
+    counts = gemma4_compat.statistics(model).decoding
     for prompts in conversations:
-        gemma4_compat.reuse_prefix(model, enabled=reuse)
+        gemma4_compat.decode_fast(model, reuse_prefix=reuse, **way)
         for turn, ids in enumerate(prompts, 1):
             if turn not in TURNS:
                 if reuse:
@@ -129,11 +129,11 @@ def measured(
             entry |= {"prompt": ids.shape[1], "read": counts.prompt_tokens_read - before if reuse else ids.shape[1]}
     for turn in TURNS:
         for count in (counted, profiled):
-            gemma4_compat.reuse_prefix(model, enabled=reuse)
+            gemma4_compat.decode_fast(model, reuse_prefix=reuse, **way)
             for ids in conversations[0][: turn - 1] if reuse else ():
                 ask(model, ids, options.answer)
             found[str(turn)] |= count(model, conversations[0][turn - 1])
-    gemma4_compat.reuse_prefix(model, enabled=False)
+    gemma4_compat.decode_fast(model, **way)
     return found
 
 
@@ -142,11 +142,10 @@ def table(model: Any, options: argparse.Namespace) -> dict[str, Any]:
     print("| cache | turn | prompt | read | ms to the first token | calls | operations | tokens |")
     print("|---|---:|---:|---:|---:|---:|---:|---|")
     for way, fast in WAYS.items():
-        gemma4_compat.decode_fast(model, enabled=False)
-        if fast is not None:
-            gemma4_compat.decode_fast(model, **fast)
+        given = {"graphs": False} if fast is None else fast
+        gemma4_compat.decode_fast(model, **given)
         conversations = [conversation(model, options, seed) for seed in range(options.rounds)]
-        whole, reused = (measured(model, options, conversations, reuse=reuse) for reuse in (False, True))
+        whole, reused = (measured(model, options, conversations, given, reuse=reuse) for reuse in (False, True))
         found[way] = {"whole": whole, "reused": reused}
         for turn in map(str, TURNS):
             one, other = whole[turn], reused[turn]
@@ -171,7 +170,7 @@ def bound(model: Any, conversations: int) -> dict[str, Any]:
         pairs: dict[str, list[tuple[Any, Any]]] = {"reused": [], "chunks": []}
         for seed in range(conversations):
             draw, ids = random.Random(seed), text(40, seed, model.device)
-            gemma4_compat.reuse_prefix(model)
+            gemma4_compat.decode_fast(model, reuse_prefix=True, graphs=False)
             for turn in range(6):
                 kept = {"return_dict_in_generate": True, "output_logits": True}
                 answer, whole = ask(model, ids, 12, **kept), ask(model, ids, 12, **kept, **WHOLE)
@@ -181,7 +180,7 @@ def bound(model: Any, conversations: int) -> dict[str, Any]:
                 cut = draw.choice([0, 0, 12, draw.randrange(1, 20)])
                 ids = answer.sequences[:, : answer.sequences.shape[1] - cut]
                 ids = torch.cat([ids, text(8, 100 * seed + turn, model.device)], dim=-1)
-        gemma4_compat.reuse_prefix(model, enabled=False)
+        gemma4_compat.decode_fast(model, enabled=False)
         for what, both in pairs.items():
             off = [(one.logits[0] - other.logits[0]).abs().max().item() for one, other in both]
             largest = max(other.logits[0].abs().max().item() for _, other in both)

@@ -371,11 +371,10 @@ def training(run: Run, model: Any, name: str, lengths: tuple[int, ...]) -> Data:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    import gemma4_compat
     from gemma4_compat._plan.training_step import TARGETS
 
     config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS)
-    trained_model = gemma4_compat.chunked_loss(get_peft_model(model, config).train())
+    trained_model = common.parts(get_peft_model(model, config).train(), loss=True)
     trained_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trained_model.enable_input_require_grads()
     weights = [weight for _, weight in sorted(trained_model.named_parameters()) if weight.requires_grad]

@@ -6,7 +6,7 @@ Random weights in the real shape, 4-bit with double quantization; 26B-A4B-6 is t
 checkpoint fits into /dev/shm. Each way in a process of its own:
 
 upstream    without the shim, on the card: experts stay in bf16
-card        inside quantize_experts(), on the card; then saved with `save_pretrained`
+card        inside quantize(experts=True), on the card; then saved with `save_pretrained`
 host        the same, the experts of all layers in host memory
 saved       the checkpoint that "card" has saved, the experts in host memory: nothing is left in bf16 to be read
 
@@ -99,8 +99,8 @@ def load(order: Order) -> Data:
         torch.zeros(1, device="cuda")  # what CUDA takes of the host is no matter of loading
     with contextlib.ExitStack() as stack:
         if way != "upstream":
-            stack.enter_context(gemma4_compat.quantize_experts())
-            stack.enter_context(gemma4_compat.quantize_offloaded())
+            stack.enter_context(gemma4_compat.quantize(experts=True))
+            stack.enter_context(gemma4_compat.quantize(offloaded=True))
         device.forget_peak()
         started = time.perf_counter()
         with host_memory() as host:

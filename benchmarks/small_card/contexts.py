@@ -66,7 +66,7 @@ def measured(model: Any, way: str, tokens: int, new: int, held: float) -> Data:
     """One text."""
     prompt = models.text_prompt(model, tokens - new)
     options: Data = {} if way == CHOSEN else {"prefill_chunk_size": int(way)}
-    clock, counted = Clock(), gemma4_compat.decoding_statistics(model)
+    clock, counted = Clock(), gemma4_compat.statistics(model).decoding
     before = counted.prompts_in_chunks, counted.prompts_replayed
     device.forget_peak()
     device.synchronize()

@@ -157,7 +157,7 @@ def load(shape: str, case: Case, folder: Path) -> Any:
         options = {"device_map": whole_map(checkpoint, offloaded, case.to)}
         if case.to == "disk":
             options["offload_folder"] = on_disk
-    also = gemma4_compat.quantize_offloaded() if case.quantize and main != "cpu" else contextlib.nullcontext()
+    also = gemma4_compat.quantize(offloaded=True) if case.quantize and main != "cpu" else contextlib.nullcontext()
     with also:
         model = Gemma4ForConditionalGeneration.from_pretrained(
             checkpoint, dtype=torch.bfloat16, quantization_config=quantization(shape, case), **options

@@ -106,7 +106,7 @@ class Run:
         return seconds
 
     def _counted(self) -> dict[str, int]:
-        counted = gemma4_compat.decoding_statistics(self.model)
+        counted = gemma4_compat.statistics(self.model).decoding
         return {name: getattr(counted, name) for name in COUNTS}
 
     def whole(self, way: str) -> Data:

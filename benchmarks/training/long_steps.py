@@ -9,9 +9,9 @@ before it; "windows" has no "offload", and "all" has both:
 
 chunked     the loss in chunks, which is what there was
 mlp         MLPs in pieces
-pieces      norms in pieces too, and no graph that nobody reads: all of `chunked_mlp`
+pieces      norms in pieces too, and no graph that nobody reads: all of `mlp=True`
 offload     what checkpointing keeps is in host memory
-windows     GEMMA4_COMPAT_ENABLE=transformers-sliding-windows
+windows     `windows=True, products=True`
 all         both: windows, and what checkpointing keeps in host memory
 
 For each sequence and way: seconds of a step after the first one, tokens a second, PyTorch's peaks, the loss of each
@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for --bits; read when CUDA starts
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import gemma4_compat
+import gemma4_compat  # noqa: F401  (before the others)
 from benchmarks import common
 from benchmarks.common import Data
 from benchmarks.decoding import models
@@ -107,7 +107,6 @@ class Steps:
         self.tokens = tokens
         self.model = get_peft_model(base, LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS)).train()
         self.model.enable_input_require_grads()
-        gemma4_compat.chunked_loss(self.model)
         self.trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         generator = torch.Generator().manual_seed(0)
         self.initial = {
@@ -121,15 +120,15 @@ class Steps:
         return sorted(self.trained.items())
 
     @contextlib.contextmanager
-    def switched(self, way: Way) -> Any:
-        """Inside, the switches are set, and the adapter is as in the beginning."""
+    def switched(self, way: Way, **graphs: Any) -> Any:
+        """Inside, these parts of `train_fast` are on, and the adapter is as in the beginning."""
         import torch
 
-        from gemma4_compat._attention import windows
         from gemma4_compat._training import norms, per_layer, shared_states
 
         common.checkpointing(self.model, offload=way.offload)
-        gemma4_compat.chunked_mlp(self.model, tokens=self.tokens, enabled=way.mlp)
+        mlp = way.mlp and (self.tokens or True)
+        common.parts(self.model, loss=True, mlp=mlp, windows=way.windows, products=way.windows, **graphs)
         if not way.rest:
             for part in (norms, shared_states, per_layer):
                 part.leave(self.model)
@@ -137,15 +136,9 @@ class Steps:
             for name, weight in self.trained.items():
                 weight.copy_(self.initial[name])
                 weight.grad = None
-        before = os.environ.get("GEMMA4_COMPAT_ENABLE")
-        if way.windows:
-            os.environ["GEMMA4_COMPAT_ENABLE"] = windows.ID
         try:
             yield
         finally:
-            os.environ.pop("GEMMA4_COMPAT_ENABLE", None)
-            if before is not None:
-                os.environ["GEMMA4_COMPAT_ENABLE"] = before
             for weight in self.trained.values():
                 weight.grad = None
             device.forget_peak()

@@ -137,7 +137,7 @@ def compared(model: Any, ids: Any) -> dict[str, Any]:
     eager, replayed = (
         generate(model, ids, new=COMPARED, do_sample=False, disable_compile=without) for without in (True, False)
     )
-    counted = gemma4_compat.decoding_statistics(model)
+    counted = gemma4_compat.statistics(model).decoding
     return {
         "tokens_equal": int((eager.sequences == replayed.sequences)[:, PROMPT:].sum()),
         "tokens": ROWS * COMPARED,

@@ -1,4 +1,4 @@
-"""How fast is a training step of a short sequence, with and without `gemma4_compat.train_fast`, and is it the same?
+"""How fast is a training step of a short sequence, with and without the graphs of `train_fast`, and is it the same?
 
 python benchmarks/training/short_steps.py --shape E4B --sequences 256,512,1024,2048 --json FILE.json
     [--where gpu] [--bits 512] [--steps 8] [--seconds 150]
@@ -7,10 +7,10 @@ QLoRA of rank 16 on every linear layer of the decoder, random weights in the rea
 quantization, bf16 autocast, a loss in chunks, AdamW, one process, one sequence a step. Ways, in turns:
 
 plain       checkpointing without reentry
-fast        the same with `train_fast`
-unchecked   no checkpointing, no `train_fast`
-windows     checkpointing, and GEMMA4_COMPAT_ENABLE=transformers-sliding-windows
-pieces      the same with `chunked_mlp`
+fast        the same with graphs
+unchecked   no checkpointing, no graphs
+windows     checkpointing, and `windows=True, products=True`
+pieces      the same with `mlp=True`
 
 The last two also as fast-windows and fast-pieces. Each runs twice. For each sequence and way: seconds of steps after
 the first six, in which `train_fast` captures; tokens a second; PyTorch's peaks; the losses; and what the GPU has taken
@@ -65,11 +65,10 @@ MAX_TOKENS = 1 << 20  # of `train_fast`
 @contextlib.contextmanager
 def switched(steps: long_steps.Steps, way: str) -> Iterator[None]:
     """Inside, steps run this way, from the adapter of the beginning."""
-    with steps.switched(WAYS[way]):
+    graphs: Data = {"graphs": True, "max_tokens": MAX_TOKENS} if is_fast(way) else {}
+    with steps.switched(WAYS[way], **graphs):
         if way == "unchecked":
             steps.model.gradient_checkpointing_disable()
-        if is_fast(way):
-            gemma4_compat.train_fast(steps.model, max_tokens=MAX_TOKENS)
         try:
             yield
         finally:
@@ -94,7 +93,7 @@ def measured(steps: long_steps.Steps, way: str, sequence: int, timed: int) -> Da
         device.forget_peak()
         before = beside()
         seconds, losses = steps.timed(optimizer, sequence, SETTLED + timed)
-        counted = gemma4_compat.training_statistics(steps.model)
+        counted = gemma4_compat.statistics(steps.model).training
         found: Data = {"seconds": seconds[SETTLED:], "losses": losses, "memory": device.memory()}
         found["beside_gib"] = None if before is None else (beside() or 0.0) - before
         if is_fast(way):

@@ -11,10 +11,10 @@ upstream    the shim is off, everything on the GPU
 trl         the same under TRL's SFTTrainer, which has a loss in chunks of its own and keeps adapters in bf16
 shim        upstream's placement with the shim
 trl-shim    the same under TRL's SFTTrainer
-chunked     with `gemma4_compat.chunked_loss`
+chunked     with `train_fast(loss=True)`
 host        table and towers on the host, loss in chunks
 streamed    all layers on the host as well
-windows     the same with GEMMA4_COMPAT_ENABLE=transformers-sliding-windows
+windows     the same with `windows=True, products=True`
 chunked-windows  as chunked, with that
 unsloth     unsloth's model and adapter under TRL's SFTTrainer, everything on the GPU, UNSLOTH_COMPILE_DISABLE=1; needs
             `--unsloth FOLDER`
@@ -56,18 +56,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import gemma4_compat
+import gemma4_compat  # noqa: F401  (before the others)
 from benchmarks import common
 from benchmarks.common import Data, Order
 from benchmarks.decoding import models
 from benchmarks.small_card import device
 from benchmarks.training import trainers_fit as fit
 from benchmarks.training import trainers_report
-from gemma4_compat._diagnostics import environment
+from gemma4_compat._doctor import environment
 from gemma4_compat._engine import versions
 
 
@@ -95,7 +94,6 @@ WAYS = {
     "unsloth": Way(False, "unsloth", False, trl=True, unsloth=True),
     "unsloth-compiled": Way(False, "unsloth-compiled", False, trl=True, unsloth=True),
 }
-SWITCH = {"GEMMA4_COMPAT_ENABLE": "transformers-sliding-windows"}
 #: Says to a process that it is unsloth's.
 UNSLOTH = "GEMMA4_COMPAT_BENCHMARK_UNSLOTH"
 RANK = 16
@@ -155,7 +153,7 @@ def train(order: Order) -> Data:
 
     forward = vars(_loaded).get("forward")  # TRL replaces it
     device.forget_peak()
-    with device.ballast(order.get("budget")) as held, mock.patch.dict(os.environ, SWITCH if way.windows else {}):
+    with device.ballast(order.get("budget")) as held:
         trainer = None
         model = _adapted(way, order["rank"]).train()
         try:
@@ -165,7 +163,7 @@ def train(order: Order) -> Data:
                     value = torch.empty(weight.shape).normal_(0.0, 0.02, generator=generator)
                     weight.data, weight.grad = value.to(weight.device), None
             if way.shim:
-                gemma4_compat.chunked_loss(model, enabled=way.chunked)
+                common.parts(model, loss=way.chunked, windows=way.windows, products=way.windows)
             vocabulary = min(250_000, model.config.get_text_config().vocab_size - 16)
             generator = torch.Generator().manual_seed(1)
             rows = torch.randint(3, vocabulary, (order["steps"], order["sequence"]), generator=generator).tolist()

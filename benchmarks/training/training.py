@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import gemma4_compat
+import gemma4_compat  # noqa: F401  (before the others)
 from benchmarks import common
 from benchmarks.common import Data, Order
 from benchmarks.decoding import models
@@ -134,8 +134,7 @@ def train(order: Order) -> Data:
     import torch
 
     chunked, pieces = KINDS[order["kind"]]
-    gemma4_compat.chunked_loss(_model, enabled=chunked)
-    gemma4_compat.chunked_mlp(_model, tokens=order["tokens"], enabled=pieces)
+    common.parts(_model, loss=chunked, mlp=pieces and order["tokens"])
     trained = _trained()
     with torch.no_grad():
         for name, weight in trained.items():

@@ -259,6 +259,10 @@ WINDOWS = _mark(
     *("windows", "transformers-sliding-windows", "an attention mask"),
     "The parts of it that blocks of queries need, until the mask is written to.",
 )
+TRAINED_ATTENTION = _mark(
+    *("trained_attention", "transformers-sliding-windows", "a text model or an attention module, after train_fast"),
+    "Whether training computes sliding layers by windows, and wide heads by products.",
+)
 CANDIDATES = _mark(
     *("candidates", "transformers-assistant-keys", "a generator of candidates"),
     "How many tokens it returned last.",

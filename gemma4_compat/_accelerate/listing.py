@@ -1,4 +1,4 @@
-"""``gemma4_compat.attached``: what this package has left on a model. Changes nothing; imports nothing upstream."""
+"""What this package has left on a model. Changes nothing; imports nothing upstream."""
 
 from __future__ import annotations
 
@@ -59,17 +59,10 @@ class Attached(tuple[Attachment, ...]):
 def attached(model: Any) -> Attached:
     """What this package has left on a model: attributes, hooks, and methods in place of those of a class.
 
-    >>> print(gemma4_compat.attached(model))
+    >>> print(attached(model))
     4 x streaming hooks (accelerate-paged-layers)
         on model.language_model.layers.*
         They bring a layer's weights to the device before its forward, and release them after it.
-
-    The same things in all layers are one entry. Modules, parameters, buffers, quantization states, accelerate's hooks
-    and the model's quantizer are looked at. Hooks of accelerate itself are not listed.
-
-    ``revert()`` restores functions of the libraries and leaves what is listed here, so that a dispatched model still
-    works. The hooks of an offload go with accelerate's (``remove_hook_from_submodules``), its methods with the next
-    cast or move. ``gemma4-compat doctor --verbose`` says what each patch may leave.
 
     Args:
         model: a ``torch.nn.Module``: a transformers model, plain, quantized, dispatched or not, or one that PEFT, DDP

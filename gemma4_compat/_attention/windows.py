@@ -21,7 +21,7 @@ from typing import Any
 from gemma4_compat._accelerate import attached
 from gemma4_compat._attention import layers, products, tracing
 from gemma4_compat._attention.block_layout import UNIT, Layout
-from gemma4_compat._engine import settings
+from gemma4_compat._engine import dormant, settings
 
 ID = "transformers-sliding-windows"
 
@@ -37,6 +37,8 @@ LEAST_ON_GPU, _LEAST_UNASKED = 4_096, 16_384
 LEAST_TO_MULTIPLY = {"cuda": LEAST_ON_GPU, "gpu": LEAST_ON_GPU}
 #: Units of keys after a block that may be tried: an image has at most 1,120 tokens.
 _AFTER = range(4)
+
+_TEXT_MODELS = ("Gemma4TextModel", "Gemma4UnifiedTextModel")
 
 _inside = threading.local()
 #: What was tried, and whether it had the same bits.
@@ -98,7 +100,7 @@ def attention(
 ) -> Any:
     """What ``whole`` computes, transformers' function for ``sdpa``; see there for the arguments.
 
-    Without the opt-in, by windows only if no gradient is needed and the bits are the same.
+    Unless asked for, by windows only if no gradient is needed and the bits are the same.
     """
     manager = getattr(_inside, "manager", None)
     if manager is None or not layers.is_text(module):
@@ -113,23 +115,55 @@ def _attention(
     given = (module, query, key, value, attention_mask)
     if query.shape[2] == 1:
         return whole(*given, **kwargs)
-    enabled = _is_planned() or settings.is_enabled(ID)
-    if enabled and _may_multiply(*given, **kwargs):
+    by_windows, by_products = _asked(module)
+    if by_products and _may_multiply(*given, **kwargs):
         scaling = kwargs["scaling"] if kwargs.get("scaling") is not None else query.shape[3] ** -0.5
         return products.attention(query, key, value, attention_mask, scaling), None
-    if attention_mask is None or not _can_be(*given, enabled=enabled, **kwargs):
+    if attention_mask is None or not _can_be(*given, enabled=by_windows, **kwargs):
         return whole(*given, **kwargs)
     gradients = _gradients(query, key, value)
-    if gradients and not enabled:
+    if gradients and not by_windows:
         return whole(*given, **kwargs)
     block = _block(module, query, gradients)
     layout = tracing.once(attention_mask, attached.LAYOUT, _layout, module.sliding_window, block)
     if layout is None:
         return whole(*given, **kwargs)
     blocks = tracing.made(attention_mask, attached.WINDOWS, _of_blocks, len(query), layout)
-    if not (enabled or _has_the_bits(whole, layout, blocks, *given, **kwargs)):
+    if not (by_windows or _has_the_bits(whole, layout, blocks, *given, **kwargs)):
         return whole(*given, **kwargs)
     return _by_windows(whole, layout, blocks, *given, **kwargs), None
+
+
+def _asked(module: Any) -> tuple[bool, bool]:
+    """Whether windows and products are asked for: by ``train_fast`` in training, else for the whole process."""
+    asked: tuple[bool, bool] | None = vars(module).get(attached.TRAINED_ATTENTION) if module.training else None
+    return asked if asked is not None else (_is_planned() or settings.is_enabled(ID),) * 2
+
+
+def ask(model: Any, *, windows: bool, products: bool) -> None:
+    """Have training compute the text layers of a model this way, whatever GEMMA4_COMPAT_ENABLE says."""
+    for module in _asking(model):
+        vars(module)[attached.TRAINED_ATTENTION] = windows, products
+
+
+def forget(model: Any) -> None:
+    """Take the marks off; GEMMA4_COMPAT_ENABLE decides."""
+    for module in _asking(model):
+        vars(module).pop(attached.TRAINED_ATTENTION, None)
+
+
+def _asking(model: Any) -> Iterator[Any]:
+    return (one for one in model.modules() if layers.is_text(one) or type(one).__name__ in _TEXT_MODELS)
+
+
+def is_asked(model: Any) -> bool:
+    """Whether windows or products are asked for in a text model as it is now."""
+    return any(_asked(model))
+
+
+def unavailable() -> str | None:
+    """Why neither can be had; None if they can."""
+    return None if dormant.is_installed(ID) else f"the patch {ID} is off"
 
 
 def _gradients(*tensors: Any) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from gemma4_compat._common import arguments
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._generation.prefix_cache import reuse
 from gemma4_compat._generation.prompts import embedded
 from gemma4_compat._graphs import decoder, obstacles
 from gemma4_compat._graphs.recording import RECORDERS
@@ -22,6 +23,8 @@ def decode_fast(
     exact: bool = False,
     any_length: bool = False,
     assistants: bool = False,
+    reuse_prefix: bool = False,
+    graphs: bool = True,
 ) -> _Model:
     """Have ``generate`` of a Gemma 4 model replay its decoding step, and prompts of known lengths, as CUDA graphs.
 
@@ -40,7 +43,7 @@ def decode_fast(
     only after a forward ran out of memory. ``prefill_chunk_size`` wins.
 
     A model that cannot be replayed is left as it is, and a warning in the log says why: 8-bit weights, weights on
-    disk, several GPUs, no GPU.
+    disk, several GPUs, no GPU. Each call states everything: an option that it does not name has its default again.
 
     Args:
         model: a transformers model for text generation, quantized, dispatched or not, or a PEFT model around one.
@@ -51,8 +54,8 @@ def decode_fast(
             float64, the errors of their attention and of their 4-bit products are not larger than those of PyTorch and
             bitsandbytes. Bits do not depend on where weights are, on the length of the cache, on earlier calls or on
             the rest of the batch (up to eight rows; 4-bit weights before bitsandbytes 0.50: one). A near-tie between
-            two tokens may fall the other way than in PyTorch. docs/DECODING.md says what these kernels leave to
-            PyTorch. A change of ``exact`` releases the graphs.
+            two tokens may fall the other way than in PyTorch. docs/DECODING_NUMERICS.md says what these kernels leave
+            to PyTorch. A change of ``exact`` releases the graphs.
         any_length: True to read prompts of text in pieces of a few sizes, which are replayed whatever the length of
             the prompt. By default a prompt is replayed if one of its length was read before, and its bits are those of
             a prompt without a replay. Pieces round otherwise, as chunks do (``prefill_chunk_size``, which wins). Where
@@ -61,13 +64,23 @@ def decode_fast(
             ``prompt_lookup_num_tokens=``. Tokens, greedy and sampled, are those of the same call without them. How
             many tokens are drafted at once is decided by measuring, in place of ``num_assistant_tokens``; with experts
             (26B-A4B) none.
+        reuse_prefix: True to read only what is new of a prompt that begins like the last conversation: with the same
+            tokens, images and sounds. The model keeps the cache of the last ``generate``, and cuts it to the longest
+            common prefix, so pass the whole history every time, as without this. Logits differ in rounding from those
+            of a prompt that is read at once. A prompt is read from its beginning if weights, active adapters,
+            attributes, hooks or the attention implementation have changed, or if you have written to the cache that
+            the last call returned. Not noticed: what is written through ``.data`` into a part of a weight that is in
+            host memory, and what a hook of yours reads elsewhere. Call this again afterwards, which forgets the
+            conversation. Batches, beams, padding, videos, assistants, and calls with ``adapter_names`` or a cache of
+            the caller's read their prompts as without this.
+        graphs: False for only ``reuse_prefix``, with or without a GPU; ``generate`` then decodes as without this.
 
     Returns:
         ``model`` itself.
 
     Raises:
         Gemma4CompatError: it is not a Gemma 4 model that generates, or ``any_length`` or ``assistants`` is asked for
-            with ``exact``.
+            with ``exact`` or without ``graphs``.
     """
     inner = walk.unwrapped(model)
     if not family.is_gemma4(inner) or getattr(inner, "generation_config", None) is None:
@@ -85,15 +98,24 @@ def decode_fast(
             "decode_fast got exact=True and assistants=True, but PyTorch gives a token other bits if it reads several "
             "at once. Leave out one of the two."
         )
+    if not graphs and (any_length or assistants):
+        raise Gemma4CompatError(
+            "decode_fast got graphs=False and "
+            f"{'any_length' if any_length else 'assistants'}=True, which replays graphs. Leave out one of the two."
+        )
+    reuse.forget(inner)
+    if enabled and reuse_prefix:
+        reuse.ask(inner)
     decoding = decoder.of(inner)
-    obstacle = _obstacle(inner) if enabled else None
+    graphs = enabled and graphs
+    obstacle = _obstacle(inner) if graphs else None
     if obstacle is not None:
         decoding.reason(obstacle)
-    decoding.preferred = enabled and obstacle is None
+    decoding.preferred = graphs and obstacle is None
     if decoding.preferred:
-        sleep.awaken(embedded.PATCH)
+        dormant.activate(embedded.PATCH)
     own = decoding.preferred and not exact
-    if not enabled or own != decoding.own:
+    if not graphs or own != decoding.own:
         decoding.clear()
     decoding.own, decoding.any_length, decoding.assistants = own, own and any_length, own and assistants
     return model

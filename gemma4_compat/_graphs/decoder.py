@@ -460,7 +460,7 @@ def is_preferred(model: Any) -> bool:
 def decoding_statistics(model: Any) -> DecodingStatistics:
     """How the one-token steps of ``model`` were run; PEFT, DDP or ``torch.compile`` may wrap the model.
 
-    >>> counted = gemma4_compat.decoding_statistics(model)
+    >>> counted = decoding_statistics(model)
     >>> counted.replayed, counted.captured, counted.reasons
     (199, 1, ())
 

@@ -397,7 +397,7 @@ def _refusal(blueprint: Blueprint, budgets: Mapping[Any, int], load: Load | Trai
     if blueprint.quantization in (None, "8bit"):
         remedies.append("4-bit weights")
     elif (quantized := blueprint.offloading(quantized=True)) != blueprint and fits(load, quantized):
-        remedies.append("offloaded layers quantized as well (gemma4_compat.quantize_offloaded)")
+        remedies.append("offloaded layers quantized as well (gemma4_compat.quantize(offloaded=True))")
     experts = ""
     if blueprint.quantization != "8bit" and blueprint.experts and not any(layer.experts for layer in blueprint.layers):
         experts = " Its experts are in bf16 here; quantize_experts counts, and loads, them in 4 bits."

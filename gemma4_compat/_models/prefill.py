@@ -30,7 +30,8 @@ def nothing_new(held: int, length: int) -> Gemma4CompatError:
         f"the cache holds {held} tokens, and the prompt with its attention_mask has {length}: "
         "there is nothing new to read. Pass the whole text, at least one token longer than the cache, or "
         "only its new tokens with an attention_mask for the whole text. Without the cache any prompt is "
-        "read, and gemma4_compat.reuse_prefix(model) keeps a cache that serves shorter prompts as well."
+        "read, and gemma4_compat.decode_fast(model, reuse_prefix=True) keeps a cache that serves shorter prompts "
+        "as well."
     )
 
 

@@ -29,7 +29,7 @@ def warn_if_short(model: Any, placement: Mapping[str, Any]) -> None:
         notice.warn_user(
             f"device_map keeps {size_text(needed, up=True)} of weights in host memory, of which {size_text(free)} are "
             "available here, including swap: the system may end the process while it loads. Send some modules to "
-            "'disk', or store them in fewer bits (gemma4_compat.quantize_offloaded(), quantize_experts())."
+            "'disk', or store them in fewer bits (gemma4_compat.quantize(offloaded=True, experts=True))."
         )
 
 

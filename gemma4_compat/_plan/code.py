@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from gemma4_compat._attention import windows
 from gemma4_compat._common.text import runs
-from gemma4_compat._engine import settings
 from gemma4_compat._memory.formulas import Load
 from gemma4_compat._memory.layout import Layout
 from gemma4_compat._plan import assistants
 from gemma4_compat._plan.result import Source
 from gemma4_compat._plan.training_step import TARGETS, Step
+from gemma4_compat._training import mlp
 from gemma4_compat._training.captured import layers
 
 #: What fast decoding does.
@@ -22,7 +22,7 @@ model = get_peft_model(
     model,
     LoraConfig(r={r}, lora_alpha={r}, target_modules=r"{targets}"),
 )
-{chunked}{pieces}{replays}arguments = TrainingArguments(
+{fast}arguments = TrainingArguments(
     "adapter",
     bf16=True,
     per_device_train_batch_size={batch},
@@ -92,11 +92,10 @@ def loading_lines(
     arguments += ['offload_folder="offload"'] if placed.disk else []
     call = [f"model = {source.model_class}.from_pretrained(", f"    {_quoted(source.model)},"]
     call += [f"    {argument}," for argument in arguments] + [")"]
-    contexts = ["quantize_experts"] if source.experts is not None and not source.stored_experts else []
-    contexts += ["quantize_offloaded"] if offloads else []
-    if contexts:
-        opened = ", ".join(f"gemma4_compat.{name}()" for name in contexts)
-        return [*lines, f"with {opened}:", *(f"    {line}" for line in call)]
+    quantized = ["offloaded=True"] if offloads else []
+    quantized += ["experts=True"] if source.experts is not None and not source.stored_experts else []
+    if quantized:
+        return [*lines, f"with gemma4_compat.quantize({', '.join(quantized)}):", *(f"    {line}" for line in call)]
     return lines + call
 
 
@@ -151,10 +150,19 @@ def grouped(device_map: Mapping[str, int | str]) -> list[tuple[tuple[str, str], 
     return [(path, numbers and sorted(numbers), device) for (path, device), numbers in groups.items()]
 
 
-def _replays(step: Step) -> str:
-    tokens = step.max_length * step.batch
-    most = "" if tokens <= layers.MAX_TOKENS else f", max_tokens={tokens}"
-    return f"model = gemma4_compat.train_fast(model{most})\n"
+def _fast(step: Step) -> str:
+    """The call that turns on what was planned: what it would choose otherwise is named."""
+    if not (step.chunked_loss or step.chunked_mlp or step.sliding_windows or step.train_fast):
+        return ""
+    tokens, named = step.max_length * step.batch, []
+    if step.train_fast and tokens > layers.MAX_TOKENS:
+        named.append(f"max_tokens={tokens}")
+    named += [] if step.chunked_loss else ["loss=False"]
+    named += [f"mlp={step.chunked_mlp}"] if tokens > mlp.TOKENS else []
+    if step.max_length >= windows.LEAST_ON_GPU and not step.sliding_windows:
+        named += ["windows=False", "products=False"]
+    named += [] if step.train_fast else ["graphs=False"]
+    return f"model = gemma4_compat.train_fast({', '.join(['model', *named])})\n"
 
 
 def training_code(source: Source, placed: Layout, step: Step) -> str:
@@ -162,9 +170,7 @@ def training_code(source: Source, placed: Layout, step: Step) -> str:
     imports = ("from peft import LoraConfig, get_peft_model", ("Trainer", "TrainingArguments"))
     training = _TRAINING.format(
         r=step.r,
-        chunked="model = gemma4_compat.chunked_loss(model)\n" if step.chunked_loss else "",
-        pieces="model = gemma4_compat.chunked_mlp(model)\n" if step.chunked_mlp else "",
-        replays=_replays(step) if step.train_fast else "",
+        fast=_fast(step),
         lengths=_LENGTHS if step.train_fast else "",
         targets=TARGETS,
         batch=step.batch,
@@ -173,8 +179,4 @@ def training_code(source: Source, placed: Layout, step: Step) -> str:
         optim=step.optim,
         max_length=step.max_length,
     )
-    lines = []
-    if step.sliding_windows:
-        enabled = ",".join(dict.fromkeys([*settings.enabled()[0], windows.ID]))
-        lines = ["import os", "", f'os.environ["GEMMA4_COMPAT_ENABLE"] = "{enabled}"', ""]
-    return "\n".join([*lines, *loading_lines(source, placed, imports=imports), training])
+    return "\n".join([*loading_lines(source, placed, imports=imports), training])

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from gemma4_compat._attention import windows
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 from gemma4_compat._kernels.specs import flash
 from gemma4_compat._memory import formulas, layout
 from gemma4_compat._memory.blueprint import Blueprint
@@ -66,7 +66,7 @@ def obstacle(blueprint: Blueprint, load: Load, found: _Capability | None) -> str
     attentions = (block.attention for block in blueprint.layers if block.attention is not None)
     if not all(flash.serves(one.heads, one.kv_heads, one.head_dim) for one in attentions):
         return "this package has no kernels for the model's heads"
-    if not sleep.is_installed(windows.ID):
+    if not dormant.is_installed(windows.ID):
         return f"the patch {windows.ID} is off"
     if found is None:
         return UNKNOWN

@@ -115,7 +115,7 @@ class Plan:
 
     @property
     def quantize_offloaded(self) -> bool:
-        """Whether offloaded modules must be loaded inside ``gemma4_compat.quantize_offloaded()``."""
+        """Whether offloaded modules must be loaded inside ``gemma4_compat.quantize(offloaded=True)``."""
         return self.source.quantization is not None and self.layout.offloads
 
     @property
@@ -257,8 +257,8 @@ class TrainingPlan:
         r: LoRA rank.
         gradient_checkpointing: whether activations are computed again in the backward pass.
         optim: the optimizer, as ``TrainingArguments.optim`` names it.
-        chunked_loss: whether the loss is that of ``gemma4_compat.chunked_loss``.
-        chunked_mlp: whether MLPs are those of ``gemma4_compat.chunked_mlp``.
+        chunked_loss: whether the loss is in chunks (``gemma4_compat.train_fast``).
+        chunked_mlp: whether MLPs are computed in pieces (``gemma4_compat.train_fast``).
         sliding_windows: whether sliding layers are computed by windows, and full ones by matrix products.
         train_fast: whether decoder layers are replayed, as with ``gemma4_compat.train_fast``.
         activation_offloading: whether what checkpointing keeps is in host memory.

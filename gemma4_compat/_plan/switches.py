@@ -8,7 +8,7 @@ from typing import Any
 
 from gemma4_compat._attention import windows
 from gemma4_compat._common.text import size_text
-from gemma4_compat._engine import settings, sleep
+from gemma4_compat._engine import dormant, settings
 from gemma4_compat._memory import layout
 from gemma4_compat._memory.blueprint import Blueprint
 from gemma4_compat._memory.formulas import TrainingLoad
@@ -87,7 +87,7 @@ def never_used(step: Step, switch: str) -> str:
     if switch == "train_fast" and tokens > layers.MAX_TOKENS and not step.train_fast:
         return f"above {layers.MAX_TOKENS:,} tokens it gains less and takes more memory, so you have to ask for it"
     patch = _PATCHES.get(switch)
-    return "" if patch is None or sleep.is_installed(patch) else f"the patch {patch} is off"
+    return "" if patch is None or dormant.is_installed(patch) else f"the patch {patch} is off"
 
 
 def loss(place: Place, memories: Memories) -> tuple[bool, str]:

@@ -94,15 +94,16 @@ def plan_training(
         r: LoRA rank, on all linear layers of the decoder.
         gradient_checkpointing: compute the activations of a layer again in the backward pass.
         optim: the optimizer: adamw_torch, adamw_torch_fused, adamw_8bit, paged_adamw_32bit, paged_adamw_8bit or sgd.
-        chunked_loss: whether the loss is that of :func:`gemma4_compat.chunked_loss`. None: only if the step otherwise
-            does not fit, leaves less than 0.5 GiB, or has more decoder layers streamed; ``reasons`` says which.
-        chunked_mlp: whether MLPs are those of :func:`gemma4_compat.chunked_mlp`. None: only if the step otherwise does
+        chunked_loss: whether the loss is in chunks, as :func:`gemma4_compat.train_fast` computes it. None: only if the
+            step otherwise does not fit, leaves less than 0.5 GiB, or has more decoder layers streamed; ``reasons``
+            says which.
+        chunked_mlp: whether MLPs are in pieces, as ``train_fast`` computes them. None: only if the step otherwise does
             not fit or leaves less than 0.5 GiB, with all decoder layers streamed; ``reasons`` says which.
         sliding_windows: whether sliding layers are computed by windows and full ones by matrix products
             (``transformers-sliding-windows``), which a GPU does from 4,096 tokens on. It takes less time, and rounds
             gradients otherwise. None: only if the step otherwise does not fit, leaves less than 0.5 GiB, or has more
             decoder layers streamed.
-        train_fast: whether decoder layers are replayed (:func:`gemma4_compat.train_fast`); graphs are counted for
+        train_fast: whether decoder layers are replayed, as after ``train_fast``; graphs are counted for
             sequences of one length. None: in steps of up to 2,048 tokens whose layers can be replayed, if the graphs
             fit with no decoder layer streamed. A step in which no layer can be replayed goes without; ``reasons`` says
             why.

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from gemma4_compat._attention import windows
-from gemma4_compat._engine import sleep
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._memory.blueprint import rounded
 from gemma4_compat._plan import equal_layers
@@ -60,11 +59,11 @@ class Step:
         r: LoRA rank, on :data:`TARGETS`.
         gradient_checkpointing: compute the activations of a decoder layer again in the backward pass.
         optim: one of :data:`OPTIMIZERS`, as ``TrainingArguments.optim`` names them.
-        chunked_loss: the loss is that of ``gemma4_compat.chunked_loss``.
+        chunked_loss: the loss is in chunks, as ``train_fast`` computes it.
         activation_offloading: what checkpointing keeps is in host memory until the backward pass needs it.
-        chunked_mlp: MLPs are computed as with ``gemma4_compat.chunked_mlp``.
-        sliding_windows: attention is computed as with the opt-in of ``transformers-sliding-windows``, on a GPU.
-        train_fast: decoder layers are replayed as with ``gemma4_compat.train_fast``, in sequences of one length.
+        chunked_mlp: MLPs are computed in pieces, as ``train_fast`` does.
+        sliding_windows: attention is by windows and products, as after ``train_fast`` on a GPU.
+        train_fast: decoder layers are replayed, as after ``train_fast``, in sequences of one length.
     """
 
     max_length: int
@@ -132,11 +131,8 @@ def measure(model: Any, quantized: Collection[str], step: Step, *, quantized_exp
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     _check(step)
-    if step.sliding_windows and not sleep.is_installed(windows.ID):
-        raise Gemma4CompatError(
-            f"sliding_windows needs the patch {windows.ID}, which is not applied here: "
-            f"gemma4_compat.status()[{windows.ID!r}] says why"
-        )
+    if step.sliding_windows and windows.unavailable() is not None:
+        raise _off("sliding_windows", windows.ID)
     with _quiet():
         adapted = _adapted(model, step)
     by_windows = windows.planned() if step.sliding_windows else contextlib.nullcontext()
@@ -145,14 +141,8 @@ def measure(model: Any, quantized: Collection[str], step: Step, *, quantized_exp
         for module in all_experts(model).values() if quantized_experts else ():
             _experts_to_4bit(module)
         adapted.train()
-        if step.chunked_loss:
-            loss.chunked_loss(adapted)
-        else:
-            loss.leave(model)
-        if step.chunked_mlp:
-            mlp.chunked_mlp(adapted)
-        else:
-            mlp.leave(model)
+        _ask("chunked_loss", step.chunked_loss, loss, adapted)
+        _ask("chunked_mlp", step.chunked_mlp, mlp, adapted)
         if step.gradient_checkpointing:
             adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             if step.activation_offloading:
@@ -170,6 +160,22 @@ def measure(model: Any, quantized: Collection[str], step: Step, *, quantized_exp
         backward=backward,
         sizes=tuple(sizes),
         graphs=graphs,
+    )
+
+
+def _ask(name: str, on: bool, part: Any, model: Any) -> None:
+    """Turn a part of ``train_fast`` on, or off whatever GEMMA4_COMPAT_ENABLE says."""
+    if not on:
+        part.leave(model)
+    elif part.unavailable(model) is None:
+        part.ask(model)
+    else:
+        raise _off(name, part.ID)
+
+
+def _off(name: str, patch: str) -> Gemma4CompatError:
+    return Gemma4CompatError(
+        f"{name} needs the patch {patch}, which is not applied here: gemma4_compat.status()[{patch!r}] says why"
     )
 
 

@@ -87,7 +87,7 @@ def refuse_packed(module: Any) -> None:
             raise Gemma4CompatError(
                 f"experts.{name} holds packed 4-bit weights, shape {tuple(weight.shape)}, without their scales: a "
                 "plain tensor has taken its place, as FSDP2 puts in for each weight that it shards. Leave experts "
-                "out, fully_shard(..., ignored_params={...}), or load without quantize_experts()."
+                "out, fully_shard(..., ignored_params={...}), or load without quantize(experts=True)."
             )
 
 

@@ -78,10 +78,11 @@ def report(model: Any, bits: int) -> None:
     if not plain:
         return
     total = stored_bytes_of(model)
-    hint = "load inside gemma4_compat.quantize_experts() to quantize them too"
+    hint = "load inside gemma4_compat.quantize(experts=True) to quantize them too"
     if bits != 4:
         hint = (
-            f"experts can only be quantized to 4 bits (load_in_4bit, gemma4_compat.quantize_experts()), not to {bits}"
+            f"experts can only be quantized to 4 bits (load_in_4bit, gemma4_compat.quantize(experts=True)), "
+            f"not to {bits}"
         )
     elif opt_in.EXPERTS.is_enabled():
         hint = "they are skipped (llm_int8_skip_modules, offloaded), or are not a multiple of a block"

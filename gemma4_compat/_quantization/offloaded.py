@@ -79,7 +79,7 @@ def report(model: Any, placement: Mapping[str, Any], skipped: Iterable[str]) -> 
         and not any(name.startswith(entry) or name.endswith(entry) for entry in ("lm_head", *skipped))
         for name, module in model.named_modules()
     ):
-        hint = "; load inside gemma4_compat.quantize_offloaded() to quantize their linear layers too"
+        hint = "; load inside gemma4_compat.quantize(offloaded=True) to quantize their linear layers too"
     _LOGGER.warning("gemma4_compat: %s: %s%s", where, ", ".join(parts), hint)
 
 

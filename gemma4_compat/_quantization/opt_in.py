@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gemma4_compat._common import notice
@@ -36,20 +36,22 @@ class Loading(contextlib.ContextDecorator):
     """What a public function returns for a ``with`` around a load. It warns if nobody enters it.
 
     Args:
-        feature: what is enabled inside.
+        features: what is enabled inside.
         call: what the user wrote, for messages.
-        check: called when it is entered; raises if the feature cannot work.
+        check: called with each when it is entered; raises if that feature cannot work.
     """
 
-    def __init__(self, feature: OptIn, call: str, check: Callable[[], None]) -> None:
-        self._feature, self._call, self._check = feature, call, check
+    def __init__(self, features: Sequence[OptIn], call: str, check: Callable[[OptIn], None]) -> None:
+        self._features, self._call, self._check = features, call, check
         self._used = False
         self._inside = contextlib.ExitStack()
 
     def __enter__(self) -> None:
         self._used = True
-        self._check()
-        self._inside.enter_context(self._feature.enabled())
+        for feature in self._features:
+            self._check(feature)
+        for feature in self._features:
+            self._inside.enter_context(feature.enabled())
 
     def __exit__(self, *error: Any) -> None:
         self._inside.close()
@@ -59,13 +61,13 @@ class Loading(contextlib.ContextDecorator):
         return super().__call__(function)
 
     def _recreate_cm(self) -> Loading:
-        return Loading(self._feature, self._call, self._check)
+        return Loading(self._features, self._call, self._check)
 
     def __del__(self) -> None:
         if not self._used:
             notice.warn(
                 f"{self._call} without `with` does nothing; load the model inside `with gemma4_compat.{self._call}:`, "
-                f"or set GEMMA4_COMPAT_ENABLE={self._feature.id}",
+                f"or set GEMMA4_COMPAT_ENABLE={','.join(feature.id for feature in self._features)}",
             )
 
 

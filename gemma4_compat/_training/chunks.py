@@ -107,7 +107,7 @@ def _function() -> Any:
             if torch.is_grad_enabled():
                 raise Gemma4CompatError(
                     "create_graph=True asks for a second derivative, but a loss in chunks has only the first. Call "
-                    "gemma4_compat.chunked_loss(model, enabled=False) for it."
+                    "gemma4_compat.train_fast(model, loss=False) for it."
                 )
             if ctx.empty:  # the mean of nothing: upstream's loss is NaN and its gradients are zeros
                 gradient = torch.ones_like(gradient)

@@ -3,71 +3,90 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from gemma4_compat._accelerate import attached
 from gemma4_compat._common import arguments, in_place
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
+from gemma4_compat._training import parts
 from gemma4_compat._training.captured import layers
 
 _Model = TypeVar("_Model")
+_log = logging.getLogger("gemma4_compat")
 
 
-def train_fast(model: _Model, *, max_tokens: int = layers.MAX_TOKENS, enabled: bool = True) -> _Model:
-    """Have training steps of short sequences replay each decoder layer of a Gemma 4 model as CUDA graphs.
+def train_fast(
+    model: _Model,
+    *,
+    max_tokens: int = layers.MAX_TOKENS,
+    loss: bool | Literal["auto", "always"] = "auto",
+    mlp: bool | int | Literal["auto"] = "auto",
+    windows: bool | Literal["auto"] = "auto",
+    products: bool | Literal["auto"] = "auto",
+    graphs: bool = True,
+    enabled: bool = True,
+) -> _Model:
+    """Make training steps of a Gemma 4 model faster and smaller; one line in the log says what was turned on.
 
-    >>> model = gemma4_compat.train_fast(model)
+    >>> model = gemma4_compat.train_fast(model, max_tokens=8192)  # the longest batch, over all its rows
     >>> trainer.train()
 
-    A short step waits for Python: a layer launches hundreds of kernels, each from Python. With this, a call of a layer
-    with tensors of the same shapes as three calls before is captured, and replayed from then on: its forward as one
-    graph, its backward pass as another. The second computes the layer again, as checkpointing does, with or without
-    checkpointing. Loss and gradients have the bits of the same step with checkpointing.
-
-    Weights may be changed in place, as optimizers do. Another adapter, weight, hook or setting is noticed, and so is a
-    weight that is frozen or no longer frozen: everything is captured again. The first four shapes that come back are
-    captured: pad to one length, or to a few (``pad_to_multiple_of``), or pack.
-
-    A layer runs as before, and a warning in the log says why, if its weights are offloaded, sharded or 8-bit, if it
-    draws random numbers (dropout), if a hook of yours looks into it, if experts are chosen on the host, if
-    checkpointing offloads what it keeps, if the call has a cache that holds tokens, and without a GPU. A backward pass
-    with ``create_graph=True`` runs without graphs as well. Before transformers 5.23 checkpointing must be off, which
-    takes more memory until a shape is captured. Batches of more than ``max_tokens``, and calls without gradients, run
-    as before without a word. A deep copy and a pickle of the model train without replays.
-
-    With ``GEMMA4_COMPAT_ENABLE=transformers-sliding-windows``, layers leave out blocks of keys that no query sees. A
-    graph then serves only batches whose masks show the same blocks. In packed batches these differ, so full layers run
-    as before.
+    Nothing changes outside of training mode. Losses and gradients differ from those of upstream by rounding;
+    docs/TRAINING.md has the measured bounds of each part, and what it leaves as it is. Each part can be named off, and
+    ``loss=False, mlp=False, windows=False, products=False`` leaves the bits of a step with checkpointing. Each call
+    states everything: a part that it does not name is "auto" again.
 
     Args:
         model: a transformers model, quantized, dispatched or not, or a PEFT model, DDP or another wrapper around one.
-        max_tokens: the most tokens of a batch that is replayed, over all its rows. Longer steps gain less, and their
-            graphs take more memory (``gemma4-compat plan-training MODEL --max-length NUMBER --train-fast``).
-        enabled: False undoes it, and releases the graphs and their memory.
+        max_tokens: the most tokens of a batch, over all its rows. Longer batches train, without graphs.
+        loss: compute the loss a few tokens at a time, so that the logits of all tokens never exist at once;
+            ``outputs.logits`` is None then. "auto": where the model has a head. "always": also after
+            ``model.eval()``, as in ``Trainer.evaluate`` without ``compute_metrics``.
+        mlp: compute MLPs and norms a few tokens at a time, which costs one more forward of the MLPs in each step.
+            "auto": if a batch of ``max_tokens`` would not fit into the memory that is free on the GPU now; graphs then
+            replay batches of up to 2,048 tokens. A number: the tokens of a piece, in place of 2,048.
+        windows: compute sliding layers by windows, from 4,096 tokens on (E2B, E4B on a CPU: 2,048). "auto": yes.
+        products: compute full layers by matrix products, in 16 bits on a GPU, from 4,096 tokens on. "auto": yes.
+        graphs: replay each decoder layer as CUDA graphs. A layer is captured in the fourth call with tensors of the
+            same shapes, for up to four shapes: pad to a few lengths (``pad_to_multiple_of``), or pack. Layers whose
+            weights are offloaded, and a model without a GPU, run as before; the log says why.
+        enabled: False undoes everything, and releases the graphs and their memory.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        Gemma4CompatError: it is not a Gemma 4 model with text layers, or ``max_tokens`` is not a positive integer.
+        Gemma4CompatError: it is not a Gemma 4 model with text layers, a part that you name (other than by "auto")
+            cannot be turned on, or an argument makes no sense.
     """
     found = layers.decoder_layers(model)
     if not found or not any(family.is_gemma4(module) for module in model.modules()):  # type: ignore[attr-defined]
         raise Gemma4CompatError(f"train_fast requires a Gemma 4 model with text layers; got {arguments.shown(model)}")
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
         raise Gemma4CompatError(f"max_tokens is a number of tokens of a batch, 1 or more; got {max_tokens!r}")
-    training = layers.Training(found, max_tokens)
+    named = {"loss": loss, "mlp": mlp, "windows": windows, "products": products}
+    chosen = parts.chosen(model, max_tokens, named) if enabled else None
+    parts.forget(model)
     for layer in found:
         before = vars(layer).pop(attached.TRAINING, None)
         if before is not None:
             before.clear()
-        if enabled:
+        in_place.restore(layer, "forward", forward)
+    if chosen is None:
+        return model
+    parts.ask(model, chosen, named)
+    said = chosen.said
+    if graphs:
+        most = min(max_tokens, layers.MAX_TOKENS) if chosen.is_short else max_tokens
+        training = layers.Training(found, most)
+        for layer in found:
             attach(layer, training)
-        else:
-            in_place.restore(layer, "forward", forward)
+        said = [*said, f"decoder layers as CUDA graphs in batches of up to {most:,} tokens"]
+    _log.warning("train_fast: %s.", "; ".join([f"on: {', '.join(said) or 'nothing'}", *chosen.off]))
     return model
 
 

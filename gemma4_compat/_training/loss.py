@@ -1,94 +1,50 @@
-"""The forward of a Gemma 4 model with labels, its loss computed in chunks, and ``gemma4_compat.chunked_loss``."""
+"""The forward of a Gemma 4 model with labels, its loss computed in chunks as ``train_fast`` asks for it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from gemma4_compat._accelerate import attached
-from gemma4_compat._common import arguments, notice
+from gemma4_compat._common import notice
 from gemma4_compat._engine import changes, settings
-from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family, walk
+from gemma4_compat._models import walk
 from gemma4_compat._offload import torch_internals
 from gemma4_compat._training import chunks, head, sharded
 
 ID = "transformers-chunked-loss"
-_Model = TypeVar("_Model")
 _TRAINING, _ALWAYS, _NEVER = "training", "always", "never"
 ATTRIBUTE, _TOLD = attached.CHUNKED_LOSS, attached.CHUNKED_LOSS_TOLD  # the first is one of the three
 _IGNORED = -100
 _EAGER: list[Callable[..., Any]] = []  # `_mean`, run eagerly between the graphs of torch.compile
 
 
-def chunked_loss(model: _Model, *, enabled: bool = True, evaluation: bool = False) -> _Model:
-    """Have a Gemma 4 model compute its loss a few tokens at a time: the logits of all tokens never exist at once.
-
-    >>> model = gemma4_compat.chunked_loss(model)
-    >>> loss = model(input_ids=ids, labels=ids).loss
-
-    Head, soft cap and cross entropy run on a few hundred tokens at once, each followed by the head's own backward
-    pass; tokens whose label is -100 are left out. The logits of 2,048 tokens over 262,144 words are 1 GiB in bfloat16,
-    and autograd keeps more than three times as much; here at most 96 MiB of them exist (docs/TRAINING.md has the
-    measured peaks). ``outputs.logits`` is then None. The head may be quantized, offloaded (it is copied in once per
-    step), adapted, trained, or tied to the embedding.
-
-    Loss and gradients differ from upstream's by rounding: a matrix product of fewer rows may be summed in another
-    order, and the division by the number of tokens comes after the head instead of before it. docs/TRAINING.md has the
-    measured bounds. ``num_items_in_batch``, ``shift_labels`` and ``ignore_index`` work as upstream.
-
-    Forwards without labels, and so ``generate``, return logits as usual. A Trainer with ``label_smoothing_factor`` or
-    ``compute_loss_func`` removes the labels and reads logits; a warning says so. TRL's SFTTrainer (1.16) has its own
-    head that works in pieces, and does not use this loss.
-
-    ``GEMMA4_COMPAT_ENABLE=transformers-chunked-loss`` does the same for every Gemma 4 model of the process.
-
-    Args:
-        model: a transformers model with a language modeling head, quantized, dispatched or not, or a PEFT model, DDP
-            or another wrapper around one.
-        enabled: False undoes it.
-        evaluation: also after ``model.eval()``, as in ``Trainer.evaluate`` without ``compute_metrics``; otherwise a
-            forward in evaluation mode gives logits and upstream's loss.
-
-    Returns:
-        ``model`` itself.
-
-    Raises:
-        Gemma4CompatError: it is not a Gemma 4 model with a loss, or the patch ``transformers-chunked-loss`` is off.
-    """
+def unavailable(model: Any) -> str | None:
+    """Why the loss of a model cannot be computed in chunks; None if it can."""
     inner = walk.unwrapped(model)
-    if not family.is_gemma4(inner) or not _has_a_loss(inner):
-        raise Gemma4CompatError(
-            f"chunked_loss requires a Gemma 4 model with a language modeling head; got {arguments.shown(inner)}. "
-            "Load it with AutoModelForCausalLM or AutoModelForImageTextToText."
-        )
-    if enabled and not changes.is_on(type(inner).forward, ID):
-        raise Gemma4CompatError(
-            f"chunked_loss needs the patch {ID}, which is not applied to {type(inner).__name__}.forward here: "
-            f"gemma4_compat.status()[{ID!r}] says why."
-        )
-    vars(inner).pop(_TOLD, None)
-    vars(inner).pop(ATTRIBUTE, None)
-    if enabled:
-        ask(inner, evaluation=evaluation)
-    return model
+    if not hasattr(inner, "lm_head") or "labels" not in inspect.signature(type(inner).forward).parameters:
+        return "the model has no language modeling head"
+    kind = type(inner)
+    return None if changes.is_on(kind.forward, ID) else f"the patch {ID} is not applied to {kind.__name__}.forward"
 
 
 def ask(model: Any, *, evaluation: bool = False) -> None:
-    """Mark the model for a loss in chunks, without checking whether the patch is applied."""
+    """Mark the model for a loss in chunks. ``evaluation``: in evaluation mode as well."""
     _run_eagerly()
-    setattr(model, ATTRIBUTE, _ALWAYS if evaluation else _TRAINING)
+    setattr(walk.unwrapped(model), ATTRIBUTE, _ALWAYS if evaluation else _TRAINING)
 
 
 def leave(model: Any) -> None:
     """Mark the model for a loss of all tokens at once, whatever GEMMA4_COMPAT_ENABLE says."""
-    setattr(model, ATTRIBUTE, _NEVER)
+    setattr(walk.unwrapped(model), ATTRIBUTE, _NEVER)
 
 
-def _has_a_loss(model: Any) -> bool:
-    return hasattr(model, "lm_head") and "labels" in inspect.signature(type(model).forward).parameters
+def forget(model: Any) -> None:
+    """Take the mark off; GEMMA4_COMPAT_ENABLE decides."""
+    for name in (ATTRIBUTE, _TOLD):
+        vars(walk.unwrapped(model)).pop(name, None)
 
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +92,7 @@ def _tell(model: Any, obstacle: str) -> None:
         told.add(obstacle)
         notice.warn_user(
             f"the loss of {type(model).__name__} is not computed in chunks, and the logits of all tokens take their "
-            f"memory: {obstacle}. Call chunked_loss(model, enabled=False) if this is intended."
+            f"memory: {obstacle}. Call train_fast(model, loss=False) if this is intended."
         )
 
 

@@ -1,4 +1,4 @@
-"""The norms of a model's text layers in pieces, which ``gemma4_compat.chunked_mlp`` asks for.
+"""The norms of a model's text layers in pieces, which :mod:`mlp` asks for.
 
 An RMSNorm computes in float32, and autograd keeps the float32 copy of 16-bit inputs, twice as large, until the
 backward pass. Here only the inputs are kept, and float32 exists for one piece at a time. A norm computes each row by

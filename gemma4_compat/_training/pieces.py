@@ -128,7 +128,7 @@ def _recorded(ctx: Any, gradient: Any) -> list[Any]:
 def _tell() -> None:
     notice.warn_user(
         "create_graph=True asks for gradients of gradients: MLPs in pieces are computed again as a whole, and take "
-        "the memory of all tokens. Call chunked_mlp(model, enabled=False) if this is intended."
+        "the memory of all tokens. Call train_fast(model, mlp=False) if this is intended."
     )
 
 

@@ -120,15 +120,13 @@ def plan_training(
     ] = "adamw_torch",
     chunked_loss: Annotated[
         bool | None,
-        typer.Option(
-            "--chunked-loss/--no-chunked-loss", help="Use gemma4_compat.chunked_loss; default: if it is needed."
-        ),
+        typer.Option("--chunked-loss/--no-chunked-loss", help="Compute the loss in chunks; default: if it is needed."),
     ] = None,
     chunked_mlp: Annotated[
         bool | None,
         typer.Option(
             "--chunked-mlp/--no-chunked-mlp",
-            help="Use gemma4_compat.chunked_mlp; default: if it does not fit without.",
+            help="Compute MLPs in pieces; default: if it does not fit without.",
         ),
     ] = None,
     sliding_windows: Annotated[
@@ -142,7 +140,7 @@ def plan_training(
         bool | None,
         typer.Option(
             "--train-fast/--no-train-fast",
-            help="Use gemma4_compat.train_fast; default: up to 2,048 tokens, where it serves and fits.",
+            help="Replay decoder layers; default: up to 2,048 tokens, where it serves and fits.",
         ),
     ] = None,
     activation_offloading: Annotated[

@@ -15,6 +15,7 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatWarning
 from gemma4_compat._offload import stored_weights
 from gemma4_compat._reproduction import tiny
+from tests.patches.training.parts import only
 
 pytestmark = pytest.mark.full
 
@@ -57,11 +58,11 @@ def decode_fast(workspace: Any, model: Any) -> None:
 
 
 def chunked_loss(workspace: Any, model: Any) -> None:
-    train(workspace, gemma4_compat.chunked_loss(model))
+    train(workspace, only(model, loss=True))
 
 
 def chunked_mlp(workspace: Any, model: Any) -> None:
-    train(workspace, gemma4_compat.chunked_mlp(model, tokens=7))
+    train(workspace, only(model, mlp=7))
 
 
 def train_fast(workspace: Any, model: Any) -> None:

@@ -24,6 +24,7 @@ from gemma4_compat._training.captured import layers
 from tests.helpers import ROOT
 from tests.one_device import guards
 from tests.one_device.guards import FEATURES, WAYS, CannotMatter, Documented, Noticed, Way
+from tests.patches.training.parts import only
 from tests.unit.decoding import calls
 from tests.unit.decoding.conftest import models as models
 from tests.unit.decoding.conftest import tapes as tapes
@@ -101,7 +102,7 @@ def test_a_cell(made: Callable[[Way], Any], changed: Callable[..., None], featur
 def of_a_prefix(change: Callable[..., None], way: Way, cell: guards.Cell, model: Any, other: Any) -> None:
     import torch
 
-    gemma4_compat.reuse_prefix(model)
+    chats.reusing(model)
     ids = chats.text(20, 0)
     ids = chats.ask(model, ids).sequences.cpu()
     before, held = chats.reused(model, ids)
@@ -110,7 +111,7 @@ def of_a_prefix(change: Callable[..., None], way: Way, cell: guards.Cell, model:
     found, held = chats.reused(model, ids)
     assert (held == 0) == isinstance(cell, Noticed)
     if isinstance(cell, Documented):  # what the page says to do
-        gemma4_compat.reuse_prefix(model)
+        chats.reusing(model)
         found = chats.ask(model, ids)
     expected = chats.ask(other, ids)
     assert found.logits[0].equal(expected.logits[0]) or isinstance(cell, CannotMatter)
@@ -154,10 +155,10 @@ def step(model: Any) -> list[Any]:
 def of_training(change: Callable[..., None], way: Way, cell: guards.Cell, model: Any, other: Any) -> None:
     for one in (model, other):
         one.train()
-    gemma4_compat.train_fast(model)
+    only(model, graphs=True)
     for _ in range(SETTLED):
         step(model)
-    before = gemma4_compat.training_statistics(model)
+    before = gemma4_compat.statistics(model).training
     assert before.replayed > 0 or cell in (guards.WITH_HOOKS, guards.EAGER)
     change(model, other)
     right = step(other)
@@ -165,7 +166,7 @@ def of_training(change: Callable[..., None], way: Way, cell: guards.Cell, model:
         found = step(model)
         assert [name for name, _ in found] == [name for name, _ in right]
         assert all(one.equal(two) for (_, one), (_, two) in zip(found, right))
-    now = gemma4_compat.training_statistics(model)
+    now = gemma4_compat.statistics(model).training
     again = now.captured > before.captured or now.reasons != before.reasons
     assert again == isinstance(cell, Noticed)
 

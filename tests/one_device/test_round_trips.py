@@ -37,7 +37,7 @@ class Case:
 
     def load(self, **options: Any) -> Any:
         """From the checkpoint in bf16, quantized while loading."""
-        with gemma4_compat.quantize_experts() if self.experts else contextlib.nullcontext():
+        with gemma4_compat.quantize(experts=True) if self.experts else contextlib.nullcontext():
             return tiny.load(self.checkpoint, self.quantization, **options)
 
     def new_folder(self) -> Path:
@@ -77,7 +77,7 @@ class Case:
         assert found.keys() == self.tensors.keys()
         wrong = [name for name, value in self.tensors.items() if not _equal(value, found[name])]
         assert not wrong
-        with gemma4_compat.quantize_offloaded():
+        with gemma4_compat.quantize(offloaded=True):
             model = tiny.load(folder)
         assert all(map(torch.equal, self.answers(model), self.expected))
 
@@ -132,11 +132,11 @@ def test_saved_from_a_split_model(case: Case, way: str, part: str) -> None:
         model = dispatch_model(model, placement, main_device=cpu, skip_keys=skip, force_hooks=True)
     elif way == "loaded split":
         placement = layout(case.load(), part, "cpu", "disk")
-        with gemma4_compat.quantize_offloaded():
+        with gemma4_compat.quantize(offloaded=True):
             model = tiny.load(case.saved, device_map=placement, offload_folder=case.new_folder())
     else:
         placement = layout(case.load(), part, "cpu", "disk")
-        with gemma4_compat.quantize_offloaded():
+        with gemma4_compat.quantize(offloaded=True):
             model = case.load(device_map=placement, offload_folder=case.new_folder())
     case.check_file(case.save(model))
     case.check(model)

@@ -169,7 +169,7 @@ def test_a_pirate_stays_one_when_it_is_merged_or_exported(trained: Trained, tmp_
 def test_a_pirate_on_experts_in_4_bits_says_the_same_wherever_they_are(trained: Trained, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    with gemma4_compat.quantize_experts():
+    with gemma4_compat.quantize(experts=True):
         models = [trained.load("4bit"), split(trained, "experts", tmp_path, "4bit")]
     said = [answers(trained, PeftModel.from_pretrained(one, str(trained.adapter)).eval()) for one in models]
     assert said[0] == said[1]
@@ -276,7 +276,7 @@ def test_log_probabilities_of_a_rollout_are_those_of_training(
     given |= {"do_sample": True, "top_k": 0, "top_p": 1.0, "output_scores": True, "return_dict_in_generate": True}
     with standing_in(RECORDERS):
         drawn = gemma4_compat.decode_fast(model, exact=True).generate(input_ids=ids, **given)
-    assert gemma4_compat.decoding_statistics(model).replayed > 50
+    assert gemma4_compat.statistics(model).decoding.replayed > 50
     scores, whole = torch.stack(drawn.scores, dim=1), torch.ones_like(drawn.sequences)
     batch = {"input_ids": drawn.sequences, "attention_mask": whole, "mm_token_type_ids": torch.zeros_like(whole)}
     logits = model(**batch, use_cache=False).logits[:, ids.shape[1] - 1 : -1]

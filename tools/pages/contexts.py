@@ -1,7 +1,7 @@
 """What long contexts take of a card: the table in docs/CACHES.md, and what is planned for those that were measured.
 
 ``python -m tools.pages.contexts`` writes the table, and ``benchmarks/results/planned_contexts.json`` for the table in
-docs/DECODING.md, from the planner's arithmetic for the installed transformers.
+docs/DECODING_MEASURED.md, from the planner's arithmetic for the installed transformers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The measured parts of docs/DECODING.md about prompts and drafts."""
+"""The measured parts of docs/DECODING_MEASURED.md about prompts and drafts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def first_tokens(least: str = "64", most: str = "2048") -> str:
     )
     return (
         f"First token of a prompt of {int(least):,} and {int(most):,} tokens, lengths read before, E2B: {ours} ms "
-        f"({without} without `decode_fast`, llama.cpp {peer}; [prompts](docs/DECODING.md#prompts))."
+        f"({without} without `decode_fast`, llama.cpp {peer}; [prompts](docs/DECODING_MEASURED.md#prompts))."
     )
 
 

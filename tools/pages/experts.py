@@ -36,7 +36,7 @@ def table() -> str:
     for way, title in (("4bit", "4 bits"), ("4bit-double", "4 bits, double quantization")):
         both = bytes_of(blueprint(way, experts=True))
         rows.append((title, plain, unquantized[way]))
-        rows.append((f"**{title}, `quantize_experts()`**", both - (unquantized[way] - plain), both))
+        rows.append((f"**{title}, `quantize(experts=True)`**", both - (unquantized[way] - plain), both))
     lines = ["| 26B-A4B | experts | whole model |", "|---|---:|---:|"]
     lines += [f"| {title} | {gigabytes(experts)} | {gigabytes(total)} |" for title, experts, total in rows]
     found = blueprint("4bit", experts=True)

@@ -170,10 +170,10 @@ def mlp_pieces_section() -> str:
 LONG_STEPS = {
     "chunked": "loss in chunks",
     "mlp": "and MLPs in pieces",
-    "pieces": "and the rest of `chunked_mlp`",
+    "pieces": "and the rest of `mlp=True`",
     "offload": "and checkpoints in host memory",
-    "windows": "`chunked_mlp` and sliding windows",
-    "all": "`chunked_mlp`, sliding windows, and checkpoints in host memory",
+    "windows": "`mlp=True` and sliding windows",
+    "all": "`mlp=True`, sliding windows, and checkpoints in host memory",
 }
 #: What is allocated before a step may be so many times the loaded model: adapter and optimizer.
 _HELD = 1.5
@@ -260,7 +260,7 @@ def short_steps_section() -> str:
 _STEPS = {
     "-": ("plain", "fast"),
     "sliding windows": ("windows", "fast-windows"),
-    "sliding windows, `chunked_mlp`": ("pieces", "fast-pieces"),
+    "sliding windows, `mlp=True`": ("pieces", "fast-pieces"),
 }
 
 

@@ -152,7 +152,7 @@ def _load(trained: Trained, quantization: str | None) -> Any:
 
     if quantization != "experts":
         return trained.load(quantization)
-    with gemma4_compat.quantize_experts():
+    with gemma4_compat.quantize(experts=True):
         return trained.load("4bit")
 
 

@@ -1,10 +1,10 @@
 """Several turns of a conversation: a prompt that begins like the last one reads only what is new.
 
-Called by ``patches/generation/transformers_reuse_prefix.py``; ``reuse_prefix`` (:mod:`reuse`) only marks a model. Each
-``generate`` of such a model is a :class:`session.Session`: it takes what the model keeps of the last conversation,
-finds the longest common prefix, gives transformers a cache that holds this prefix, and keeps the cache afterwards.
+Called by ``patches/generation/transformers_reuse_prefix.py``; ``decode_fast`` only marks a model. Each ``generate``
+of such a model is a :class:`session.Session`: it takes what the model keeps of the last conversation, finds the
+longest common prefix, gives transformers a cache that holds this prefix, and keeps the cache afterwards.
 
-* :mod:`reuse`: :func:`gemma4_compat.reuse_prefix`, and what a model keeps.
+* :mod:`reuse`: what a model keeps.
 * :mod:`session`: one ``generate``: whether it may reuse anything, and how much.
 * :mod:`conversation`: a text, the cache that holds it, and how both are cut.
 * :mod:`rows`: the keys and values in the layers of a cache, by position.

@@ -1,21 +1,16 @@
-"""``gemma4_compat.reuse_prefix``, and what a model keeps for it."""
+"""What a model keeps for ``decode_fast(reuse_prefix=True)``."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._accelerate import attached
-from gemma4_compat._common import arguments
-from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._generation.prefix_cache import weights
 from gemma4_compat._graphs import decoder
-from gemma4_compat._models import family, walk
 
 if TYPE_CHECKING:
     from gemma4_compat._generation.prefix_cache.conversation import Conversation
-
-_Model = TypeVar("_Model")
 
 
 class Kept:
@@ -70,49 +65,16 @@ class Kept:
 
 
 def of(model: Any) -> Kept | None:
-    """What a model keeps; None without :func:`reuse_prefix`."""
+    """What a model keeps; None without ``reuse_prefix``."""
     found: Kept | None = vars(model).get(attached.TURNS)
     return found
 
 
-def reuse_prefix(model: _Model, *, enabled: bool = True) -> _Model:
-    """Have ``generate`` of a Gemma 4 model read only what is new of a prompt that begins like the last conversation.
+def ask(model: Any) -> None:
+    """Have a model keep its conversation from now on; what it kept is forgotten."""
+    vars(model)[attached.TURNS] = Kept(model)
 
-    >>> model = gemma4_compat.reuse_prefix(model)
-    >>> pipeline("text-generation", model, tokenizer=tokenizer)(messages)  # and with the next turn in messages
 
-    The cache of the last ``generate`` is kept. If the next prompt begins with the same tokens, images and sounds, the
-    cache is cut to the longest common prefix, and ``generate`` reads the rest of the prompt, at least one token. So a
-    chat passes its whole history every time, as without this. Works with the default cache and static ones, and with
-    ``decode_fast``, whose static caches then have few lengths.
-
-    Keys and values that are reused were computed by other forwards than a prompt that is read at once, so logits round
-    otherwise, as with ``prefill_chunk_size``. docs/DECODING.md says by how much.
-
-    A prompt is read from its beginning if weights, active adapters, attributes, hooks or the attention implementation
-    have changed, or if you have written to the cache that the last call returned. What is written through ``.data``
-    into a part of a weight that is in host memory may be missed, and so is what a hook of yours reads elsewhere: call
-    this again afterwards, which forgets the conversation. Batches, beams, padding, videos, assistants, and calls with
-    ``adapter_names`` or a cache of the caller's read their prompts as without this. ``decoding_statistics(model)``
-    counts ``prompt_tokens_read``, ``prompt_tokens_reused`` and ``not_reused``.
-
-    Args:
-        model: a transformers model for text generation, quantized, dispatched or not, or a PEFT model around one.
-        enabled: False undoes it, and releases the conversation.
-
-    Returns:
-        ``model`` itself.
-
-    Raises:
-        Gemma4CompatError: it is not a Gemma 4 model that generates.
-    """
-    inner = walk.unwrapped(model)
-    if not family.is_gemma4(inner) or getattr(inner, "generation_config", None) is None:
-        raise Gemma4CompatError(
-            f"reuse_prefix requires a Gemma 4 model with generate(); got {arguments.shown(inner)}. Load it with "
-            "AutoModelForCausalLM or AutoModelForImageTextToText."
-        )
-    vars(inner).pop(attached.TURNS, None)
-    if enabled:
-        vars(inner)[attached.TURNS] = Kept(inner)
-    return model
+def forget(model: Any) -> None:
+    """Have a model keep nothing, and release what it kept."""
+    vars(model).pop(attached.TURNS, None)

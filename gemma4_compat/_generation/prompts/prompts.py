@@ -39,7 +39,7 @@ _NOT_TEXT = (
 RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits", "return_shared_kv_states")
 MASKS = ("full_attention", "sliding_attention")
 #: The replay in which the graph of a prompt is captured again with fused kernels (:mod:`fused_steps`), and the one
-#: that waits for their compiler. It takes seconds and saves milliseconds a prompt (docs/DECODING.md).
+#: that waits for their compiler. It takes seconds and saves milliseconds a prompt (docs/DECODING_NUMERICS.md).
 FUSED_EARLY, FUSED_AFTER = 128, 256
 #: Tokens of a prompt that is fused, over all rows: longer ones take longer to fuse, and gain less.
 MAX_FUSED = 512

@@ -1,4 +1,4 @@
-"""After ``reuse_prefix``, a prompt that begins like the last conversation reads only what is new.
+"""After ``decode_fast(reuse_prefix=True)``, a prompt that begins like the last conversation reads only what is new.
 
 Symptom: silent: every turn of a chat reads the whole conversation again, through ``generate`` and through pipelines,
 although the cache of the last turn held nearly all of it. Passed back as ``past_key_values``, that cache helps only if
@@ -8,29 +8,44 @@ image tokens do not match``.
 Cause: ``generate`` makes a new cache for each call. A cache does not contain its tokens, so ``generate`` cannot tell
 whether a given one holds the beginning of the prompt; and sliding layers cannot be cut to where a history was edited.
 
-Fix: After ``gemma4_compat.reuse_prefix(model)`` the model keeps the last cache of ``generate`` together with its
-tokens, images and sounds, and copies of the rows that sliding layers drop. The next call gets that cache, cut to the
-longest common prefix. Without ``reuse_prefix`` nothing changes.
+Fix: After ``gemma4_compat.decode_fast(model, reuse_prefix=True)`` the model keeps the last cache of ``generate``,
+with its tokens, images and sounds, and copies of the rows that sliding layers drop. The next call gets that cache, cut
+to the longest common prefix. Without ``reuse_prefix`` nothing changes.
 
 Remove when: ``generate`` reuses the longest common prefix of the last call by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._generation.prefix_cache import reuse, session
 from gemma4_compat._models import cache_names
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F106",
+    kind="speed",
+    severity="speed",
+    affected=">=5.5",
+    needs=("transformers-chunked-turns", "transformers-vision-masks"),
+    after=(
+        "transformers-expanded-media",
+        "transformers-assisted-cache",
+        "transformers-chunked-media",
+        "transformers-chunked-images",
+        "transformers-chunked-turns",
+        "transformers-held-prompts",
+        "transformers-unread-chunks",
+        "transformers-graph-decoding",
+    ),
+)
 
 _TOKENS = 4
 
 
-def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin.generate")
+def generate(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     kept = reuse.of(self)
     if kept is None:
         return original(self, *args, **kwargs)
@@ -43,8 +58,9 @@ def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     return output
 
 
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._prepare_cache_for_generation")
 def prepare_cache(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     generation_config: Any,
     model_kwargs: Any,
@@ -60,8 +76,9 @@ def prepare_cache(
     return result
 
 
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._prefill")
 def prefill(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     input_ids: Any,
     generation_config: Any,
@@ -102,46 +119,14 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     try:
         whole, expected = second_turn()
-        reuse.reuse_prefix(model)
+        reuse.ask(model)
         whole, found = second_turn()
     finally:
         handle.remove()
-        reuse.reuse_prefix(model, enabled=False)
+        reuse.forget(model)
     read = lengths[0]
     off = max((one - other).abs().max().item() for one, other in zip(expected.logits, found.logits))
     rounding = 1e-4 * expected.logits[0].abs().max().item()  # float32, other kernels for other lengths
     if off > rounding or not torch.equal(expected.sequences, found.sequences):
         return Outcome(True, f"the second turn reads {read} of {whole} tokens, and its logits are off by {off:.2g}")
     return Outcome(read == whole, f"the second turn reads {read} of {whole} tokens")
-
-
-PATCH = Patch(
-    id="transformers-reuse-prefix",
-    kind=Kind.SPEED,
-    severity=Severity.SPEED,
-    failure_points=("F106",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    needs=("transformers-chunked-turns", "transformers-vision-masks"),
-    after=(
-        "transformers-expanded-media",
-        "transformers-assisted-cache",
-        "transformers-chunked-media",
-        "transformers-chunked-images",
-        "transformers-chunked-turns",
-        "transformers-held-prompts",
-        "transformers-unread-chunks",
-        "transformers-graph-decoding",
-    ),
-    targets=(
-        Target(module="transformers.generation.utils", name="GenerationMixin.generate", replacement=generate),
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._prepare_cache_for_generation",
-            replacement=prepare_cache,
-        ),
-        Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),
-    ),
-    reproduce=reproduce,
-)

@@ -32,7 +32,7 @@ def load(workspace: Any) -> Callable[..., Any]:
     checkpoint = workspace.cached(tiny_models.build_moe_checkpoint)
 
     def load(*, plain: bool = False, **options: Any) -> Any:
-        with gemma4_compat.quantize_experts():
+        with gemma4_compat.quantize(experts=True):
             model = tiny.load(checkpoint, "4bit-double", device=workspace.main, **options)
         if plain:
             for module in experts.all_experts(model).values():

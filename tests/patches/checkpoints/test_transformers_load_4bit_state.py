@@ -103,7 +103,7 @@ def test_experts(workspace: Any, tmp_path: Path) -> None:
     import torch
 
     folder = workspace.cached(tiny_models.build_moe_checkpoint)
-    with gemma4_compat.quantize_experts():
+    with gemma4_compat.quantize(experts=True):
         source, model = (tiny.load(folder, "4bit-double", device=workspace.main) for _ in range(2))
     new = other_weights(source.state_dict())
     assert any(".experts." in name and name.endswith("absmax") for name in new)

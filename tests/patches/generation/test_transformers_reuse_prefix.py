@@ -37,14 +37,14 @@ def test_a_chat_through_a_pipeline(workspace: Any, tmp_path: Path, task: str) ->
         {"tokenizer": processor.tokenizer} if task == "text-generation" else {"processor": processor}
     )
     model, plain = (tiny.load(workspace.larger(positions=64), device=workspace.main).float() for _ in range(2))
-    gemma4_compat.reuse_prefix(model)
+    gemma4_compat.decode_fast(model, reuse_prefix=True, graphs=False)
     chat, other = (pipeline(task, model=one, **given) for one in (model, plain))
     content: Any = "Hello, who are you and what do you do?"
     if task != "text-generation":
         image = Image.open(modalities.write_png(tmp_path / "image.png", 1))
         content = [{"type": "image", "image": image}, {"type": "text", "text": content}]
     messages: list[dict[str, Any]] = []
-    counted = gemma4_compat.decoding_statistics(model)
+    counted = gemma4_compat.statistics(model).decoding
     for turn, said in enumerate((content, "Why?", "And then?")):
         parts = [{"type": "text", "text": said}] if isinstance(said, str) else said
         messages.append({"role": "user", "content": parts})

@@ -70,7 +70,7 @@ def test_answers_are_those_of_one_device_and_the_flag_is_not_needed(
 ) -> None:
     from transformers import Gemma4ForConditionalGeneration
 
-    with gemma4_compat.quantize_offloaded():
+    with gemma4_compat.quantize(offloaded=True):
         model = Gemma4ForConditionalGeneration.from_pretrained(
             workspace.checkpoint,
             dtype="bfloat16",
@@ -94,7 +94,7 @@ def test_weights_kept_in_host_memory(
     # To accelerate only the string means offloaded: this CPU is a device to compute on, as a GPU is.
     main = torch.device("cpu") if workspace.main == "cpu" else workspace.main
     placement = tiny.device_map(workspace.load(), "both", main=main, offloaded="cpu")
-    with gemma4_compat.quantize_offloaded():
+    with gemma4_compat.quantize(offloaded=True):
         model = load(workspace, placement, tmp_path, quantization)
     name = f"{LAYERS}.2.mlp.up_proj"
     assert kind(model, name) == QUANTIZED[quantization]
@@ -149,8 +149,8 @@ def test_unasked_nothing_changes(workspace: Any, tmp_path: Path) -> None:
 
 def test_contexts_nest_and_belong_to_their_thread() -> None:
     seen: list[bool] = []
-    with gemma4_compat.quantize_offloaded():
-        with contextlib.suppress(KeyError), gemma4_compat.quantize_offloaded():
+    with gemma4_compat.quantize(offloaded=True):
+        with contextlib.suppress(KeyError), gemma4_compat.quantize(offloaded=True):
             raise KeyError
         assert opt_in.OFFLOADED.is_enabled()
         thread = threading.Thread(target=lambda: seen.append(opt_in.OFFLOADED.is_enabled()))
@@ -163,7 +163,7 @@ def test_contexts_nest_and_belong_to_their_thread() -> None:
 def test_undone_it_says_so_and_changes_nothing(workspace: Any, tmp_path: Path) -> None:
     gemma4_compat.revert(PATCH.id)
     try:
-        with pytest.raises(Gemma4CompatError, match="which is reverted"), gemma4_compat.quantize_offloaded():
+        with pytest.raises(Gemma4CompatError, match="which is reverted"), gemma4_compat.quantize(offloaded=True):
             pass
         with opt_in.OFFLOADED.enabled():
             model = load(workspace, a_map(workspace), tmp_path)
@@ -174,7 +174,7 @@ def test_undone_it_says_so_and_changes_nothing(workspace: Any, tmp_path: Path) -
 
 def test_modules_that_the_user_skips_stay_as_they_are(workspace: Any, tmp_path: Path) -> None:
     skipped = f"{LAYERS}.2.mlp"
-    with gemma4_compat.quantize_offloaded():
+    with gemma4_compat.quantize(offloaded=True):
         model = load(workspace, a_map(workspace), tmp_path, skip_modules=[skipped])
     reference = tiny.load(workspace.checkpoint, "4bit", device=workspace.main, skip_modules=[skipped])
     assert kind(model, f"{skipped}.up_proj") == "Linear"
@@ -191,7 +191,7 @@ def test_an_entry_for_layer_1_or_for_everything_takes_no_other_layer(workspace: 
         {"": workspace.offloaded, f"{LAYERS}.1": workspace.main, "lm_head": workspace.main},
     ]
     for number, placement in enumerate(maps):
-        with gemma4_compat.quantize_offloaded():
+        with gemma4_compat.quantize(offloaded=True):
             folder = str(tmp_path / str(number))
             model = tiny.load(checkpoint, "4bit", device_map=placement, offload_folder=folder)
         names = [name for name, _ in model.named_modules() if name.endswith("proj") and LAYERS in name]
@@ -205,7 +205,7 @@ def test_saved_and_loaded_again(
 ) -> None:
     from transformers import Gemma4ForConditionalGeneration
 
-    with gemma4_compat.quantize_offloaded():
+    with gemma4_compat.quantize(offloaded=True):
         model = load(workspace, a_map(workspace), tmp_path, quantization)
         model.save_pretrained(tmp_path / "saved")
         for name, placement in (("whole", {"": workspace.main}), ("split", a_map(workspace))):
@@ -219,7 +219,7 @@ def test_saved_and_loaded_again(
 def test_with_an_adapter(workspace: Any, one_device: Callable[..., Any], tmp_path: Path) -> None:
     from peft import PeftModel
 
-    with gemma4_compat.quantize_offloaded():
+    with gemma4_compat.quantize(offloaded=True):
         model = load(workspace, a_map(workspace), tmp_path, "4bit-double")
     model = PeftModel.from_pretrained(model, workspace.adapter("language"))
     assert difference(one_device("4bit-double", "language"), workspace.outputs(model)) == 0.0
@@ -228,7 +228,7 @@ def test_with_an_adapter(workspace: Any, one_device: Callable[..., Any], tmp_pat
 def test_without_a_folder_for_the_disk_one_error_says_what_to_do(workspace: Any) -> None:
     placement = {**a_map(workspace, "none"), f"{LAYERS}.2": "disk"}
     with (
-        gemma4_compat.quantize_offloaded(),
+        gemma4_compat.quantize(offloaded=True),
         pytest.raises(Gemma4CompatError, match=rf"{LAYERS}\.2.*on disk.*offload_folder"),
     ):
         tiny.load(workspace.checkpoint, "4bit", device_map=placement)
@@ -244,7 +244,7 @@ def test_the_unified_model(workspace: Any, tmp_path: Path) -> None:
     ids = tiny.inputs(workspace.main, text_only=True)["input_ids"]
     found = []
     for placement in ({"": workspace.main}, {"": workspace.main, "model.layers.1": workspace.offloaded}):
-        with gemma4_compat.quantize_offloaded():
+        with gemma4_compat.quantize(offloaded=True):
             model = Gemma4UnifiedForCausalLM.from_pretrained(
                 tmp_path / "unified",
                 dtype=torch.bfloat16,
@@ -277,7 +277,7 @@ def test_a_model_of_another_family_is_left_alone(
             offload_folder=tmp_path / "offload",
         )
 
-    with gemma4_compat.quantize_offloaded():
+    with gemma4_compat.quantize(offloaded=True):
         with pytest.raises(ValueError, match="llm_int8_enable_fp32_cpu_offload=True"):
             llama(without_the_flag("4bit"))
         model = llama(tiny.quantization_config("4bit", cpu_offload=True))
@@ -292,14 +292,14 @@ def test_one_line_says_what_is_quantized(
 ) -> None:
     placement = a_map(workspace, "layers") | {"model.language_model.embed_tokens_per_layer": workspace.offloaded}
     where = "on disk" if workspace.main == "cpu" else "off the accelerator"
-    with gemma4_compat.quantize_offloaded():
+    with gemma4_compat.quantize(offloaded=True):
         model = load(workspace, placement, tmp_path, quantization)
     (line,) = lines()
     assert line.startswith(f"gemma4_compat: {where}: {precision} ")
     assert f"({LAYERS}.0,2,5)" in line
     assert "bf16 " in line
     assert "(model.language_model.embed_tokens_per_layer)" in line
-    assert "quantize_offloaded()" not in line, "nothing more can be quantized"
+    assert "quantize(offloaded=True)" not in line, "nothing more can be quantized"
     layers = [model.get_submodule(f"{LAYERS}.{index}") for index in (0, 2, 5)]
     total = sum(
         stored_bytes(weight)
@@ -312,7 +312,7 @@ def test_one_line_says_what_is_quantized(
     (line,) = lines()
     assert precision not in line
     assert f"{LAYERS}.0,2,5" in line
-    assert "load inside gemma4_compat.quantize_offloaded()" in line
+    assert "load inside gemma4_compat.quantize(offloaded=True)" in line
 
 
 def test_no_line_where_there_is_nothing_to_say(workspace: Any, tmp_path: Path, lines: Callable[[], list[str]]) -> None:

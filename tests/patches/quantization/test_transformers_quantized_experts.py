@@ -46,7 +46,7 @@ def load(workspace: Any, checkpoint: Path) -> Callable[..., Any]:
         options = {"device": workspace.main, **options}
         if not experts:
             return tiny.load(folder, quantization, **options)
-        with gemma4_compat.quantize_experts():
+        with gemma4_compat.quantize(experts=True):
             return tiny.load(folder, quantization, **options)
 
     return load
@@ -140,7 +140,7 @@ def test_other_kinds_of_4_bit(workspace: Any, checkpoint: Path, tmp_path: Path) 
         bnb_4bit_quant_storage=torch.bfloat16,
         llm_int8_skip_modules=["lm_head", "model.vision_tower", "model.embed_vision"],
     )
-    with gemma4_compat.quantize_experts():
+    with gemma4_compat.quantize(experts=True):
         model = Gemma4ForConditionalGeneration.from_pretrained(
             checkpoint, dtype=torch.bfloat16, device_map={"": workspace.main}, quantization_config=config
         )
@@ -260,7 +260,7 @@ def test_loaded_with_a_map_saved_and_loaded_again(
     from transformers import Gemma4ForConditionalGeneration
 
     placement: dict[str, Any] = {"": workspace.main, f"{LAYERS}.1": workspace.offloaded}
-    with gemma4_compat.quantize_offloaded():
+    with gemma4_compat.quantize(offloaded=True):
         model = load(quantization, device_map=placement, offload_folder=str(tmp_path / "offload"))
     assert kinds(model) == {"Params4bit"}
     assert is_exact(workspace, reference(quantization), model)
@@ -268,7 +268,7 @@ def test_loaded_with_a_map_saved_and_loaded_again(
     size = sum(file.stat().st_size for file in (tmp_path / "saved").glob("*.safetensors"))
     assert size < nbytes(model) + 100_000
     for folder, again_map in (("whole", {"": workspace.main}), ("split", placement)):
-        with gemma4_compat.quantize_offloaded():
+        with gemma4_compat.quantize(offloaded=True):
             again = Gemma4ForConditionalGeneration.from_pretrained(
                 tmp_path / "saved", device_map=again_map, offload_folder=str(tmp_path / folder)
             ).eval()
@@ -276,7 +276,7 @@ def test_loaded_with_a_map_saved_and_loaded_again(
         assert is_exact(workspace, reference(quantization), again), folder
     # Upstream cannot save any re-loaded 4-bit model in the layout of the checkpoint it came from.
     again.save_pretrained(tmp_path / "twice", save_original_format=False)
-    with gemma4_compat.quantize_offloaded():  # the saved flag would keep all of a "cpu" unquantized
+    with gemma4_compat.quantize(offloaded=True):  # the saved flag would keep all of a "cpu" unquantized
         third = Gemma4ForConditionalGeneration.from_pretrained(tmp_path / "twice", device_map={"": workspace.main})
     assert is_exact(workspace, reference(quantization), third.eval())
 
@@ -288,7 +288,7 @@ def test_a_saved_model_whose_experts_are_in_bf16_is_loaded_as_it_is(
 
     model = load(experts=False)
     model.save_pretrained(tmp_path)
-    with gemma4_compat.quantize_experts():
+    with gemma4_compat.quantize(experts=True):
         again = Gemma4ForConditionalGeneration.from_pretrained(tmp_path, device_map={"": workspace.main}).eval()
     assert kinds(again) == {"Parameter"}
     assert is_exact(workspace, workspace.outputs(model, text_only=True), again)
@@ -468,7 +468,7 @@ def test_one_line_says_how_much_stays_in_bf16(
     text = f"{_quantized_experts.gigabytes(experts)} of {_quantized_experts.gigabytes(nbytes(model))} stay bf16"
     (line,) = lines()
     assert line == (
-        f"gemma4_compat: experts: {text}; load inside gemma4_compat.quantize_experts() to quantize them too"
+        f"gemma4_compat: experts: {text}; load inside gemma4_compat.quantize(experts=True) to quantize them too"
     )
     load("8bit")
     (line,) = lines()

@@ -223,7 +223,7 @@ def test_split(workspace: Any, quantization: str, offload: str, tmp_path: Path) 
     assert difference(expected, workspace.outputs(model)) == 0.0
     placement = tiny.device_map(reference, offload, main=workspace.main, offloaded=workspace.offloaded)
     placement |= {"lm_head": workspace.offloaded, "model.language_model.embed_tokens": workspace.offloaded}
-    with gemma4_compat.quantize_offloaded():
+    with gemma4_compat.quantize(offloaded=True):
         model = load(workspace.checkpoint, quantization, skip, device_map=placement, offload_folder=tmp_path)
     assert difference(expected, workspace.outputs(model)) == 0.0
 

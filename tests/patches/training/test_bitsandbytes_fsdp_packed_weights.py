@@ -180,7 +180,7 @@ def test_experts_in_four_bits_are_refused_by_name_and_work_when_they_are_left_ou
     ids = {"input_ids": workspace.inputs(text_only=True)["input_ids"]}
 
     def load() -> Any:
-        with gemma4_compat.quantize_experts():
+        with gemma4_compat.quantize(experts=True):
             return tiny.load(checkpoint, "4bit", device="cpu").requires_grad_(False)
 
     model = load()

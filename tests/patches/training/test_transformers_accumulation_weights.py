@@ -13,6 +13,7 @@ from gemma4_compat.patches.training import transformers_accumulation_weights
 from gemma4_compat.patches.training.transformers_accumulation_weights import PATCH
 from tests.helpers import without
 from tests.patches.promise import Promise
+from tests.patches.training.parts import only
 
 #: Trained tokens of four sequences.
 LENGTHS = (3, 20, 9, 14)
@@ -89,7 +90,7 @@ def load(workspace: Any, name: str) -> Any:
 @pytest.mark.parametrize("name", ["gemma4", "unified", "text", "unified text"])
 def test_microbatches_are_one_batch(workspace: Any, tmp_path: Path, name: str, chunked: bool) -> None:
     whole, right = step(workspace, load(workspace, name), tmp_path, len(LENGTHS))
-    model = gemma4_compat.chunked_loss(load(workspace, name), enabled=chunked)
+    model = only(load(workspace, name), loss=chunked)
     loss, found = step(workspace, model, tmp_path, 1)
     assert loss == pytest.approx(whole, rel=1e-5)
     assert right.keys() == found.keys()

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-import gemma4_compat
 from gemma4_compat._models import shared_kv
 from gemma4_compat._reproduction import tiny
 from gemma4_compat.patches.training.transformers_checkpointed_states import PATCH
 from tests.conftest import is_affected
 from tests.helpers import Finished, pairwise, without
 from tests.patches.promise import Promise
+from tests.patches.training.parts import only
 from tests.patches.training.test_transformers_checkpointing_options import AFFECTED as HAS_OPTIONS
 from tests.patches.training.test_transformers_checkpointing_options import OFFLOADS
 from tests.patches.training.test_transformers_chunked_loss import CLASSES, batch, built, off, step
@@ -198,9 +198,9 @@ def test_options_of_checkpointing(workspace: Any, options: dict[str, Any]) -> No
 
 
 @AFFECTED
-@pytest.mark.parametrize("switch", [gemma4_compat.chunked_loss, lambda one: gemma4_compat.chunked_mlp(one, tokens=5)])
-def test_chunks(workspace: Any, switch: Callable[[Any], Any]) -> None:
-    model, given = enable(switch(adapted(workspace.load()))), batch(workspace)
+@pytest.mark.parametrize("parts", [{"loss": True}, {"mlp": 5}], ids=str)
+def test_chunks(workspace: Any, parts: dict[str, Any]) -> None:
+    model, given = enable(only(adapted(workspace.load()), **parts)), batch(workspace)
     model.enable_input_require_grads()
     outputs, found = step(model, given)
     with without(PATCH.id):
@@ -366,7 +366,7 @@ found = []
 for _ in range(2):
     model(input_ids=ids, labels=ids)
     found.append(living())
-print("more tensors:", found[1] - found[0], "awake:", "transformers-checkpointed-states" in changes._awake)
+print("more tensors:", found[1] - found[0], "awake:", "transformers-checkpointed-states" in changes._activated)
 """
 
 

@@ -17,6 +17,7 @@ from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from gemma4_compat.patches.training.transformers_chunked_loss import PATCH
 from tests.patches.promise import Promise
+from tests.patches.training.parts import only
 
 #: Of the norm of all gradients: how far the two losses' are apart. In bfloat16 those of the plain loss are 0.49 off
 #: from those in float32, for so deep a model of random weights doubles a rounding at every layer.
@@ -67,14 +68,14 @@ def off(right: dict[str, Any], found: dict[str, Any]) -> float:
 def compare(model: Any, given: dict[str, Any], dtype: str = "bfloat16") -> Any:
     """A step in chunks against one without."""
     plain, right = step(model, given)
-    assert gemma4_compat.chunked_loss(model) is model
+    assert only(model, loss=True) is model
     outputs, found = step(model, given)
     assert plain.logits is not None
     assert outputs.logits is None
     assert outputs.loss.dtype == plain.loss.dtype
     assert outputs.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
     assert off(right, found) <= BOUND[dtype]
-    gemma4_compat.chunked_loss(model, enabled=False)
+    gemma4_compat.train_fast(model, enabled=False)
     again, _ = step(model, given)
     assert again.logits is not None
     return outputs
@@ -136,7 +137,7 @@ def test_options_mean_what_they_mean_upstream(workspace: Any, options: dict[str,
     if "ignore_index" in options:
         given["labels"] = given["labels"].masked_fill(given["labels"] == -100, options["ignore_index"])
     plain = model(**given, **options)
-    found = gemma4_compat.chunked_loss(model)(**given, **options)
+    found = only(model, loss=True)(**given, **options)
     assert type(found) is type(plain)
     assert found[0].item() == pytest.approx(plain[0].item(), rel=1e-6)
     if options.get("return_dict", True):
@@ -160,7 +161,7 @@ def test_shifted_labels_and_padding(workspace: Any) -> None:
 
 
 def test_arguments_by_position(workspace: Any) -> None:
-    model = gemma4_compat.chunked_loss(workspace.load_text()).train()
+    model = only(workspace.load_text(), loss=True).train()
     given = batch(workspace, text_only=True)
     by_name = model(**given)
     ids, mask, labels = (given[name] for name in ("input_ids", "attention_mask", "labels"))
@@ -178,7 +179,7 @@ def test_what_asks_for_logits_gets_them(workspace: Any) -> None:
     with torch.no_grad():
         right = model(**ids).logits
         tokens = model.generate(**ids, max_new_tokens=4, do_sample=False)
-        gemma4_compat.chunked_loss(model)
+        only(model, loss=True)
         assert torch.equal(model(**ids).logits, right)
         assert torch.equal(model(**given).logits, right)  # in evaluation mode
         assert torch.equal(model.generate(**ids, max_new_tokens=4, do_sample=False), tokens)
@@ -196,13 +197,13 @@ def test_in_evaluation_mode_where_that_is_asked_for(workspace: Any) -> None:
     given = batch(workspace)
     with torch.no_grad():
         right = model(**given).loss
-        outputs = gemma4_compat.chunked_loss(model, evaluation=True)(**given)
+        outputs = only(model, loss="always")(**given)
     assert outputs.logits is None
     assert outputs.loss.item() == pytest.approx(right.item(), rel=1e-6)
 
 
 def test_a_training_forward_without_labels_is_told_once(workspace: Any) -> None:
-    model = gemma4_compat.chunked_loss(workspace.load()).train()
+    model = only(workspace.load(), loss=True).train()
     given = batch(workspace, text_only=True)
     del given["labels"]
     with pytest.warns(Gemma4CompatWarning, match="not computed in chunks.*no labels were given") as told:
@@ -213,7 +214,7 @@ def test_a_training_forward_without_labels_is_told_once(workspace: Any) -> None:
 
 
 def test_a_loss_function_of_ones_own_is_used(workspace: Any) -> None:
-    model = gemma4_compat.chunked_loss(workspace.load_text()).train()
+    model = only(workspace.load_text(), loss=True).train()
     model.loss_function = lambda logits, labels, vocabulary, **_: logits.float().sum()
     with pytest.warns(Gemma4CompatWarning, match="its own loss function"):
         outputs = model(**batch(workspace, text_only=True))
@@ -240,7 +241,7 @@ def test_offloaded_models(
         return workspace.dispatch_map(model, placement)
 
     given = batch(workspace)
-    whole, parts = (gemma4_compat.chunked_loss(adapted(model)) for model in (workspace.load(quantization), split()))
+    whole, parts = (only(adapted(model), loss=True) for model in (workspace.load(quantization), split()))
     right, found = step(whole, given), step(parts, given)
     assert found[0].loss == right[0].loss
     assert found[0].logits is None
@@ -259,8 +260,8 @@ def test_offloaded_models(
 
 @pytest.mark.parametrize("kwargs", [{"use_reentrant": True}, {"use_reentrant": False}], ids=str)
 def test_checkpointing(workspace: Any, kwargs: dict[str, Any]) -> None:
-    right = step(gemma4_compat.chunked_loss(workspace.load()), batch(workspace))
-    model = gemma4_compat.chunked_loss(workspace.load())
+    right = step(only(workspace.load(), loss=True), batch(workspace))
+    model = only(workspace.load(), loss=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Gemma4CompatWarning)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
@@ -295,7 +296,7 @@ def test_adapted_and_trained_heads(workspace: Any, quantization: str | None, opt
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad and "lm_head" in name]
     assert trained
     compare(model, batch(workspace))
-    _, found = step(gemma4_compat.chunked_loss(model), batch(workspace))
+    _, found = step(only(model, loss=True), batch(workspace))
     assert all(found[name].abs().max() > 0 for name in trained)
 
 
@@ -329,7 +330,7 @@ def test_compiled(workspace: Any) -> None:
 
     model = workspace.load_text()
     given = batch(workspace, text_only=True)
-    right = step(gemma4_compat.chunked_loss(model), given)
+    right = step(only(model, loss=True), given)
     compiled = torch.compile(model, backend="aot_eager")
     outputs = compiled(**given)
     assert outputs.logits is None
@@ -362,7 +363,7 @@ def test_no_label_at_all(workspace: Any, trained: str, options: dict[str, Any]) 
     given = batch(workspace)
     given["labels"] = torch.full_like(given["labels"], options.get("ignore_index", -100))
     plain, right = step(model, {**given, **options})
-    outputs, found = step(gemma4_compat.chunked_loss(model), {**given, **options})
+    outputs, found = step(only(model, loss=True), {**given, **options})
     assert outputs.logits is None
     assert torch.equal(outputs.loss.isnan(), plain.loss.isnan())
     assert outputs.loss.nan_to_num() == plain.loss.nan_to_num() == 0
@@ -376,7 +377,7 @@ def test_a_step_of_accumulation_without_labels(workspace: Any, clipped: bool) ->
     """It adds nothing to the gradients of the others, and clips none of them to NaN."""
     import torch
 
-    model = gemma4_compat.chunked_loss(workspace.load())
+    model = only(workspace.load(), loss=True)
     _, right = step(model, batch(workspace))
     empty = batch(workspace)
     empty["labels"] = torch.full_like(empty["labels"], -100)
@@ -404,11 +405,11 @@ def test_the_environment(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_copies_and_pickles_do_as_the_model(workspace: Any) -> None:
-    model = gemma4_compat.chunked_loss(workspace.load()).train()
+    model = only(workspace.load(), loss=True).train()
     given = batch(workspace)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other(**given).logits is None
-        assert gemma4_compat.chunked_loss(other, enabled=False)(**given).logits is not None
+        assert gemma4_compat.train_fast(other, enabled=False)(**given).logits is not None
     assert model(**given).logits is None
 
 
@@ -423,30 +424,31 @@ def test_wrappers(workspace: Any) -> None:
 
     model = workspace.load().train()
     wrapped = Wrapper(get_peft_model(model, _lora(target_modules=r".*language_model.*up_proj")))
-    gemma4_compat.chunked_loss(wrapped)
+    only(wrapped, loss=True)
     assert model(**batch(workspace)).logits is None
 
 
 def test_undone_it_is_upstreams_again(workspace: Any) -> None:
-    model = gemma4_compat.chunked_loss(workspace.load()).train()
+    model = only(workspace.load(), loss=True).train()
     given = batch(workspace)
     gemma4_compat.revert(PATCH.id)
     try:
         assert model(**given).logits is not None
-        with pytest.raises(Gemma4CompatError, match="needs the patch transformers-chunked-loss, which is not applied"):
-            gemma4_compat.chunked_loss(model)
+        with pytest.raises(Gemma4CompatError, match="the patch transformers-chunked-loss is not applied to Gemma4For"):
+            only(model, loss=True)
     finally:
         gemma4_compat.install()
     assert model(**given).logits is None
 
 
-def test_what_has_no_loss_is_refused(workspace: Any) -> None:
-    from torch import nn
-
-    for model in (workspace.load().model, nn.Linear(2, 2)):
-        with pytest.raises(Gemma4CompatError, match=f"chunked_loss requires a Gemma 4 model.*{type(model).__name__}"):
-            gemma4_compat.chunked_loss(model)
-    assert gemma4_compat.chunked_loss(workspace.load_text()) is not None
+def test_what_has_no_loss(workspace: Any) -> None:
+    """Asked for by name it is refused; by itself ``train_fast`` leaves it out, and says why."""
+    model = workspace.load().model
+    with pytest.raises(Gemma4CompatError, match="loss=True, but the model has no language modeling head"):
+        only(model, loss=True)
+    assert only(model, loss="auto") is model
+    assert not any(item.name.endswith("chunked_loss") for item in gemma4_compat.statistics(model).attached)
+    assert only(workspace.load_text(), loss=True) is not None
 
 
 def trainer(workspace: Any, model: Any, folder: Path, **options: Any) -> Any:
@@ -481,7 +483,7 @@ def test_the_trainer(workspace: Any, tmp_path: Path, accumulation: int) -> None:
         model = workspace.load().float()
         training = trainer(
             workspace,
-            gemma4_compat.chunked_loss(model, enabled=chunked, evaluation=True),
+            only(model, loss=chunked and "always"),
             tmp_path,
             gradient_accumulation_steps=accumulation,
         )
@@ -502,7 +504,7 @@ def test_a_trainer_that_takes_the_labels_away(workspace: Any, tmp_path: Path, op
         torch.manual_seed(0)
         model = workspace.load_text()
         given = {name: value.cpu()[0] for name, value in batch(workspace, text_only=True).items()}
-        training = trainer(workspace, gemma4_compat.chunked_loss(model, enabled=chunked), tmp_path, max_steps=1)
+        training = trainer(workspace, only(model, loss=chunked), tmp_path, max_steps=1)
         training = type(training)(
             model, _with(training.args, **options), train_dataset=[given], data_collator=training.data_collator
         )

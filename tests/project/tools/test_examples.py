@@ -174,7 +174,7 @@ def test_short_steps_of_qlora_are_replayed(tmp_path: Path, monkeypatch: pytest.M
     with standing_in(recording.RECORDERS):
         assert example.main() == 0
     (model,) = models
-    counted = gemma4_compat.training_statistics(model)
+    counted = gemma4_compat.statistics(model).training
     assert (counted.replayed > 0) is checkpointing.is_in_forward()
 
 

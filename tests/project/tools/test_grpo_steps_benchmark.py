@@ -26,10 +26,10 @@ def test_a_run_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     generate = grpo_steps.rollouts.generate
 
     def noted(model: Any, ids: Any, **given: Any) -> Any:
-        before = gemma4_compat.decoding_statistics(model).replayed
+        before = gemma4_compat.statistics(model).decoding.replayed
         is_on = any(status.state == "applied" for status in gemma4_compat.status().values())
         drawn = generate(model, ids, **given)
-        applied.append((is_on, gemma4_compat.decoding_statistics(model).replayed > before))
+        applied.append((is_on, gemma4_compat.statistics(model).decoding.replayed > before))
         return drawn
 
     monkeypatch.setattr(grpo_steps.rollouts, "generate", noted)

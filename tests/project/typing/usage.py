@@ -208,7 +208,7 @@ def bad_repairs() -> None:
 
 
 def load(model_class: Any) -> Any:
-    with gemma4_compat.quantize_experts(), gemma4_compat.quantize_offloaded():
+    with gemma4_compat.quantize(offloaded=True, experts=True):
         model = model_class.from_pretrained("checkpoint")
     lost = [tensor.path for tensor in gemma4_compat.find_meta_tensors(model) if not tensor.offloaded]
     if lost:
@@ -221,7 +221,7 @@ def described(tensor: MetaTensor) -> str:
 
 
 def left(model: Any) -> list[str]:
-    found = gemma4_compat.attached(model)
+    found = gemma4_compat.statistics(model).attached
     assert_type(found, Attached)
     first: Attachment = found[0]
     assert_type(first.paths, tuple[str, ...])
@@ -241,13 +241,11 @@ def bad_names() -> None:
 
 
 def training(model: Any) -> None:
-    assert_type(gemma4_compat.chunked_loss(Path("any")), Path)  # a model, of any type, is given back
-    gemma4_compat.chunked_loss(model, enabled=False)
-    gemma4_compat.chunked_loss(model, evaluation=True)
-    gemma4_compat.chunked_loss(model, False)  # type: ignore[call-arg]
-    assert_type(gemma4_compat.chunked_mlp(Path("any")), Path)
-    gemma4_compat.chunked_mlp(model, tokens=4096)
-    gemma4_compat.chunked_mlp(model, tokens="4096")  # type: ignore[arg-type]
-    assert_type(gemma4_compat.train_fast(Path("any")), Path)
+    assert_type(gemma4_compat.train_fast(Path("any")), Path)  # a model, of any type, is given back
+    gemma4_compat.train_fast(model, max_tokens=8192, loss="always", mlp=4096, windows=False, products="auto")
+    gemma4_compat.train_fast(model, loss=False, mlp="auto", graphs=False)
+    gemma4_compat.train_fast(model, loss="never")  # type: ignore[arg-type]
+    gemma4_compat.train_fast(model, mlp="4096")  # type: ignore[arg-type]
+    gemma4_compat.train_fast(model, False)  # type: ignore[call-arg]
     gemma4_compat.train_fast(model, enabled=False)
-    assert_type(gemma4_compat.training_statistics(model).replayed, int)
+    assert_type(gemma4_compat.statistics(model).training.replayed, int)

@@ -19,7 +19,7 @@ from tests.patches.offload import looked_up_embeddings
 
 def found(model: Any) -> dict[tuple[str, str], int]:
     """Patch and name of each entry -> in how many places it is."""
-    return {(item.patch, item.name): len(item.paths) for item in gemma4_compat.attached(model)}
+    return {(item.patch, item.name): len(item.paths) for item in gemma4_compat.statistics(model).attached}
 
 
 ROTARY = {("transformers-rotary-cast", "_apply"): 2}
@@ -34,7 +34,7 @@ def test_a_plain_model_has_its_rotary_embeddings(workspace: Any) -> None:
 def test_a_model_without_any() -> None:
     import torch
 
-    empty = gemma4_compat.attached(torch.nn.Linear(2, 2))
+    empty = gemma4_compat.statistics(torch.nn.Linear(2, 2)).attached
     assert empty == ()
     assert str(empty) == "gemma4_compat has left nothing on this model"
 
@@ -43,7 +43,7 @@ def test_a_split_model_and_what_takes_it_away(workspace: Any) -> None:
     from accelerate.hooks import remove_hook_from_submodules
 
     model = workspace.split()
-    items = {(item.patch, item.name): item for item in gemma4_compat.attached(model)}
+    items = {(item.patch, item.name): item for item in gemma4_compat.statistics(model).attached}
     assert {key: len(item.paths) for key, item in items.items()}.items() >= (ROTARY | ONCE).items()
     streamed = items["accelerate-paged-layers", "streaming hooks"]
     assert streamed.kind == "hooks"
@@ -51,7 +51,7 @@ def test_a_split_model_and_what_takes_it_away(workspace: Any) -> None:
     assert all(type(model.get_submodule(path)).__name__.endswith("Layer") for path in streamed.paths)
     assert {"bypass hooks", "_call_impl", "loading hooks"} <= {item.name for item in items.values()}
     remove_hook_from_submodules(model)
-    left = {item.kind for item in gemma4_compat.attached(model) if item.name != "_apply"}
+    left = {item.kind for item in gemma4_compat.statistics(model).attached if item.name != "_apply"}
     assert not left
     model.float()  # the next cast takes what guards casts and moves
     assert found(model) == ROTARY
@@ -60,11 +60,11 @@ def test_a_split_model_and_what_takes_it_away(workspace: Any) -> None:
 def test_the_table_of_handles_has_what_the_model_has(workspace: Any) -> None:
     model = workspace.split()
     for kind, name in ((attached.STREAMING, "streaming hooks"), (attached.LOADING_HOOKS, "loading hooks")):
-        paths = next(item.paths for item in gemma4_compat.attached(model) if item.name == name)
+        paths = next(item.paths for item in gemma4_compat.statistics(model).attached if item.name == name)
         assert set(paths) == {path for path, module in model.named_modules() if module in kind}
         for module in model.modules():
             kind.remove(module)
-        assert name not in {item.name for item in gemma4_compat.attached(model)}
+        assert name not in {item.name for item in gemma4_compat.statistics(model).attached}
 
 
 def test_a_copy_has_the_same(workspace: Any) -> None:
@@ -73,17 +73,17 @@ def test_a_copy_has_the_same(workspace: Any) -> None:
 
 
 def test_states_of_quantized_weights_and_the_quantizer(workspace: Any) -> None:
-    items = {item.name: item for item in gemma4_compat.attached(workspace.split("4bit"))}
+    items = {item.name: item for item in gemma4_compat.statistics(workspace.split("4bit")).attached}
     assert items[attached.PRISTINE].paths[0].endswith(".weight.quant_state")
     assert items[attached.IS_GEMMA4].paths == ("hf_quantizer",)
-    scales = {item.name: item for item in gemma4_compat.attached(workspace.split("8bit"))}
+    scales = {item.name: item for item in gemma4_compat.statistics(workspace.split("8bit")).attached}
     assert scales[attached.PRISTINE].paths[0].endswith(".weight.SCB")
 
 
 def test_an_embedding_that_is_looked_up(workspace: Any) -> None:
     model = looked_up_embeddings.split(workspace, looked_up_embeddings.PER_LAYER)
     model(**workspace.inputs(text_only=True))
-    (lookup,) = (item for item in gemma4_compat.attached(model) if item.name == attached.LOOKUP)
+    (lookup,) = (item for item in gemma4_compat.statistics(model).attached if item.name == attached.LOOKUP)
     assert [path.partition("._hf_hook")[0] for path in lookup.paths] == [looked_up_embeddings.PER_LAYER]
 
 
@@ -93,8 +93,7 @@ def test_a_merged_adapter_and_requests(workspace: Any) -> None:
     model = PeftModel.from_pretrained(workspace.split(), workspace.adapter("language"))
     before = found(model)
     model.merge_adapter()
-    gemma4_compat.chunked_loss(model)
-    gemma4_compat.chunked_mlp(model)
+    gemma4_compat.train_fast(model, mlp=True)
     new = found(model).keys() - before.keys()
     assert new == {
         ("peft-merge-offloaded", "unmerge"),
@@ -107,9 +106,11 @@ def test_a_merged_adapter_and_requests(workspace: Any) -> None:
         ("transformers-chunked-mlp", attached.CHUNKED_NORM),
         ("transformers-chunked-mlp", attached.PER_LAYER_TOKENS),
         ("transformers-chunked-mlp", "project_per_layer_inputs"),
+        ("transformers-sliding-windows", attached.TRAINED_ATTENTION),
+        ("", attached.TRAINING),
+        ("", "forward"),
     }
-    gemma4_compat.chunked_loss(model, enabled=False)
-    gemma4_compat.chunked_mlp(model, enabled=False)
+    gemma4_compat.train_fast(model, enabled=False)
     model.unmerge_adapter()
     assert found(model).keys() - before.keys() <= {
         ("peft-merge-offloaded", "unmerging hook"),
@@ -131,7 +132,7 @@ def test_the_text(layers: Any) -> None:
     for layer in layers:
         vars(layer[0])[attached.DISPATCHED_IN] = None
     vars(layers)[attached.CHUNKED_LOSS] = "always"
-    assert str(gemma4_compat.attached(layers)).splitlines() == [
+    assert str(gemma4_compat.statistics(layers).attached).splitlines() == [
         "3 x _gemma4_compat_dispatched_in (accelerate-load-offloaded)",
         "    on *.*",
         "    A weak reference to the dispatched model, to find the weights tied to the module's.",
@@ -145,15 +146,15 @@ def test_what_lasts_as_long_as_a_call(layers: Any) -> None:
     from gemma4_compat._models import walk
 
     with walk.quick(layers):
-        (item,) = gemma4_compat.attached(layers)
+        (item,) = gemma4_compat.statistics(layers).attached
     assert (item.kind, item.name, item.patch, item.paths) == ("method", "named_modules", "", ("",))
     assert "while a call of gemma4_compat._models.walk runs" in str(item)
-    assert gemma4_compat.attached(layers) == ()
+    assert gemma4_compat.statistics(layers).attached == ()
 
 
 def test_a_mark_of_another_version(layers: Any) -> None:
     vars(layers[1])["_gemma4_compat_of_tomorrow"] = True
-    (item,) = gemma4_compat.attached(pickle.loads(pickle.dumps(layers)))
+    (item,) = gemma4_compat.statistics(pickle.loads(pickle.dumps(layers))).attached
     assert (item.name, item.patch, item.paths) == ("_gemma4_compat_of_tomorrow", "", ("1",))
 
 
@@ -161,13 +162,13 @@ def test_somebody_elses_hooks_and_attributes_are_not_listed(layers: Any) -> None
     layers.register_forward_hook(lambda *_: None)
     vars(layers)["forward"] = layers.forward
     vars(layers)["hooks"] = ("not", "hooks")
-    assert gemma4_compat.attached(layers) == ()
+    assert gemma4_compat.statistics(layers).attached == ()
 
 
 def test_the_input_is_checked() -> None:
-    refused = r"attached needs a model, a torch.nn.Module; got 'google/gemma-4-E2B-it'. Pass what"
+    refused = r"statistics needs a model, a torch.nn.Module; got 'google/gemma-4-E2B-it'. Pass what"
     with pytest.raises(Gemma4CompatError, match=refused):
-        gemma4_compat.attached("google/gemma-4-E2B-it")
+        gemma4_compat.statistics("google/gemma-4-E2B-it")
 
 
 def test_handles_go_with_their_module(layers: Any) -> None:

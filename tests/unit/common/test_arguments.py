@@ -20,16 +20,11 @@ from tests.collecting import collect_failures
 OF_A_MODEL: dict[str, Callable[[Any], Any]] = {
     name: getattr(gemma4_compat, name)
     for name in (
-        "attached",
-        "chunked_loss",
-        "chunked_mlp",
         "decode_fast",
-        "decoding_statistics",
         "find_meta_tensors",
         "input_device",
-        "reuse_prefix",
+        "statistics",
         "train_fast",
-        "training_statistics",
     )
 }
 OF_A_PATH: dict[str, Callable[[Any], Any]] = {
@@ -78,7 +73,7 @@ def test_what_is_no_path_and_no_id(case: tuple[str, str]) -> None:
 
 def test_a_long_value_is_not_repeated() -> None:
     with pytest.raises(Gemma4CompatError) as raised:
-        gemma4_compat.attached("x" * 10**6)
+        gemma4_compat.statistics("x" * 10**6)
     assert len(str(raised.value)) < 400
 
 
@@ -95,9 +90,9 @@ def others() -> list[Any]:
 def test_reading_leaves_nothing_on_a_model() -> None:
     for model in others():
         before = [sorted(vars(module)) for module in model.modules()]
-        counted = gemma4_compat.decoding_statistics(model)
-        assert (counted.replayed, gemma4_compat.training_statistics(model).replayed) == (0, 0)
-        assert gemma4_compat.decoding_statistics(model) is counted
+        counted = gemma4_compat.statistics(model).decoding
+        assert (counted.replayed, gemma4_compat.statistics(model).training.replayed) == (0, 0)
+        assert gemma4_compat.statistics(model).decoding is counted
         assert not gemma4_compat.find_meta_tensors(model)
-        assert not gemma4_compat.attached(model)
+        assert not gemma4_compat.statistics(model).attached
         assert [sorted(vars(module)) for module in model.modules()] == before

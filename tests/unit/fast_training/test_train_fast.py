@@ -25,6 +25,7 @@ from gemma4_compat._plan.training_step import TARGETS
 from gemma4_compat._reproduction import tiny_models
 from gemma4_compat._stand_ins.tape import standing_in
 from gemma4_compat._training.captured import calls, graphs, layers
+from tests.patches.training.parts import only
 from tests.patches.training.test_transformers_chunked_loss import CLASSES, batch, built
 
 #: Steps until every layer is captured, and one more.
@@ -70,9 +71,9 @@ def same(right: list[Any], found: list[Any]) -> bool:
     return len(right) == len(found) and all(one.equal(other) for one, other in zip(right, found))
 
 
-def settled(model: Any, given: dict[str, Any]) -> Any:
-    """With ``train_fast``, after steps in which everything was captured."""
-    assert gemma4_compat.train_fast(model) is model
+def settled(model: Any, given: dict[str, Any], **parts: Any) -> Any:
+    """With graphs, after steps in which everything was captured."""
+    assert only(model, graphs=True, **parts) is model
     for _ in range(SETTLED):
         step(model, given)
     return model
@@ -80,9 +81,9 @@ def settled(model: Any, given: dict[str, Any]) -> Any:
 
 def replayed(model: Any, run: Callable[[], Any]) -> int:
     """How many layers ``run`` replays."""
-    before = gemma4_compat.training_statistics(model).replayed
+    before = gemma4_compat.statistics(model).training.replayed
     run()
-    return gemma4_compat.training_statistics(model).replayed - before
+    return gemma4_compat.statistics(model).training.replayed - before
 
 
 @pytest.fixture
@@ -103,10 +104,10 @@ def test_every_class(
     base, text_only, variant = built(workspace, name, tmp_path)
     model, given = adapted(base, checkpointed=checkpointed), batch(workspace, text_only=text_only, variant=variant)
     right = step(model, given)
-    gemma4_compat.train_fast(model)
+    only(model, graphs=True)
     monkeypatch.setattr(graphs.Graph, "gradients_without", None)  # no backward pass needs it
     assert all(same(right, step(model, given)) for _ in range(SETTLED + 1))
-    counted = gemma4_compat.training_statistics(model)
+    counted = gemma4_compat.statistics(model).training
     number = len(layers.decoder_layers(model))
     assert counted.reasons == ()
     assert (counted.captured, counted.replayed) == (number, (SETTLED + 2 - layers.CAPTURED_AT) * number)
@@ -133,7 +134,7 @@ def test_a_loop_that_makes_a_cache(workspace: Any, tmp_path: Path, name: str | N
         return [outputs.loss.detach(), *gradients(model)], cached
 
     right, cached = run(model)
-    gemma4_compat.train_fast(model)
+    only(model, graphs=True)
     for _ in range(SETTLED):
         found, now = run(model)
         assert same(right, found)
@@ -146,7 +147,7 @@ def test_a_loop_that_makes_a_cache(workspace: Any, tmp_path: Path, name: str | N
                 else:
                     assert one[attribute] == value
     number = len(layers.decoder_layers(model))
-    counted = gemma4_compat.training_statistics(model)
+    counted = gemma4_compat.statistics(model).training
     if shared_kv.NAME in inspect.signature(type(base.get_decoder().layers[0].self_attn).forward).parameters:
         assert (counted.captured, counted.replayed, counted.reasons) == (number, 2 * number, ())
     else:  # before 5.5.2
@@ -160,14 +161,14 @@ def test_caches_that_layers_read(model: Any, given: dict[str, Any]) -> None:
     config = model.config.get_text_config()
     model.gradient_checkpointing_disable()
     plain = copy.deepcopy(model)
-    gemma4_compat.train_fast(model)
+    only(model, graphs=True)
     for one in (model, plain):
         cache = DynamicCache(config=config)
         losses = [one(**given, past_key_values=cache).loss for _ in range(2)]
         losses += [one(**given, past_key_values=StaticCache(config=config, max_cache_len=64)).loss]
         sum(losses).backward()
     assert same(gradients(plain), gradients(model))
-    reasons = gemma4_compat.training_statistics(model).reasons
+    reasons = gemma4_compat.statistics(model).training.reasons
     assert [reason for reason in reasons if "StaticCache; pass use_cache=False" in reason]
     assert [reason for reason in reasons if "holds tokens; pass use_cache=False" in reason]
 
@@ -188,7 +189,7 @@ def test_tensors_of_inference_mode(model: Any, given: dict[str, Any], names: lis
         with torch.inference_mode():
             if names == ["position_ids"]:
                 given["position_ids"] += 1
-    assert gemma4_compat.training_statistics(other).replayed
+    assert gemma4_compat.statistics(other).training.replayed
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -215,9 +216,9 @@ def test_weights_change_in_place(model: Any, given: dict[str, Any]) -> None:
                 optimizer.zero_grad()
         return [one.detach().clone() for one in model.parameters() if one.requires_grad]
 
-    other = gemma4_compat.train_fast(copy.deepcopy(model))
+    other = only(copy.deepcopy(model), graphs=True)
     right, found = trained(model), trained(other)
-    assert gemma4_compat.training_statistics(other).replayed
+    assert gemma4_compat.statistics(other).training.replayed
     assert same(right, found)
 
 
@@ -236,12 +237,12 @@ def test_two_forwards_before_their_backward_passes(workspace: Any, model: Any, g
         return [*torch.stack(losses).detach(), *gradients(model)]
 
     right = both()
-    gemma4_compat.train_fast(model)
+    only(model, graphs=True)
     for _ in range(SETTLED):
         both()
     assert replayed(model, lambda: None) == 0
     assert same(right, both())
-    assert gemma4_compat.training_statistics(model).replayed > 0
+    assert gemma4_compat.statistics(model).training.replayed > 0
 
 
 def test_4_bit_layers(workspace: Any, given: dict[str, Any]) -> None:
@@ -276,9 +277,9 @@ def test_trainer(workspace: Any, model: Any, given: dict[str, Any], tmp_path: Pa
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         return losses, [one.detach() for one in model.parameters() if one.requires_grad]
 
-    other = gemma4_compat.train_fast(copy.deepcopy(model))
+    other = only(copy.deepcopy(model), graphs=True)
     (right, weights), (found, other_weights) = trained(model), trained(other)
-    counted = gemma4_compat.training_statistics(other)
+    counted = gemma4_compat.statistics(other).training
     assert counted.reasons == ()
     assert counted.replayed > counted.eager > 0
     assert found == right
@@ -322,13 +323,13 @@ def test_windows_and_products(long: tuple[Any, dict[str, Any], list[str]], paddi
     text, another = (padded(given, tokens) if tokens else given for tokens in (padding, 130))
     right, other = step(model, text), step(model, another)
     assert set(ran) == {"_by_windows", "attention"}
-    gemma4_compat.train_fast(model)
+    only(model, graphs=True, windows=True, products=True)
     assert all(same(right, step(model, text)) for _ in range(SETTLED + 1))
     found = layers.decoder_layers(model)
     sliding = [layer for layer in found if layer.self_attn.is_sliding]
-    before = gemma4_compat.training_statistics(model).replayed
+    before = gemma4_compat.statistics(model).training.replayed
     assert same(other, step(model, another))
-    again = gemma4_compat.training_statistics(model)
+    again = gemma4_compat.statistics(model).training
     assert again.reasons == ()
     assert again.captured == len(found)
     assert again.replayed - before == len(sliding)  # full layers see other keys
@@ -337,24 +338,26 @@ def test_windows_and_products(long: tuple[Any, dict[str, Any], list[str]], paddi
     assert ran == []
 
 
-def test_a_switch_is_turned_off(long: tuple[Any, dict[str, Any], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_are_named_off(
+    long: tuple[Any, dict[str, Any], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever GEMMA4_COMPAT_ENABLE says."""
     model, given, ran = long
-    settled(model, given)
-    monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", "")
+    settled(model, given, windows=True, products=True)
     ran.clear()
-    found = [step(model, given) for _ in range(SETTLED)]
+    settled(model, given)
+    found = step(model, given)
     gemma4_compat.train_fast(model, enabled=False)
-    right = step(model, given)
-    assert all(same(right, one) for one in found)
+    monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", "")
+    assert same(step(model, given), found)
     assert ran == []
 
 
-@pytest.mark.parametrize("other", [gemma4_compat.chunked_loss, gemma4_compat.chunked_mlp])
-def test_beside_other_switches(model: Any, given: dict[str, Any], other: Callable[..., Any]) -> None:
-    other(model, **({"tokens": 7} if other is gemma4_compat.chunked_mlp else {}))
-    right = step(model, given)
-    assert same(right, step(settled(model, given), given))
-    assert gemma4_compat.training_statistics(model).replayed
+@pytest.mark.parametrize("parts", [{"loss": True}, {"mlp": 7}], ids=str)
+def test_beside_other_parts(model: Any, given: dict[str, Any], parts: dict[str, Any]) -> None:
+    right = step(only(model, **parts), given)
+    assert same(right, step(settled(model, given, **parts), given))
+    assert gemma4_compat.statistics(model).training.replayed
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -401,12 +404,12 @@ def test_weights_that_are_trained_from_now_on(model: Any, given: dict[str, Any],
     for one in (model, other):
         trained(one, "lora_A", not wanted)
     settled(model, given)
-    before = gemma4_compat.training_statistics(model)
+    before = gemma4_compat.statistics(model).training
     for one in (model, other):
         trained(one, "lora_A", wanted)
     right = step(other, given)
     assert all(same(right, step(model, given)) for _ in range(SETTLED))
-    counted = gemma4_compat.training_statistics(model)
+    counted = gemma4_compat.statistics(model).training
     assert counted.captured == 2 * before.captured
     assert counted.reasons == ()
     assert [weight.grad is None for weight in model.parameters()] == [one.grad is None for one in other.parameters()]
@@ -459,9 +462,9 @@ def test_other_derivatives(
     base.set_attn_implementation("eager")
     model = adapted(base, checkpointed=False)
     right = run(copy.deepcopy(model), given)
-    gemma4_compat.train_fast(model)
+    only(model, graphs=True)
     found = [run(model, given) for _ in range(SETTLED)]
-    assert bool(gemma4_compat.training_statistics(model).replayed) == (run is not _functional)
+    assert bool(gemma4_compat.statistics(model).training.replayed) == (run is not _functional)
     for each in found:
         assert len(each) == len(right)
         for one, other in zip(each, right, strict=True):
@@ -481,9 +484,9 @@ def test_weights_that_two_layers_share(workspace: Any, given: dict[str, Any]) ->
     for name, one in first.mlp.down_proj.lora_A.items():
         second.mlp.down_proj.lora_A[name] = one
     right = _penalty(copy.deepcopy(model), given)
-    gemma4_compat.train_fast(model)
+    only(model, graphs=True)
     found = [_penalty(model, given) for _ in range(SETTLED)][-1]
-    assert gemma4_compat.training_statistics(model).replayed
+    assert gemma4_compat.statistics(model).training.replayed
     assert all((one - other).norm() <= 1e-4 * other.norm() for one, other in zip(found, right, strict=True))
 
 
@@ -540,11 +543,11 @@ def test_layers_that_run_as_before(
     model = made(workspace)
     torch.manual_seed(0)
     right = step(model, given)
-    gemma4_compat.train_fast(model)
+    only(model, graphs=True)
     for _ in range(SETTLED):
         torch.manual_seed(0)
         assert same(right, step(model, given))
-    counted = gemma4_compat.training_statistics(model)
+    counted = gemma4_compat.statistics(model).training
     assert re.search(reason, " ".join(counted.reasons))
     assert counted.replayed < counted.eager
     if "offloaded" in reason:  # some layers: the others are replayed
@@ -555,13 +558,13 @@ def test_layers_that_run_as_before(
 def test_a_model_that_changes_every_few_steps(model: Any, given: dict[str, Any]) -> None:
     """It is given up, and answers as it would."""
     other = copy.deepcopy(model)
-    gemma4_compat.train_fast(model)
+    only(model, graphs=True)
     for _ in range(layers._MAX_IN_VAIN + 1):
         for one in (model, other):
             _replace_weight(one)
         right = step(other, given)
         assert all(same(right, step(model, given)) for _ in range(SETTLED))
-    counted = gemma4_compat.training_statistics(model)
+    counted = gemma4_compat.statistics(model).training
     assert counted.captured == layers._MAX_IN_VAIN * len(layers.decoder_layers(model))
     assert "changes every few steps" in " ".join(counted.reasons)
 
@@ -589,7 +592,7 @@ def test_activations_that_something_else_keeps(workspace: Any, given: dict[str, 
     assert replayed(model, lambda: step(model, given))
     assert same(right, around())
     assert replayed(model, around) == 0
-    assert "hooks on saved tensors are active" in " ".join(gemma4_compat.training_statistics(model).reasons)
+    assert "hooks on saved tensors are active" in " ".join(gemma4_compat.statistics(model).training.reasons)
 
 
 def test_a_torch_that_does_not_say_whether_hooks_are_active(
@@ -597,23 +600,23 @@ def test_a_torch_that_does_not_say_whether_hooks_are_active(
 ) -> None:
     """Then something else may keep activations, so layers run as before."""
     monkeypatch.setattr("gemma4_compat._models.checkpointing._TOP", "absent")
-    gemma4_compat.train_fast(model)
+    only(model, graphs=True)
     for _ in range(layers.CAPTURED_AT + 1):
         step(model, given)
-    counted = gemma4_compat.training_statistics(model)
+    counted = gemma4_compat.statistics(model).training
     assert counted.replayed == counted.captured == 0
     assert counted.reasons == ("this torch does not say whether hooks on saved tensors are active",)
 
 
 def test_lengths_that_do_not_come_back(workspace: Any, model: Any, given: dict[str, Any]) -> None:
     """Only the first kinds that come often are captured; the log says what to do."""
-    gemma4_compat.train_fast(model)
+    only(model, graphs=True)
     number = len(layers.decoder_layers(model))
     for length in range(9, 9 + layers.MAX_KINDS + 1):
         cut = {name: value[:, -length:] for name, value in given.items()}
         for _ in range(SETTLED):
             step(model, cut)
-    counted = gemma4_compat.training_statistics(model)
+    counted = gemma4_compat.statistics(model).training
     assert counted.captured == layers.MAX_KINDS * number
     assert "pad to a few lengths" in " ".join(counted.reasons)
 
@@ -629,11 +632,11 @@ def test_long_calls_and_calls_without_gradients_are_left_alone(model: Any, given
     model.train()
     tokens = given["input_ids"].numel()
     for most in (tokens - 1, tokens):
-        gemma4_compat.train_fast(model, max_tokens=most)
+        only(model, graphs=True, max_tokens=most)
         for _ in range(SETTLED):
             step(model, given)
         assert (replayed(model, lambda: step(model, given)) > 0) == (most == tokens)
-        assert gemma4_compat.training_statistics(model).reasons == ()
+        assert gemma4_compat.statistics(model).training.reasons == ()
 
 
 def test_a_layer_that_cannot_be_captured_runs_as_before(
@@ -645,9 +648,9 @@ def test_a_layer_that_cannot_be_captured_runs_as_before(
         raise RuntimeError("no memory\nfor this")
 
     monkeypatch.setattr(graphs, "Graph", short)
-    gemma4_compat.train_fast(model)
+    only(model, graphs=True)
     assert all(same(right, step(model, given)) for _ in range(SETTLED))
-    (reason,) = gemma4_compat.training_statistics(model).reasons
+    (reason,) = gemma4_compat.statistics(model).training.reasons
     assert reason == "a layer cannot be captured: RuntimeError: no memory"
     assert caplog.text.count(reason) == 1
 
@@ -656,7 +659,7 @@ def test_copies_and_pickles_train_without_replays(model: Any, given: dict[str, A
     right = step(model, given)
     settled(model, given)
     other, layer = copy.deepcopy(model), layers.decoder_layers(model)[0]
-    assert gemma4_compat.training_statistics(other) == layers.TrainingStatistics()
+    assert gemma4_compat.statistics(other).training == layers.TrainingStatistics()
     assert same(right, step(other, given))
     assert vars(pickle.loads(pickle.dumps(layer)))[attached.TRAINING] is None
     assert replayed(model, lambda: step(model, given))
@@ -681,7 +684,7 @@ def test_undoing_it_releases_everything(model: Any, given: dict[str, Any]) -> No
     assert living() == before
     assert training() is None
     assert all("forward" not in vars(layer) for layer in layers.decoder_layers(model))
-    assert gemma4_compat.training_statistics(model) == layers.TrainingStatistics()
+    assert gemma4_compat.statistics(model).training == layers.TrainingStatistics()
 
 
 def test_a_model_that_is_deleted_is_released(workspace: Any, given: dict[str, Any]) -> None:
@@ -704,7 +707,7 @@ def test_other_models_are_refused() -> None:
 @pytest.mark.parametrize("most", [0, -1, 2048.0, True, "2048", None])
 def test_max_tokens_that_is_no_positive_integer(model: Any, most: Any) -> None:
     """The model stays as it is."""
-    gemma4_compat.train_fast(model)
+    only(model, graphs=True)
     before = vars(layers.decoder_layers(model)[0])[attached.TRAINING]
     with pytest.raises(Gemma4CompatError, match=f"max_tokens .* got {most!r}"):
         gemma4_compat.train_fast(model, max_tokens=most)

@@ -31,7 +31,7 @@ def checkpoint(workspace: Any) -> Path:
 
 
 def loaded(workspace: Any, checkpoint: Path, quantization: str | None, **options: Any) -> Any:
-    with gemma4_compat.quantize_experts() if quantization else contextlib.nullcontext():
+    with gemma4_compat.quantize(experts=True) if quantization else contextlib.nullcontext():
         options |= {"skip_modules": SKIPPED} if quantization else {}
         return tiny.load(checkpoint, quantization, device=workspace.main, **options).eval()
 
@@ -456,7 +456,7 @@ def test_from_pretrained_with_entries_for_experts(
                 llm_int8_enable_fp32_cpu_offload=len(placement) > 1,
                 llm_int8_skip_modules=SKIPPED,
             )
-        with gemma4_compat.quantize_experts(), gemma4_compat.quantize_offloaded():
+        with gemma4_compat.quantize(offloaded=True, experts=True):
             return Gemma4ForConditionalGeneration.from_pretrained(
                 checkpoint, dtype=torch.bfloat16, device_map=placement, **options
             ).eval()

@@ -24,7 +24,7 @@ def checkpoint(workspace: Any) -> Path:
 def loaded(checkpoint: Path, quantization: str | None, placement: dict[str, Any]) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with gemma4_compat.quantize_experts(), gemma4_compat.quantize_offloaded():
+        with gemma4_compat.quantize(offloaded=True, experts=True):
             model = tiny.load(checkpoint, quantization, device="cpu", device_map=placement)
     return model, [str(warning.message) for warning in caught if TEXT in str(warning.message)]
 

@@ -35,7 +35,7 @@ def described(model: Any, quantization: str, *, experts: bool = True) -> Bluepri
 
 
 def loaded(workspace: Any, checkpoint: str, quantization: str) -> Any:
-    with gemma4_compat.quantize_experts():
+    with gemma4_compat.quantize(experts=True):
         return tiny.load(Path(checkpoint), quantization, device=workspace.main, towers=True)
 
 
@@ -123,7 +123,7 @@ def test_experts_are_quantized_where_those_in_bf16_would_leave_the_card() -> Non
     assert (chosen.experts, plain.experts) == ("4bit", None)
     assert 0 < chosen.brought < plain.brought / 4
     assert chosen.cpu < plain.cpu / 4
-    assert "with gemma4_compat.quantize_experts(), gemma4_compat.quantize_offloaded():" in chosen.code
+    assert "with gemma4_compat.quantize(offloaded=True, experts=True):" in chosen.code
     assert "--no-quantize-experts keeps them in bf16." in " ".join(plan_text(chosen, width=100).split())
     asked = gemma4_compat.plan_device_map("26B-A4B", "11GiB", quantize_experts=True)
     assert asked.as_data() == chosen.as_data()
@@ -145,7 +145,7 @@ def test_a_saved_model_with_such_experts_is_planned_as_it_is(workspace: Any, che
     model.save_pretrained(tmp_path)
     plan = gemma4_compat.plan_device_map(str(tmp_path), "1GiB")
     assert plan.experts == "4bit-double"
-    assert "quantize_experts()" not in plan.code, "the file says it"
+    assert "quantize(experts=True)" not in plan.code, "the file says it"
     base = gemma4_compat.plan_device_map(checkpoint, "1GiB", quantize="4bit-double", quantize_experts=True)
     assert plan.use[0].weights == base.use[0].weights
 
@@ -181,7 +181,7 @@ def test_the_command_line_has_it(checkpoint: str) -> None:
     result = CliRunner().invoke(cli.app, ["plan", checkpoint, "--vram", "1GiB", "--quantize-experts"])
     assert result.exit_code == 0, result.output
     assert "experts too" in result.output
-    assert "with gemma4_compat.quantize_experts():" in result.output
+    assert "with gemma4_compat.quantize(experts=True):" in result.output
 
 
 def test_experts_leave_before_whole_layers() -> None:
@@ -224,7 +224,7 @@ def test_the_bus_that_is_given() -> None:
 
 @pytest.mark.parametrize("quantization", FOUR_BIT)
 def test_auto_counts_experts_as_they_will_be_stored(checkpoint: str, quantization: str) -> None:
-    """In a load inside quantize_experts(), before there are weights."""
+    """In a load inside quantize(experts=True), before there are weights."""
     model = build.on_meta(checkpoint)[0]
     expert_storage.prepare(model, tiny.quantization_config(quantization), lambda _: True, prequantized=False)
     expected = described(build.on_meta(checkpoint)[0], quantization)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._attention import windows
-from gemma4_compat._engine import sleep, versions
+from gemma4_compat._engine import dormant, versions
 from gemma4_compat._generation.prompts import room
 from gemma4_compat._kernels.specs import flash
 from gemma4_compat._memory import formulas
@@ -163,7 +163,7 @@ def test_a_load_without_these_kernels_is_as_without_a_card(options: dict[str, An
 
 def test_where_the_kernels_have_no_way_in_pytorch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     named = planned("E2B", "6GiB", card="L4")
-    monkeypatch.setattr(sleep, "is_installed", lambda patch_id: patch_id != windows.ID)
+    monkeypatch.setattr(dormant, "is_installed", lambda patch_id: patch_id != windows.ID)
     without = planned("E2B", "6GiB", card="L4")
     assert named.own_attention
     assert without.copies_because == f"the patch {windows.ID} is off"

@@ -195,7 +195,7 @@ def test_the_code_loads_offloaded_layers_quantized(
 def test_code_for_offloaded_4_bit_layers_says_so(workspace: Any) -> None:
     plan = gemma4_compat.plan_device_map("E2B", "2GiB", context=1024)
     assert plan.quantize_offloaded
-    assert "with gemma4_compat.quantize_offloaded():" in plan.code
+    assert "with gemma4_compat.quantize(offloaded=True):" in plan.code
     assert "llm_int8_enable_fp32_cpu_offload" not in plan.code, "not needed, and saved with the model"
     compile(plan.code, "plan", "exec")
     whole = gemma4_compat.plan_device_map("E2B", "80GiB", context=1024)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._attention import products, windows
+from gemma4_compat._engine import settings
 from gemma4_compat._graphs import recording
 from gemma4_compat._memory.formulas import TrainingLoad
 from gemma4_compat._models import build, checkpointing
@@ -27,6 +27,7 @@ from gemma4_compat._stand_ins.tape import standing_in
 from gemma4_compat._training import chunks, counting, mlp
 from gemma4_compat._training.captured import layers
 from tests.helpers import ROOT, without
+from tests.patches.training.parts import only
 from tests.unit.memory.models import VARIANTS
 
 MIB = 1 << 20
@@ -60,8 +61,8 @@ def stepped(
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    gemma4_compat.chunked_loss(model, enabled=chunked)
-    gemma4_compat.chunked_mlp(model, tokens=mlp.TOKENS, enabled=tokens is not None)
+    by_windows = settings.is_enabled(windows.ID)
+    only(model, loss=chunked, mlp=tokens is not None and mlp.TOKENS, windows=by_windows, products=by_windows)
     ids = torch.zeros(batch, sequence, dtype=torch.long)
     more = {"shift_labels": ids} if chunked else {}  # a plan counts a label for every token
     inputs = {"input_ids": ids, **more, "attention_mask": torch.ones_like(ids)}
@@ -179,10 +180,10 @@ def test_graphs_keep_what_they_are_counted_with(workspace: Any, length: int, bat
             return model(**inputs, labels=ids, use_cache=False).loss
 
     with standing_in(recording.RECORDERS):
-        gemma4_compat.train_fast(model)
+        only(model, graphs=True)
         for _ in range(layers.CAPTURED_AT):
             run().backward()
-        assert gemma4_compat.training_statistics(model).captured
+        assert gemma4_compat.statistics(model).training.captured
         (memory,) = vars(layers.decoder_layers(model)[0])["_gemma4_compat_training"]._memory.values()
         gemma4_compat.train_fast(model, enabled=False)
     counted = training_step.storage_counter(model)
@@ -271,7 +272,7 @@ def test_a_step_of_experts_in_4_bits_keeps_what_they_keep(workspace: Any, monkey
     """They are dequantized in each pass, and a checkpoint keeps nothing of their forward."""
     pytest.importorskip("bitsandbytes")
     checkpoint = workspace.cached(tiny_models.build_moe_checkpoint)
-    with gemma4_compat.quantize_experts():
+    with gemma4_compat.quantize(experts=True):
         model = tiny.load(checkpoint, "4bit", device=workspace.main)
     forward, backward = four_bits(model, monkeypatch)
     planned = training._measure(str(checkpoint), "4bit", Step(max_length=512, r=4), quantized_experts=True)
@@ -287,7 +288,7 @@ def test_a_plan_stores_experts_as_it_is_told(workspace: Any, asked: bool | None)
     checkpoint = workspace.cached(tiny_models.build_moe_checkpoint)
     plan = gemma4_compat.plan_training(str(checkpoint), "8GiB", max_length=8, r=2, quantize_experts=asked)
     assert plan.experts == ("4bit" if asked else None)
-    assert ("with gemma4_compat.quantize_experts()" in plan.code) is bool(asked)
+    assert ("with gemma4_compat.quantize(experts=True)" in plan.code) is bool(asked)
     assert (", experts too:" in " ".join(plan_text(plan, width=100).split())) is bool(asked)
 
 
@@ -462,14 +463,14 @@ def test_a_plan_chooses_pieces_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert (small.chunked_loss, small.chunked_mlp) == (True, True)
     assert "the step takes 2.00 GiB more, and would not leave 512 MiB free" in small.reasons["chunked_mlp"]
     assert (small.changes["--no-chunked-loss"], small.changes["--no-chunked-mlp"]) == (3 << 30, 2 << 30)
-    assert "gemma4_compat.chunked_mlp(model)\n" in small.code
+    assert "gemma4_compat.train_fast(model, mlp=True, windows=False, products=False, graphs=False)\n" in small.code
     text = " ".join(plan_text(small, width=90).split())
     assert "the loss in chunks, MLPs in pieces" in text
     assert "chunked mlp: on: otherwise the step takes" in text
     large = plan("7GiB")
     assert (large.chunked_loss, large.chunked_mlp) == (True, False)
     assert large.changes["--chunked-mlp"] == -2 << 30
-    assert "chunked_mlp" not in large.code
+    assert "gemma4_compat.train_fast(model, mlp=False, " in large.code
     asked.clear()
     forced = plan("7GiB", chunked_mlp=True)
     assert forced.chunked_mlp
@@ -528,8 +529,8 @@ def test_a_plan_chooses_windows_and_says_so(
     text = " ".join(plan_text(plan, width=90).split())
     assert ("sliding layers by windows" in text) is by_windows
     assert f"sliding windows: {'on: otherwise' if by_windows else 'off: it would save'}" in text
-    line = f'os.environ["GEMMA4_COMPAT_ENABLE"] = "{windows.ID}"\n'
-    assert (line in plan.code.partition("import gemma4_compat")[0]) is by_windows
+    named = f"mlp={pieces}{'' if by_windows else ', windows=False, products=False'}, graphs=False"
+    assert f"gemma4_compat.train_fast(model, {named})\n" in plan.code
     asked = gemma4_compat.plan_training("E2B", vram, max_length=16_384, sliding_windows=True)
     assert asked.sliding_windows
     assert "sliding_windows" not in asked.reasons
@@ -575,7 +576,7 @@ def test_what_is_enabled_for_all_models_is_planned(workspace: Any, monkeypatch: 
     for switch, patch in switches._PATCHES.items():
         assert getattr(plan, switch)
         assert plan.reasons[switch] == f"GEMMA4_COMPAT_ENABLE names {patch}"
-    assert f'os.environ["GEMMA4_COMPAT_ENABLE"] = "{",".join(enabled)}"' in plan.code
+    assert "gemma4_compat.train_fast(model, mlp=True" in plan.code
 
 
 def test_layers_are_replayed_where_they_can_be_and_graphs_fit() -> None:
@@ -616,7 +617,7 @@ def test_a_plan_replays_layers_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     plan = gemma4_compat.plan_training("E2B", "12GiB")
     assert plan.train_fast
     assert (plan.graphs, plan.activations, plan.changes["--no-train-fast"]) == (1 << 30, 1 << 30, -1 << 30)
-    assert "gemma4_compat.train_fast(model)\n" in plan.code
+    assert "gemma4_compat.train_fast(model, loss=False)\n" in plan.code
     assert "pad_to_multiple_of" in plan.code
     text = " ".join(plan_text(plan, width=90).split())
     for part in ("decoder layers replayed", "graphs of train_fast 1.00 GiB", "train fast: on: short steps wait"):
@@ -629,12 +630,13 @@ def test_a_plan_replays_layers_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
         without_it = gemma4_compat.plan_training("E2B", "12GiB", **options)
         assert not without_it.train_fast
         assert why in without_it.reasons["train_fast"]
-        assert "train_fast" not in without_it.code
+        assert "train_fast(model" not in without_it.code
         assert not any("train-fast" in option for option in without_it.changes)
     assert gemma4_compat.plan_training("E2B", "12GiB", train_fast=False).changes["--train-fast"] == 1 << 30
     asked = gemma4_compat.plan_training("E2B", "12GiB", max_length=8192, train_fast=True)
     assert asked.train_fast
-    assert "gemma4_compat.train_fast(model, max_tokens=8192)\n" in asked.code
+    named = "max_tokens=8192, loss=False, mlp=False, windows=False, products=False"
+    assert f"gemma4_compat.train_fast(model, {named})\n" in asked.code
     assert asked.changes["--no-train-fast"] == -1 << 30
 
 
@@ -702,14 +704,13 @@ def test_the_code_trains(workspace: Any, tmp_path: Path, monkeypatch: pytest.Mon
         chunked_loss=switched,
         sliding_windows=switched,
     )
-    assert ("gemma4_compat.chunked_loss(model)" in plan.code) is switched
+    assert ("gemma4_compat.train_fast(model, graphs=False)\n" in plan.code) is switched
     rows = [
         {"input_ids": torch.arange(8), "labels": torch.arange(8), "attention_mask": torch.ones(8, dtype=torch.long)}
     ]
     code = plan.code.replace('"adapter",\n', '"adapter",\n    max_steps=1, report_to=[], use_cpu=True,\n', 1)
     assert code != plan.code
     exec(compile(code, "plan", "exec"), {"DATASET": rows})
-    assert os.environ["GEMMA4_COMPAT_ENABLE"] == (windows.ID if switched else "")
     saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert saved["r"] == 2
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gemma4_compat  # before the libraries, as a user has it
 from gemma4_compat._reproduction import tiny, tiny_configs
+from tests.patches.training.parts import only
 
 #: How many tokens of the batch of each rank have a label; -1: all.
 LABELS = {"as many": (-1, -1), "fewer": (-1, 4), "none": (-1, 0), "none of both": (0, 0)}
@@ -131,7 +131,7 @@ def measured(checkpoint: Path, way: str, kind: str, precision: str, rank: int) -
     import torch
 
     plain = build(checkpoint, kind)
-    sharded = WAYS[way](gemma4_compat.chunked_loss(build(checkpoint, kind)), getattr(torch, precision))
+    sharded = WAYS[way](only(build(checkpoint, kind), loss=True), getattr(torch, precision))
     found = {}
     for name, labels in LABELS.items():
         parts = [step(plain, batch(count)) for count in labels]

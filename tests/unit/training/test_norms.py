@@ -9,6 +9,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat._plan.training_step import storage_counter
 from gemma4_compat._training import norms, pieces
+from tests.patches.training.parts import only
 from tests.patches.training.test_transformers_chunked_loss import batch, built, off, step
 from tests.patches.training.test_transformers_chunked_mlp import CLASSES, TOKENS, adapted
 
@@ -121,9 +122,9 @@ def test_what_is_left_whole(workspace: Any) -> None:
     model = adapted(model)
     assert compare(model, given)
     assert not compare(model, {name: value[:, :TOKENS] for name, value in given.items()})
-    gemma4_compat.chunked_mlp(model, tokens=TOKENS)
+    only(model, mlp=TOKENS)
     assert all(norms.ATTRIBUTE in vars(norm) for norm in norms.found(model))
-    gemma4_compat.chunked_mlp(model, enabled=False)
+    gemma4_compat.train_fast(model, enabled=False)
     assert any(True for _ in norms.found(model))
     assert not any("forward" in vars(norm) or norms.ATTRIBUTE in vars(norm) for norm in norms.found(model))
 

@@ -42,9 +42,14 @@ def ask(model: Any, ids: Any, *, new: int = NEW, **options: Any) -> Any:
     return types.SimpleNamespace(sequences=model.generate(**{**batch, **asked, **options}), logits=recorder.logits)
 
 
+def reusing(model: Any) -> Any:
+    """With ``reuse_prefix`` and nothing else of ``decode_fast``."""
+    return gemma4_compat.decode_fast(model, reuse_prefix=True, graphs=False)
+
+
 def counted(model: Any) -> tuple[int, int]:
     """How many tokens of prompts were read, and reused."""
-    found = gemma4_compat.decoding_statistics(model)
+    found = gemma4_compat.statistics(model).decoding
     return found.prompt_tokens_read, found.prompt_tokens_reused
 
 

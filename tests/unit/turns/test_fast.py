@@ -30,7 +30,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fast(models: Models, *where: Any, **way: bool) -> Any:
-    return gemma4_compat.reuse_prefix(gemma4_compat.decode_fast(models.fresh(*where), **way))
+    return gemma4_compat.decode_fast(models.fresh(*where), reuse_prefix=True, **way)
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -94,7 +94,7 @@ def test_quantized_adapted_and_offloaded(models: Models, quantization: str, adap
     import torch
 
     model, other = (fast(models, quantization, adapter, where) for _ in range(2))
-    gemma4_compat.reuse_prefix(other, enabled=False)
+    gemma4_compat.decode_fast(other)
     ids = text(20, 0)
     for turn in range(3):
         found, held = reused(model, ids)

@@ -97,7 +97,9 @@ def test_next_turns(plain: Any, length: int, way: dict[str, bool]) -> None:
     assert found == expected
     assert_same(cache, whole)
     assert steps(model).replayed
-    assert any("after reuse_prefix(model)" in reason for reason in steps(model).reasons), "of later turns"
+    assert any("after decode_fast(model, reuse_prefix=True)" in reason for reason in steps(model).reasons), (
+        "of later turns"
+    )
 
 
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
@@ -194,7 +196,7 @@ def test_where_both_caches_do_not_fit(plain: Any, monkeypatch: pytest.MonkeyPatc
 
 def test_reuse_prefix_keeps_the_text_as_well(plain: Any) -> None:
     """The static cache stays the model's, whatever the caller does with the one that is returned."""
-    model = gemma4_compat.reuse_prefix(fast(plain))
+    model = fast(plain, reuse_prefix=True)
     given = {"input_ids": tokens(24, 0)}
     found, expected = ask(model, given), ask(plain, given)
     assert_same(cache_of(found), cache_of(expected))

@@ -69,13 +69,13 @@ def plain(load: Any) -> Any:
 def test_ten_turns_read_only_what_is_new(load: Any, plain: Any, variant: str, options: dict[str, Any]) -> None:
     import torch
 
-    model, ids = gemma4_compat.reuse_prefix(load(variant)), text(20, 0)
+    model, ids = chats.reusing(load(variant)), text(20, 0)
     for turn in range(10):
         found, held = reused(model, ids, **options)
         if turn in (1, 9):
             near(found, ask(plain(variant), ids))
         # The last token of an answer was never read.
-        assert held == (0 if turn == 0 else ids.shape[1] - 7), gemma4_compat.decoding_statistics(model).not_reused
+        assert held == (0 if turn == 0 else ids.shape[1] - 7), gemma4_compat.statistics(model).decoding.not_reused
         ids = torch.cat([found.sequences.cpu(), text(6, turn + 1)], dim=-1)
 
 
@@ -85,7 +85,7 @@ def test_histories_that_are_edited(
     load: Any, plain: Any, monkeypatch: pytest.MonkeyPatch, variant: str, slack: int, options: dict[str, Any]
 ) -> None:
     chats.small(monkeypatch, slack)
-    model = gemma4_compat.reuse_prefix(load(variant))
+    model = chats.reusing(load(variant))
     for seed in range(2):
         draw = random.Random(seed)
         ids = text(draw.randrange(2, 30), seed)
@@ -99,7 +99,7 @@ def test_histories_that_are_edited(
 
 def test_every_sliding_layer_has_the_rows_that_a_cut_needs(load: Any, plain: Any) -> None:
     """A forward that ran out of memory may have noted more rows of its first layers than of the others."""
-    model, ids = gemma4_compat.reuse_prefix(load()), text(30, 0)
+    model, ids = chats.reusing(load()), text(30, 0)
     ask(model, ids)
     kept = reuse.of(model)
     assert kept is not None
@@ -123,7 +123,7 @@ def test_images_and_sounds_are_read_once(
 
     if "prefill_chunk_size" in options:
         options = {"prefill_chunk_size": 64}  # sounds, and before transformers 5.23 images, are read in one chunk
-    model = gemma4_compat.reuse_prefix(load(variant))
+    model = chats.reusing(load(variant))
     towers: list[int] = []
     for name in ("vision_tower", "audio_tower", "vision_embedder", "embed_audio"):
         if hasattr(model.model, name):
@@ -203,14 +203,14 @@ CHANGES: dict[str, Any] = {
 def test_a_changed_model_reads_again(load: Any, change: Any) -> None:
     import torch
 
-    model, other = gemma4_compat.reuse_prefix(load()), load()
+    model, other = chats.reusing(load()), load()
     ids = ask(model, text(20, 0)).sequences.cpu()
     with torch.no_grad():
         change(model)
         change(other)
     found, held = reused(model, ids)
     assert held == 0
-    assert gemma4_compat.decoding_statistics(model).not_reused == {
+    assert gemma4_compat.statistics(model).decoding.not_reused == {
         "weights, adapters, hooks or settings of torch changed": 1
     }
     expected = ask(other, ids)
@@ -223,7 +223,7 @@ def test_adapters_have_conversations_of_their_own(workspace: Any, load: Any) -> 
     """The cache of one adapter does not serve another, nor the base."""
     import torch
 
-    model = gemma4_compat.reuse_prefix(threads.adapted(workspace, workspace.load().float(), "language").eval())
+    model = chats.reusing(threads.adapted(workspace, workspace.load().float(), "language").eval())
     model.load_adapter(workspace.adapter("language"), "second")
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -255,9 +255,9 @@ def test_adapters_have_conversations_of_their_own(workspace: Any, load: Any) -> 
         switch()
         found, held = reused(model, ids)
         assert held == 0
-        gemma4_compat.reuse_prefix(model, enabled=False)
+        gemma4_compat.decode_fast(model, enabled=False)
         expected = ask(model, ids)
-        gemma4_compat.reuse_prefix(model)
+        chats.reusing(model)
         ask(model, ids)
         assert all(torch.equal(*pair) for pair in zip(found.logits, expected.logits, strict=True))
         assert reused(model, ids)[1] == ids.shape[1] - 1
@@ -282,7 +282,7 @@ AS_BEFORE: dict[str, dict[str, Any]] = {
 def test_other_calls_read_as_before_and_leave_the_conversation(load: Any, plain: Any, options: dict[str, Any]) -> None:
     import torch
 
-    model = gemma4_compat.reuse_prefix(load())
+    model = chats.reusing(load())
     ids = ask(model, text(20, 0)).sequences.cpu()
     if "position_ids" in options:
         options = {"position_ids": torch.arange(ids.shape[1])[None].to(model.device)}
@@ -294,20 +294,20 @@ def test_other_calls_read_as_before_and_leave_the_conversation(load: Any, plain:
     assert torch.equal(found.sequences, expected.sequences)
     assert all(torch.equal(*pair) for pair in zip(found.logits, expected.logits, strict=True))
     assert counted(model) == read
-    assert sum(gemma4_compat.decoding_statistics(model).not_reused.values()) == 1
+    assert sum(gemma4_compat.statistics(model).decoding.not_reused.values()) == 1
     assert reused(model, ids)[1] == ids.shape[1] - 1
 
 
 def test_batches_and_padding_read_as_before(load: Any, plain: Any) -> None:
     import torch
 
-    model = gemma4_compat.reuse_prefix(load())
+    model = chats.reusing(load())
     ids = ask(model, text(20, 0)).sequences.cpu()
     for batch in (batch_of(model, 12, batch=2), {name: row[1:] for name, row in batch_of(model, 12, batch=2).items()}):
         assert torch.equal(*(one.generate(**batch, max_new_tokens=4, do_sample=False) for one in (model, plain())))
     padded = torch.nn.functional.pad(text(9, 1), (3, 0)).to(model.device)  # without a mask: transformers makes it
     assert torch.equal(*(one.generate(padded, max_new_tokens=4, do_sample=False) for one in (model, plain())))
-    assert gemma4_compat.decoding_statistics(model).not_reused == {"several prompts at once": 1, "padding": 2}
+    assert gemma4_compat.statistics(model).decoding.not_reused == {"several prompts at once": 1, "padding": 2}
     assert reused(model, ids)[1] == ids.shape[1] - 1
 
 
@@ -315,7 +315,7 @@ def test_a_cache_of_the_callers_stays_the_callers(load: Any, plain: Any) -> None
     """Passed in, or returned: the caller may use it, and this package does not write to it."""
     import torch
 
-    model = gemma4_compat.reuse_prefix(load())
+    model = chats.reusing(load())
     options = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
     first = model.generate(text(20, 0).to(model.device), **options)
     own = first.past_key_values
@@ -344,7 +344,7 @@ CACHE_WRITES: dict[str, Any] = {
 def test_what_is_written_to_a_returned_cache_is_not_reused(load: Any, plain: Any, write: Any) -> None:
     import torch
 
-    model = gemma4_compat.reuse_prefix(load())
+    model = chats.reusing(load())
     options = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
     first = model.generate(text(20, 0).to(model.device), **options)
     with torch.no_grad():
@@ -353,7 +353,7 @@ def test_what_is_written_to_a_returned_cache_is_not_reused(load: Any, plain: Any
     found, held = reused(model, ids)
     assert held == 0
     near(found, ask(plain(), ids))
-    assert gemma4_compat.decoding_statistics(model).not_reused == {
+    assert gemma4_compat.statistics(model).decoding.not_reused == {
         "the cache that was returned has been written to": 1
     }
     assert reused(model, ids)[1] > 0
@@ -364,7 +364,7 @@ def test_tokens_that_are_written_to_are_other_tokens(load: Any, plain: Any, whos
     """On the CPU, what is kept must not be the caller's own memory."""
     import torch
 
-    model = gemma4_compat.reuse_prefix(load())
+    model = chats.reusing(load())
     prompt = text(20, 0).to(model.device)
     said = model.generate(prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     ids = prompt if whose == "the prompt" else said
@@ -380,7 +380,7 @@ def test_an_interrupted_answer_is_forgotten(load: Any, plain: Any) -> None:
         def put(self, _tokens: Any) -> None:
             raise KeyboardInterrupt
 
-    model = gemma4_compat.reuse_prefix(load())
+    model = chats.reusing(load())
     ids = ask(model, text(20, 0)).sequences.cpu()
     with pytest.raises(KeyboardInterrupt):
         ask(model, ids, streamer=Stops())
@@ -401,7 +401,7 @@ def test_weights_that_change_while_an_answer_is_written(load: Any, call: str) ->
         def end(self) -> None:
             pass
 
-    model = gemma4_compat.reuse_prefix(load())
+    model = chats.reusing(load())
     ids = text(20, 0) if call == "the first" else ask(model, text(20, 0)).sequences.cpu()
     ids = ask(model, ids, streamer=Changes()).sequences.cpu()
     assert reused(model, ids)[1] == 0
@@ -412,7 +412,7 @@ def test_a_call_within_a_call(load: Any, plain: Any) -> None:
     """A callback that asks the same model: with prompts that have nothing to do with the conversation."""
     import torch
 
-    model, inner = gemma4_compat.reuse_prefix(load()), []
+    model, inner = chats.reusing(load()), []
 
     class Asks:
         def put(self, _tokens: Any) -> None:
@@ -436,7 +436,7 @@ def test_a_call_within_a_call(load: Any, plain: Any) -> None:
 def test_inference_mode_is_another_conversation(load: Any) -> None:
     import torch
 
-    model = gemma4_compat.reuse_prefix(load())
+    model = chats.reusing(load())
     for cache in ("dynamic", "static"):
         options = {"cache_implementation": cache, "disable_compile": True}
         with torch.inference_mode():
@@ -447,7 +447,7 @@ def test_inference_mode_is_another_conversation(load: Any) -> None:
 
 def test_two_threads_at_once(load: Any, plain: Any) -> None:
     """One of them has the conversation; the other reads its prompt whole."""
-    model, found, barrier = gemma4_compat.reuse_prefix(load()), {}, threading.Barrier(2)
+    model, found, barrier = chats.reusing(load()), {}, threading.Barrier(2)
 
     def talk(seed: int) -> None:
         import torch
@@ -471,19 +471,19 @@ def test_two_threads_at_once(load: Any, plain: Any) -> None:
 def test_undoing_releases_the_conversation(load: Any) -> None:
     model = load()
     before = set(vars(model))
-    gemma4_compat.reuse_prefix(model)
+    chats.reusing(model)
     ask(model, text(20, 0))
     last = vars(model)[attached.TURNS]._last
     rows = weakref.ref(last._rows[0].keys)
     del last
     assert rows() is not None
-    gemma4_compat.reuse_prefix(model, enabled=False)
+    gemma4_compat.decode_fast(model, enabled=False)
     assert rows() is None
     assert set(vars(model)) - before <= {attached.DECODING}
 
 
 def test_a_copy_is_not_marked(load: Any) -> None:
-    model = gemma4_compat.reuse_prefix(load())
+    model = chats.reusing(load())
     ids = ask(model, text(20, 0)).sequences.cpu()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         read = counted(model)
@@ -493,7 +493,7 @@ def test_a_copy_is_not_marked(load: Any) -> None:
 
 
 def test_without_the_patch_it_does_nothing(load: Any, plain: Any) -> None:
-    model = gemma4_compat.reuse_prefix(load())
+    model = chats.reusing(load())
     ids = ask(model, text(20, 0)).sequences.cpu()
     gemma4_compat.revert("transformers-reuse-prefix")
     try:
@@ -508,14 +508,14 @@ def test_another_model_is_one_clear_error() -> None:
     import torch
 
     with pytest.raises(gemma4_compat.Gemma4CompatError, match=r"requires a Gemma 4 model with generate.*got Linear"):
-        gemma4_compat.reuse_prefix(torch.nn.Linear(2, 2))
+        chats.reusing(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("store", threads.STORES)
 def test_offloaded_models(workspace: Any, store: str) -> None:
     import torch
 
-    model = gemma4_compat.reuse_prefix(threads.split(workspace, store, "4bit-double", "language").eval())
+    model = chats.reusing(threads.split(workspace, store, "4bit-double", "language").eval())
     plain, ids = threads.split(workspace, store, "4bit-double", "language").eval(), text(20, 0)
     for turn in range(3):
         found, held = reused(model, ids)

@@ -127,7 +127,7 @@ def test_rollouts_replay_with_the_completions_and_losses_of_eager_ones(
             trainer.generation_config.disable_compile = not replays  # TRL sets it
             losses, weights = trained(trainer)
             outcomes.append((seen, losses, weights))
-            counted = gemma4_compat.decoding_statistics(trainer.model)
+            counted = gemma4_compat.statistics(trainer.model).decoding
     (seen, losses, weights), (found, found_losses, found_weights) = outcomes
     assert found == seen
     assert found_losses == losses

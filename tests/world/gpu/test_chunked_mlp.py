@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gemma4_compat._training import mlp, norms, per_layer, shared_states
+from gemma4_compat._training import norms, per_layer, shared_states
+from tests.patches.training.parts import only
 from tests.patches.training.test_transformers_chunked_loss import off, step
 from tests.unit.training.test_norms import checkpointed
 
@@ -85,7 +86,7 @@ def test_mlps_in_pieces_only_round(dtype: Any) -> None:
     exact, right = step(copy.deepcopy(model).float(), given)
     plain, found = step(model, given)
     error = off(right, found)
-    mlp.chunked_mlp(model, tokens=TOKENS)
+    only(model, mlp=TOKENS)
     outputs, found = step(model, given)
     print(dtype, "gradients against float32:", error, "whole,", off(right, found), "in pieces")
     assert off(right, found) <= 1.2 * error
@@ -105,7 +106,7 @@ def test_memory() -> None:
         return int(torch.cuda.max_memory_allocated() - before)
 
     whole = peak()
-    mlp.chunked_mlp(model, tokens=TOKENS)
+    only(model, mlp=TOKENS)
     pieces = peak()
     print(f"{whole / 2**30:.2f} GiB whole, {pieces / 2**30:.2f} in pieces")
     assert pieces < whole

@@ -14,6 +14,7 @@ import gemma4_compat
 from gemma4_compat._attention import products, windows
 from gemma4_compat._models import checkpointing
 from gemma4_compat._training.captured import layers
+from tests.patches.training.parts import only
 from tests.unit.fast_training.test_train_fast import spied
 from tests.world.gpu.test_chunked_mlp import DEVICE, adapted, deterministic
 
@@ -32,7 +33,7 @@ def step(model: Any, given: dict[str, Any]) -> list[Any]:
 def replays_have_the_bits(model: Any, given: dict[str, Any], right: list[Any]) -> None:
     for _ in range(layers.CAPTURED_AT + 2):
         assert all(one.equal(other) for one, other in zip(right, step(model, given), strict=True))
-    counted = gemma4_compat.training_statistics(model)
+    counted = gemma4_compat.statistics(model).training
     assert counted.captured == len(layers.decoder_layers(model))
     assert counted.reasons == ()
 
@@ -47,7 +48,7 @@ def test_bits(dtype: Any) -> None:
     assert all(one.equal(other) for one, other in zip(right, step(model, given), strict=True))
     left = []
     for _ in range(2):  # cuBLAS keeps its workspaces of the stream that captures
-        gemma4_compat.train_fast(model)
+        only(model, graphs=True)
         replays_have_the_bits(model, given, right)
         gc.collect()
         left.append(torch.cuda.memory_allocated())
@@ -61,11 +62,10 @@ def test_bits(dtype: Any) -> None:
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("padding", [0, 500])
 def test_bits_of_windows_and_products(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", windows.ID)
     ran: list[str] = []
     for module, name in ((windows, "_by_windows"), (products, "attention")):
         monkeypatch.setattr(module, name, spied(ran, name, getattr(module, name)))
-    model = adapted(torch.bfloat16).train()
+    model = only(adapted(torch.bfloat16).train(), windows=True, products=True)
     ids = torch.randint(3, 1024, (1, windows.LEAST_ON_GPU), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[:, :padding] = 0
@@ -73,5 +73,5 @@ def test_bits_of_windows_and_products(padding: int, monkeypatch: pytest.MonkeyPa
     right = step(model, given)
     assert all(one.equal(other) for one, other in zip(right, step(model, given), strict=True))
     assert set(ran) == {"_by_windows", "attention"}
-    gemma4_compat.train_fast(model, max_tokens=ids.numel())
+    only(model, graphs=True, windows=True, products=True, max_tokens=ids.numel())
     replays_have_the_bits(model, given, right)

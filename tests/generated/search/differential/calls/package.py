@@ -17,10 +17,12 @@ def _decode_fast(world: World, model: Any) -> Any:
     return gemma4_compat.decode_fast(model) if world.on else model
 
 
-def _chunked_loss(world: World, model: Any, **options: Any) -> Any:
-    import gemma4_compat
+def _chunked_loss(world: World, model: Any, loss: bool | str = True) -> Any:
+    if not world.on:
+        return model
+    from tests.patches.training.parts import only
 
-    return gemma4_compat.chunked_loss(model, **options) if world.on else model
+    return only(model, loss=loss)
 
 
 def _standing_in(world: World) -> Any:

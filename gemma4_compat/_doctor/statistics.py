@@ -1,0 +1,84 @@
+"""``gemma4_compat.statistics``: how a model decoded and trained, and what this package has left on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from gemma4_compat._accelerate import listing
+from gemma4_compat._accelerate.listing import Attached
+from gemma4_compat._common import arguments
+from gemma4_compat._graphs import decoder
+from gemma4_compat._graphs.recaptures import DecodingStatistics, Recapture
+from gemma4_compat._training import fast
+from gemma4_compat._training.captured.layers import TrainingStatistics
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """What :func:`statistics` returns. ``str``, and so ``print``, gives it as text.
+
+    Attributes:
+        decoding: how steps of ``generate`` ran, and prompts after ``decode_fast``; what ``reuse_prefix`` saved. The
+            model's own object: later calls go on counting in it.
+        training: how decoder layers ran in training steps after ``train_fast``; a copy.
+        attached: what this package has left on the model.
+    """
+
+    decoding: DecodingStatistics
+    training: TrainingStatistics
+    attached: Attached
+
+    def __str__(self) -> str:
+        parts = {"decoding": _counted(self.decoding), "training": _counted(self.training)}
+        parts["attached"] = iter(str(self.attached).splitlines())
+        return "\n".join(
+            line for name, lines in parts.items() for line in (name, *(f"    {one}" for one in lines or ("nothing",)))
+        )
+
+
+def statistics(model: Any) -> Statistics:
+    """How a model decoded and trained, and what this package has left on it. Changes nothing.
+
+    >>> counted = gemma4_compat.statistics(model)
+    >>> counted.decoding.replayed, counted.decoding.captured, counted.decoding.reasons
+    (199, 1, ())
+    >>> print(counted)
+
+    ``.attached`` has an entry for each kind of attribute, hook and replaced method, with its places; the same things
+    in all layers are one entry. Modules, parameters, buffers, quantization states, accelerate's hooks and the model's
+    quantizer are looked at; hooks of accelerate itself are not listed. ``revert()`` restores functions of the
+    libraries and leaves what is listed, so that a dispatched model still works. The hooks of an offload go with
+    accelerate's (``remove_hook_from_submodules``), its methods with the next cast or move. ``gemma4-compat doctor
+    --verbose`` says what each patch may leave.
+
+    Args:
+        model: a ``torch.nn.Module``: a transformers model, plain, quantized, dispatched or not, or one that PEFT, DDP
+            or another wrapper is around.
+
+    Raises:
+        Gemma4CompatError: ``model`` is not a module.
+    """
+    model = arguments.model(model, "statistics")
+    return Statistics(decoder.decoding_statistics(model), fast.training_statistics(model), listing.attached(model))
+
+
+def _counted(found: Any) -> Iterator[str] | tuple[()]:
+    """A line for each field that has something to say."""
+    values = {one.name: getattr(found, one.name) for one in dataclasses.fields(found)}
+    lines = [line for name, value in values.items() if value for line in _shown(name.replace("_", " "), value)]
+    return iter(lines) if lines else ()
+
+
+def _line(one: Any) -> str:
+    return f"{one.cause}: {one.detail}" if isinstance(one, Recapture) else str(one)
+
+
+def _shown(name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from (f"{name}: {key}: {count:,}" for key, count in value.items())
+    elif isinstance(value, tuple):
+        yield from (f"{name}: {_line(one)}" for one in value)
+    else:
+        yield f"{name}: {value:,.1f}" if isinstance(value, float) else f"{name}: {value:,}"
