@@ -156,7 +156,7 @@ def planned_use(
         evicted=[block for block in away if block.kind != "layer"],
     )
 
-    def use(context: int, tokens: int) -> uses.Use | uses.TrainingUse:
+    def use(context: int, tokens: int) -> uses.Use:
         if training is not None:
             return uses.use_of(blueprint, share, TrainingLoad(step=training), budget=0)
         return uses.use_of(blueprint, share, Load(context=context, prompt=tokens, **load), budget=0)

@@ -352,7 +352,7 @@ def plan(file: Path) -> None:
                 quantize_offloaded=True,
                 training=training_step.measure(model, names, step).peak,
             )(cell["sequence"], cell["sequence"])
-            cell["planned_gib"] = use.step / GIB
+            cell["planned_gib"] = use.prefill / GIB
             print(cell["sequence"], cell["way"], f"{cell['planned_gib']:.2f} GiB planned", flush=True)
     common.write(result, file)
 

@@ -69,4 +69,4 @@ def planned_gib(folder: Path, where: str, sequence: int, chunked: bool, windows:
         quantize_offloaded=True,
         training=training_step.measure(model, names, step).peak,
     )(sequence, sequence)
-    return float(use.step) / GIB
+    return float(use.prefill) / GIB

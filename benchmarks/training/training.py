@@ -223,7 +223,7 @@ def plan(order: Order) -> Data:
                 quantize_offloaded=True,
                 training=wanted.peak,
             )(order["sequence"], order["sequence"])
-            peaks[optimizer][where] = use.step / device.GIB
+            peaks[optimizer][where] = use.prefill / device.GIB
     return {"peaks": peaks}
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -44,6 +44,7 @@ class Engine:
         self._lock = threading.RLock()
         self._records = {patch.id: Record(patch) for patch in patches}
         self._gate = Gate(oldest)
+        self._only: Collection[str] | None = None
         self._outbox = Outbox({name.partition(".")[0] for record in self._records.values() for name in record.modules})
 
     def patches(self) -> tuple[Patch, ...]:
@@ -51,6 +52,10 @@ class Engine:
         for record in self._records.values():
             record.load()
         return tuple(record.patch for record in self._records.values() if record.is_loaded)
+
+    def narrow(self, ids: Collection[str]) -> None:
+        """Apply only these patches at imports from now on: this process needs no others, and will end."""
+        self._only = ids
 
     def install(self) -> None:
         """Arm every patch that is not applied. Imported libraries are patched at once, the others on import."""
@@ -171,6 +176,8 @@ class Engine:
     def _on_import(self, name: str, own: bool) -> None:
         """Decide about the patches of a module that was imported or reloaded; ``own``: by the running import."""
         concerned = [record for record in self._records.values() if name in record.modules]
+        if self._only is not None:
+            concerned = [record for record in concerned if record.id in self._only]
         for record in concerned:
             record.load()
         others = {other for record in concerned for other in record.modules} - {name}

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar, overload
+from typing import Any
 
 from gemma4_compat._common.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._memory.blueprint import Block, Blueprint
 from gemma4_compat._memory.formulas import MEASURED, Load, TrainingLoad
-from gemma4_compat._memory.use import Share, TrainingUse, Use, use_of
+from gemma4_compat._memory.use import Share, Use, use_of
 
 #: Fewer streamed layers than this free nothing: their buffers take the room of :attr:`Measured.slots` layers.
 _FEWEST_STREAMED = MEASURED.slots + 1
@@ -26,12 +26,8 @@ _FEWEST_STREAMED = MEASURED.slots + 1
 PREFILL_CHUNK = 1024
 
 
-#: What an accelerator uses while generating, or while training.
-Uses = TypeVar("Uses", Use, TrainingUse)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Layout(Generic[Uses]):
+class Layout:
     """A placement and the memory it takes.
 
     Attributes:
@@ -47,7 +43,7 @@ class Layout(Generic[Uses]):
     """
 
     device_map: dict[str, int | str]
-    use: dict[int | str, Uses]
+    use: dict[int | str, Use]
     cpu: int
     disk: int
     streamed: tuple[str, ...]
@@ -73,26 +69,6 @@ class _Choice:
 _Budgets = Mapping[int | str, int] | Mapping[int, int]
 
 
-@overload
-def layout(
-    blueprint: Blueprint,
-    budgets: _Budgets,
-    load: Load | None = None,
-    *,
-    cpu: int | None = None,
-    disk: int | None = None,
-    balanced: bool = False,
-) -> Layout[Use]: ...
-@overload
-def layout(
-    blueprint: Blueprint,
-    budgets: _Budgets,
-    load: TrainingLoad,
-    *,
-    cpu: int | None = None,
-    disk: int | None = None,
-    balanced: bool = False,
-) -> Layout[TrainingUse]: ...
 def layout(
     blueprint: Blueprint,
     budgets: _Budgets,
@@ -101,7 +77,7 @@ def layout(
     cpu: int | None = None,
     disk: int | None = None,
     balanced: bool = False,
-) -> Layout[Any]:
+) -> Layout:
     """Place a model.
 
     Args:
@@ -151,7 +127,7 @@ def smallest_budget(
 
 
 def longest_context(
-    blueprint: Blueprint, budgets: _Budgets, load: Load, *, limit: int, placed: Layout[Use] | None = None
+    blueprint: Blueprint, budgets: _Budgets, load: Load, *, limit: int, placed: Layout | None = None
 ) -> int:
     """The longest context that fits, up to ``limit``; 0 if none fits.
 
@@ -242,7 +218,7 @@ class _Placement:
             block for block in blueprint.blocks if block.name not in choice.evicted and block.kind != "layer"
         ]
         self._place_layers(list(blueprint.layers))
-        self.use: dict[Any, Any] = {
+        self.use: dict[Any, Use] = {
             device: self._use(device, self.on[device]) for device in self.on if self._works(device)
         }
 
@@ -276,7 +252,7 @@ class _Placement:
     def _holds(self, device: Any, blocks: list[Block]) -> bool:
         return bool(self._use(device, blocks).peak <= self.budgets[device])
 
-    def _use(self, device: Any, resident: list[Block]) -> Use | TrainingUse:
+    def _use(self, device: Any, resident: list[Block]) -> Use:
         if device == self.main:
             share = Share(resident=resident, looked_up=self.looked_up, streamed=self.streamed, evicted=self.evicted)
         else:
@@ -284,7 +260,7 @@ class _Placement:
         return use_of(self.blueprint, share, self.load, budget=self.budgets[device])
 
 
-def placed_use(blueprint: Blueprint, placed: Layout[Use], load: Load) -> dict[int | str, Use]:
+def placed_use(blueprint: Blueprint, placed: Layout, load: Load) -> dict[int | str, Use]:
     """What a layout uses under another load than the one it was made for."""
     main = next(iter(placed.use))
     away = [block for block in blueprint.blocks if placed.device_map[block.name] not in placed.use]
@@ -328,7 +304,7 @@ def _balance(found: _Placement) -> _Placement:
     return best
 
 
-def _stored(found: _Placement, *, cpu: int | None, disk: int | None) -> Layout[Any]:
+def _stored(found: _Placement, *, cpu: int | None, disk: int | None) -> Layout:
     """Host memory for what left the accelerators; if that is short, the disk, per-layer embeddings first."""
     largest = max((block.away.allocated for block in found.streamed), default=0)
     away = sorted(found.evicted, key=lambda block: ("per_layer_embedding", "embedding", "tower").index(block.kind))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
 
 from gemma4_compat._kernels.specs import flash
 from gemma4_compat._memory import formulas
@@ -15,30 +14,30 @@ from gemma4_compat._memory.formulas import MEASURED, Load, TrainingLoad
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """Bytes on one accelerator while generating.
+    """Bytes on one accelerator while generating, or training.
 
     Attributes:
         weights: the ones that stay there.
         stream_buffers: buffers for the streamed layers.
-        adapter: LoRA weights, including those of streamed layers.
+        adapter: LoRA weights, including those of streamed layers; in training they belong to the step.
         kv: KV cache at the end of the context.
         graph: memory pool of the graphs of fast decoding, in ``prefill`` and ``decode``; 0 without them.
         assistant: what an assistant takes, in ``prefill`` and ``decode``: its weights, the rows that sliding layers
             have a second time, and what its graphs keep; 0 without one.
         loading: peak in ``from_pretrained``.
-        prefill: peak of the first forward, including towers.
+        prefill: peak of the first forward, including towers; or of a training step.
         decode: peak while decoding, at the end of the context.
         budget: what it may use.
     """
 
     weights: int
     stream_buffers: int
-    adapter: int
-    kv: int
     loading: int
     prefill: int
-    decode: int
     budget: int
+    adapter: int = 0
+    kv: int = 0
+    decode: int = 0
     graph: int = 0
     assistant: int = 0
 
@@ -46,30 +45,6 @@ class Use:
     def peak(self) -> int:
         """The largest of the three."""
         return max(self.loading, self.prefill, self.decode)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingUse:
-    """Bytes on one accelerator while training.
-
-    Attributes:
-        weights: the base's weights that stay there.
-        stream_buffers: buffers for the streamed layers.
-        loading: peak in ``from_pretrained``.
-        step: peak of a training step.
-        budget: what it may use.
-    """
-
-    weights: int
-    stream_buffers: int
-    loading: int
-    step: int
-    budget: int
-
-    @property
-    def peak(self) -> int:
-        """The larger of the two."""
-        return max(self.loading, self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,16 +99,12 @@ class Share:
         return slots([*(block.away.allocated for block in self.streamed), *experts])
 
 
-@overload
-def use_of(blueprint: Blueprint, share: Share, load: Load, *, budget: int) -> Use: ...
-@overload
-def use_of(blueprint: Blueprint, share: Share, load: TrainingLoad, *, budget: int) -> TrainingUse: ...
-def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, budget: int) -> Use | TrainingUse:
+def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, budget: int) -> Use:
     """What one accelerator uses for its share of the model."""
     weights, buffers = share.weights, share.stream_buffers
     if isinstance(load, TrainingLoad):
         step = _with_slack(weights + buffers + MEASURED.blas_workspace + load.step)
-        return TrainingUse(weights=weights, stream_buffers=buffers, loading=share.loading, step=step, budget=budget)
+        return Use(weights=weights, stream_buffers=buffers, loading=share.loading, prefill=step, budget=budget)
     layers = share.computed
     few = _hits_few(blueprint, load)
     streamed = share.stream_sizes(few=few)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gemma4_compat._generation.speculative import pace, rounds
 from gemma4_compat._memory.blueprint import Blueprint, rounded
-from gemma4_compat._memory.formulas import MEASURED
+from gemma4_compat._memory.formulas import MEASURED, Load
 
 #: Width of the assistants of models with per-layer inputs (E2B, E4B) and of the others, and of their MLP for each of
 #: these. The released configurations could not be read here: with four layers, the last one with full attention, these
@@ -57,6 +59,6 @@ def rows(blueprint: Blueprint) -> int:
     return logits + 4 * drawn * blueprint.vocabulary
 
 
-def needs(blueprint: Blueprint) -> dict[str, int]:
-    """What a :class:`Load` of this model has for an assistant, as keyword arguments."""
-    return {"assistant": rounded(weights(blueprint)), "drafts": 0 if obstacle(blueprint) else rows(blueprint)}
+def beside(load: Load, blueprint: Blueprint) -> Load:
+    """The load with an assistant for this model."""
+    return replace(load, assistant=rounded(weights(blueprint)), drafts=0 if obstacle(blueprint) else rows(blueprint))

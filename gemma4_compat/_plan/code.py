@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from gemma4_compat._attention import windows
 from gemma4_compat._common.text import runs
@@ -38,7 +37,7 @@ model.save_pretrained("adapter")"""
 _LENGTHS = "\n# Only lengths that come back are replayed: pad to one or a few (pad_to_multiple_of), or pack."
 
 
-def loading_code(source: Source, placed: Layout[Any], load: Load) -> str:
+def loading_code(source: Source, placed: Layout, load: Load) -> str:
     """Python that loads a model as a layout places it, ready for a load.
 
     Args:
@@ -62,14 +61,14 @@ def loading_code(source: Source, placed: Layout[Any], load: Load) -> str:
     return "\n".join(lines)
 
 
-def _first(placed: Layout[Any]) -> str:
+def _first(placed: Layout) -> str:
     """The accelerator that computes the embeddings and the logits, as Python."""
     device = next(iter(placed.use))
     return _quoted(device) if isinstance(device, str) else str(device)
 
 
 def loading_lines(
-    source: Source, placed: Layout[Any], *, attention: str = "sdpa", imports: tuple[str, Sequence[str]] = ("", ())
+    source: Source, placed: Layout, *, attention: str = "sdpa", imports: tuple[str, Sequence[str]] = ("", ())
 ) -> list[str]:
     """Lines of Python that import everything and load the model as the variable ``model``.
 
@@ -166,7 +165,7 @@ def _fast(step: Step) -> str:
     return f"model = gemma4_compat.train_fast({', '.join(['model', *named])})\n"
 
 
-def training_code(source: Source, placed: Layout[Any], step: Step) -> str:
+def training_code(source: Source, placed: Layout, step: Step) -> str:
     """Python that loads a model as a layout places it, and trains an adapter on it."""
     imports = ("from peft import LoraConfig, get_peft_model", ("Trainer", "TrainingArguments"))
     training = _TRAINING.format(

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from gemma4_compat._attention import windows
 from gemma4_compat._common import shadowed
 from gemma4_compat._common.text import parse_size, size_text
 from gemma4_compat._engine import versions
@@ -21,7 +22,6 @@ from gemma4_compat._memory import blueprint, layout
 from gemma4_compat._memory.blueprint import Blueprint
 from gemma4_compat._memory.formulas import Load
 from gemma4_compat._memory.layout import Layout
-from gemma4_compat._memory.use import Use
 from gemma4_compat._models import build, variants
 from gemma4_compat._plan import assistants, budgets, code, measured, prompt_kernels, speed
 from gemma4_compat._plan.result import Plan, Rate, Source
@@ -32,11 +32,20 @@ _FOUR_BIT = ("4bit", "4bit-double")
 _CHUNKS = tuple(size for size in room.SIZES if size <= layout.PREFILL_CHUNK)
 #: Tokens of an answer: chunks bring streamed layers once more each, and then each token brings fewer of them.
 _ANSWER = 100
+#: The patches that a plan depends on: what it reads of a configuration, what this transformers does with wide heads,
+#: and whether this package's attention is on. The command's process applies no others.
+PATCHES = (
+    "transformers-config-names",
+    "transformers-config-reads",
+    "transformers-assistant-sharing",
+    "transformers-wide-heads",
+    windows.ID,
+)
 #: What a load takes from a request.
 _OF_LOAD = ("context", "batch", "prompt", "prefill_chunk", "vision", "audio", "attention")
 _NO_ROOM = "its static cache, the prefill into it and its graphs do not fit"
 #: A model, its layout, its load, and why that is without fast decoding.
-_Planned = tuple[Blueprint, Layout[Use], Load, str]
+_Planned = tuple[Blueprint, Layout, Load, str]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,7 +164,7 @@ def planned(request: Request) -> Plan:
     def with_experts(experts: bool) -> _Planned:
         cut = _blueprint(built, quantization, request.adapter, experts=experts)
         load = Load(**{field: getattr(request, field) for field in _OF_LOAD})
-        load = replace(load, **assistants.needs(cut)) if request.assistant else load
+        load = assistants.beside(load, cut) if request.assistant else load
         why = prompt_kernels.obstacle(cut, load, capability)
         try:
             return cut, *_read_as_fits(cut, given, replace(load, own_in_chunks=not why), options, fast=request.fast)
@@ -237,7 +246,7 @@ def _chosen_experts(planned: Callable[[bool], _Planned]) -> _Planned:
 
 def _read_as_fits(
     cut: Blueprint, given: Mapping[int | str, int], load: Load, options: Mapping[str, Any], *, fast: bool
-) -> tuple[Layout[Use], Load, str]:
+) -> tuple[Layout, Load, str]:
     """As :func:`_placed`, with the prompt in chunks where it does not fit at once.
 
     Chunks are also read where they leave room for fast decoding, or for decoder layers that each token would wait for.
@@ -247,7 +256,7 @@ def _read_as_fits(
     # Without PyTorch's copies, fast decoding may be what fits.
     less = fast and load.own_in_chunks and not _slow_anywhere(cut, given)
 
-    def placed(wanted: Load) -> tuple[Layout[Use], Load, str] | None:
+    def placed(wanted: Load) -> tuple[Layout, Load, str] | None:
         slow = layout.fits(cut, given, wanted)
         if not slow and not (less and wanted.chunked and layout.fits(cut, given, replace(wanted, fast=True))):
             return None
@@ -277,7 +286,7 @@ def _read_as_fits(
     return layout.layout(cut, given, refused, **options), refused, ""  # it raises what would fit
 
 
-def _is_better(found: tuple[Layout[Use], Load, str], other: tuple[Layout[Use], Load, str]) -> bool:
+def _is_better(found: tuple[Layout, Load, str], other: tuple[Layout, Load, str]) -> bool:
     """Whether smaller chunks make up for bringing streamed layers once each, within :data:`_ANSWER` tokens."""
     if _NO_ROOM in (found[2], other[2]) and found[2] != other[2]:
         return found[2] == _NO_ROOM
@@ -287,8 +296,8 @@ def _is_better(found: tuple[Layout[Use], Load, str], other: tuple[Layout[Use], L
 
 
 def _with_larger_chunks(
-    cut: Blueprint, given: Mapping[int | str, int], placed: Layout[Use], load: Load, slow_because: str
-) -> tuple[Layout[Use], Load, str]:
+    cut: Blueprint, given: Mapping[int | str, int], placed: Layout, load: Load, slow_because: str
+) -> tuple[Layout, Load, str]:
     """The same placement with the largest chunks that fit it."""
 
     def fits(size: int) -> bool:
@@ -303,7 +312,7 @@ def _with_larger_chunks(
 
 def _placed(
     cut: Blueprint, given: Mapping[int | str, int], load: Load, options: Mapping[str, Any], *, fast: bool
-) -> tuple[Layout[Use], Load, str]:
+) -> tuple[Layout, Load, str]:
     """The layout, the load it was made for, and why that is without fast decoding; empty if it is with it.
 
     Fast decoding is worth more than what leaves the accelerator for its cache and graphs.
@@ -325,7 +334,7 @@ def _placed(
 
 
 def _measured(
-    cut: Blueprint, placed: Layout[Use], load: Load, cards: Mapping[str, speed.Card]
+    cut: Blueprint, placed: Layout, load: Load, cards: Mapping[str, speed.Card]
 ) -> dict[str, tuple[float, int]]:
     """Tokens per second by card, and the prompt they were measured after, where somebody measured this placement."""
     if not load.fast or load.batch != 1:
@@ -345,7 +354,7 @@ def _measured(
 
 
 def _modelled(
-    cut: Blueprint, placed: Layout[Use], load: Load, given_bus: int, cards: Mapping[str, speed.Card]
+    cut: Blueprint, placed: Layout, load: Load, given_bus: int, cards: Mapping[str, speed.Card]
 ) -> tuple[dict[str, float], str]:
     """Tokens per second by card, and why they are unknown; empty if they are known."""
     if why := "no step is replayed" if not load.fast else speed.unknown(cut, batch=load.batch):
@@ -361,7 +370,7 @@ def _modelled(
     return found, ""
 
 
-def _chunked_prefill(cut: Blueprint, placed: Layout[Use], load: Load) -> int:
+def _chunked_prefill(cut: Blueprint, placed: Layout, load: Load) -> int:
     """The peak of the prefill with the prompt in chunks, if that is less and the inputs are text; else 0."""
     chunked = replace(load, prefill_chunk=layout.PREFILL_CHUNK)
     if load.vision or load.audio or load.weights_only or chunked.prefill >= load.prefill:
@@ -371,9 +380,7 @@ def _chunked_prefill(cut: Blueprint, placed: Layout[Use], load: Load) -> int:
     return found if found < now else 0
 
 
-def _longest_chunked(
-    cut: Blueprint, given: Mapping[int | str, int], placed: Layout[Use], load: Load, limit: int
-) -> int:
+def _longest_chunked(cut: Blueprint, given: Mapping[int | str, int], placed: Layout, load: Load, limit: int) -> int:
     """The longest context that fits with the prompt in chunks, if it is read at once and would be longer; else 0."""
     if load.vision or load.audio or load.prefill_chunk is not None:
         return 0
@@ -390,7 +397,7 @@ def _slow_anywhere(cut: Blueprint, given: Mapping[int | str, int]) -> str:
     return ""
 
 
-def _slow_here(cut: Blueprint, placed: Layout[Use]) -> str:
+def _slow_here(cut: Blueprint, placed: Layout) -> str:
     # A tower runs once per prompt, which is not replayed.
     towers = {block.name for block in cut.blocks if block.kind == "tower"}
     if any(device == "disk" for name, device in placed.device_map.items() if name not in towers):

@@ -18,7 +18,6 @@ from gemma4_compat._memory import formulas, layout
 from gemma4_compat._memory.blueprint import Blueprint
 from gemma4_compat._memory.formulas import Load
 from gemma4_compat._memory.layout import Layout
-from gemma4_compat._memory.use import Use
 from gemma4_compat._plan import assistants, speed
 
 #: The least compute capability with these kernels.
@@ -93,7 +92,7 @@ def fits(blueprint: Blueprint, budgets: Mapping[int | str, int], load: Load, chu
     return layout.fits(blueprint, budgets, replace(load, fast=True, own_in_chunks=True))
 
 
-def copies(blueprint: Blueprint, placed: Layout[Use], load: Load, why: str) -> str:
+def copies(blueprint: Blueprint, placed: Layout, load: Load, why: str) -> str:
     """Why PyTorch's copies count in the peaks of a placement; empty if they do not, or make no difference.
 
     Args:

@@ -83,7 +83,7 @@ class Plan:
     """
 
     source: Source
-    layout: Layout[Use]
+    layout: Layout
     load: Load
     rate: Rate
     longest_context: int

@@ -12,7 +12,7 @@ from gemma4_compat._engine import dormant, settings
 from gemma4_compat._memory import layout
 from gemma4_compat._memory.blueprint import Blueprint
 from gemma4_compat._memory.formulas import TrainingLoad
-from gemma4_compat._memory.use import TrainingUse
+from gemma4_compat._memory.use import Use
 from gemma4_compat._plan.training_step import Step, StepMemory
 from gemma4_compat._training import loss as chunks_of
 from gemma4_compat._training import mlp as pieces_of
@@ -20,29 +20,26 @@ from gemma4_compat._training.captured import layers
 
 #: Bytes that a step leaves free where it can: neither what kernels use internally nor fragmentation is counted.
 MARGIN = 1 << 29
+#: The model, its device as the map has it, and the bytes that may be allocated on it.
+Place = tuple[Blueprint, int | str, int]
+#: What a step takes without a switch and with it.
+Memories = Mapping[bool, StepMemory]
 #: The patches of switches that have one.
 _PATCHES = {"chunked_loss": chunks_of.ID, "chunked_mlp": pieces_of.ID, "sliding_windows": windows.ID}
 
 
 def chosen(
-    cut: Blueprint,
-    device: int | str,
-    budget: int,
-    step: Step,
-    free: Collection[str],
-    measured: Callable[[Step], StepMemory],
+    place: Place, step: Step, free: Collection[str], measured: Callable[[Step], StepMemory]
 ) -> tuple[Step, dict[str, str]]:
     """The step with the switches that it needs, and why each is on or off.
 
     Args:
-        cut: the model.
-        device: as the map has it.
-        budget: bytes that may be allocated on it.
+        place: the model and what there is for it.
         step: its settings, with these switches off.
         free: the switches to decide.
         measured: what a step takes.
     """
-    place, reasons = (cut, device, budget), dict[str, str]()
+    reasons: dict[str, str] = {}
     # Windows save time, so they come before pieces, and once more after them: a step may need both.
     # Graphs take memory, so they come last.
     for switch in ("chunked_loss", "sliding_windows", "chunked_mlp", "sliding_windows", "train_fast"):
@@ -58,14 +55,14 @@ def chosen(
             continue
         memories = {False: measured(step), True: measured(turned(step, switch))}
         if switch == "chunked_loss":
-            on, reasons[switch] = loss(*place, memories)
+            on, reasons[switch] = loss(place, memories)
         elif switch == "chunked_mlp":
-            on, reasons[switch] = mlp(*place, memories)
+            on, reasons[switch] = mlp(place, memories)
         elif switch == "train_fast":
-            on, reasons[switch] = replays(*place, memories)
+            on, reasons[switch] = replays(place, memories)
         else:
             last = "chunked_mlp" not in free or "chunked_mlp" in reasons
-            on, reasons[switch] = by_windows(*place, memories, last=last)
+            on, reasons[switch] = by_windows(place, memories, last=last)
         step = turned(step, switch) if on else step
     if step.train_fast and (never := never_used(step, "train_fast") or not_captured(measured(step))):
         step, reasons["train_fast"] = replace(step, train_fast=False), never
@@ -93,35 +90,21 @@ def never_used(step: Step, switch: str) -> str:
     return "" if patch is None or dormant.is_installed(patch) else f"the patch {patch} is off"
 
 
-def loss(cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool, StepMemory]) -> tuple[bool, str]:
-    """Whether the loss is computed in chunks, and why.
-
-    Args:
-        cut: the model.
-        device: as the map has it.
-        budget: bytes that may be allocated on it.
-        memories: of the step without chunks and with them.
-    """
-    streamed = _streamed(cut, device, budget, memories)
+def loss(place: Place, memories: Memories) -> tuple[bool, str]:
+    """Whether the loss is computed in chunks, and why."""
+    streamed = _streamed(place, memories)
     why = _needed(streamed, memories)
     saved = size_text(memories[False].peak - memories[True].peak)
     return bool(why), why or f"the logits of all tokens fit; in chunks the step would take {saved} less"
 
 
-def by_windows(
-    cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool, StepMemory], *, last: bool
-) -> tuple[bool, str]:
+def by_windows(place: Place, memories: Memories, *, last: bool) -> tuple[bool, str]:
     """Whether sliding layers are computed by windows, and why.
 
-    Args:
-        cut: the model.
-        device: as the map has it.
-        budget: bytes that may be allocated on it.
-        memories: of the step without windows and with them.
-        last: no other switch can still save memory.
+    ``last``: no other switch can still save memory.
     """
     saved = memories[False].peak - memories[True].peak
-    streamed = _streamed(cut, device, budget, memories)
+    streamed = _streamed(place, memories)
     why = _needed(streamed, memories) if saved > 0 and (streamed or last) else ""
     if why:
         return True, f"{why}; it also takes less time, with another rounding of gradients"
@@ -129,8 +112,9 @@ def by_windows(
     return False, f"it would save {less}, with another rounding of gradients, so you have to ask for it"
 
 
-def _streamed(cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool, StepMemory]) -> dict[bool, int]:
+def _streamed(place: Place, memories: Memories) -> dict[bool, int]:
     """How many decoder layers are streamed, for those of the steps that fit."""
+    cut, device, budget = place
     found, room = {}, budget - MARGIN
     for way, memory in memories.items():
         load = TrainingLoad(step=memory.peak)
@@ -139,7 +123,7 @@ def _streamed(cut: Blueprint, device: int | str, budget: int, memories: Mapping[
     return found
 
 
-def _needed(streamed: Mapping[bool, int], memories: Mapping[bool, StepMemory]) -> str:
+def _needed(streamed: Mapping[bool, int], memories: Memories) -> str:
     """Why a step needs a switch that saves memory; empty if it does not."""
     saved = size_text(memories[False].peak - memories[True].peak)
     if False not in streamed:
@@ -150,36 +134,26 @@ def _needed(streamed: Mapping[bool, int], memories: Mapping[bool, StepMemory]) -
     )
 
 
-def mlp(cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool, StepMemory]) -> tuple[bool, str]:
-    """Whether MLPs are computed in pieces, and why. Layers are streamed first: a piece costs a forward, a copy hides.
+def mlp(place: Place, memories: Memories) -> tuple[bool, str]:
+    """Whether MLPs are computed in pieces, and why.
 
-    Args:
-        cut: the model.
-        device: as the map has it.
-        budget: bytes that may be allocated on it.
-        memories: of the step without pieces and with them.
+    Layers are streamed first: a piece costs a forward, a copy hides.
     """
     saved = size_text(memories[False].peak - memories[True].peak)
+    cut, device, budget = place
     room = budget - MARGIN
     if room > 0 and layout.fits(cut, {device: room}, TrainingLoad(step=memories[False].peak)):
         return False, f"the intermediates of all tokens fit; in pieces the step would take {saved} less, and more time"
     return True, f"otherwise the step takes {saved} more, and would not leave {size_text(MARGIN)} free"
 
 
-def replays(cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool, StepMemory]) -> tuple[bool, str]:
-    """Whether decoder layers are replayed, and why.
-
-    Args:
-        cut: the model.
-        device: as the map has it.
-        budget: bytes that may be allocated on it.
-        memories: of the step without replays and with them.
-    """
+def replays(place: Place, memories: Memories) -> tuple[bool, str]:
+    """Whether decoder layers are replayed, and why."""
     never = not_captured(memories[True])
     if never:
         return False, never
     taken = f"their graphs take {size_text(memories[True].peak - memories[False].peak)}"
-    streamed = _streamed(cut, device, budget, memories)
+    streamed = _streamed(place, memories)
     if streamed.get(False):
         return False, f"{streamed[False]} decoder layers are streamed, and cannot be replayed"
     if True not in streamed:
@@ -213,7 +187,7 @@ def others(step: Step) -> dict[str, str]:
     return found
 
 
-def warning(use: TrainingUse) -> str:
+def warning(use: Use) -> str:
     """What to be warned of: less than :data:`MARGIN` is left; empty otherwise."""
     left = use.budget - use.peak
     if left >= MARGIN:

@@ -16,7 +16,6 @@ from gemma4_compat._memory import blueprint, layout
 from gemma4_compat._memory.blueprint import Blueprint
 from gemma4_compat._memory.formulas import TrainingLoad
 from gemma4_compat._memory.layout import Layout
-from gemma4_compat._memory.use import TrainingUse
 from gemma4_compat._models import build
 from gemma4_compat._plan import budgets, code, switches, training_step
 from gemma4_compat._plan.result import Source, TrainingPlan
@@ -142,7 +141,7 @@ def planned(request: Request) -> TrainingPlan:
         measure = functools.partial(_measure, model, quantization, quantized_experts=True)
     measured = _measured(measure, step, replayed=request.train_fast is not False)
     free = [switch for switch in _SWITCHES if getattr(request, switch) is None]
-    step, reasons = switches.chosen(cut, device, budget, step, free, measured)
+    step, reasons = switches.chosen((cut, device, budget), step, free, measured)
     memory, changes = measured(step), _changes(step, measured)
     host = None if request.cpu is None else parse_size(request.cpu)
     placed = _placed(cut, device, budget, memory, changes, cpu=host)
@@ -161,7 +160,7 @@ def planned(request: Request) -> TrainingPlan:
         optimizer_states=memory.optimizer,
         activations=max(memory.forward, memory.backward),
         graphs=memory.graphs.nbytes,
-        peak=use.step,
+        peak=use.prefill,
         loading=use.loading,
         budget=budget,
         cpu=placed.cpu,
@@ -262,7 +261,7 @@ def _changes(step: Step, measured: Callable[[Step], StepMemory]) -> dict[str, in
 
 def _placed(
     cut: Blueprint, device: int | str, budget: int, memory: StepMemory, changes: Mapping[str, int], *, cpu: int | None
-) -> Layout[TrainingUse]:
+) -> Layout:
     load = TrainingLoad(step=memory.peak)
     needed = layout.smallest_budget(cut, load)
     if needed > budget:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import gemma4_compat
+from gemma4_compat import _shim, _startup
 from gemma4_compat.cli.app import Json, app, command, fail, print_json, say, working
 
 _Model = Annotated[
@@ -82,7 +83,11 @@ def plan(
     `plan-training` plans a training.
     """
     options = _options(locals(), vram or None)
+    from gemma4_compat._plan.plan import PATCHES
+
     working(f"planning {model}: importing torch and transformers first")
+    if _startup.is_command_line():  # nothing else runs in this process, and it ends with the answer
+        _shim.engine.narrow(PATCHES)
     _show(gemma4_compat.plan_device_map(**options), as_json=as_json)
 
 

@@ -122,7 +122,7 @@ class Room:
 
     @property
     def _shapes(self) -> tuple[Blueprint, Share] | None:
-        """The model as the planner sees it, looked at once after each ``decode_fast``; None if it cannot."""
+        """The model as blocks, looked at once after each ``decode_fast``; None if it cannot."""
         if self._decoding.shapes is None:
             try:
                 self._decoding.shapes = shapes(self._model)
@@ -133,7 +133,7 @@ class Room:
 
 
 def shapes(model: Any) -> tuple[Blueprint, Share]:
-    """A loaded model as the planner sees it: its blocks, and which of them its one accelerator has."""
+    """A loaded model's blocks, and which of them its one accelerator has."""
     placement: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {}
     cut = describe(model)
 

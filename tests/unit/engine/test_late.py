@@ -58,6 +58,15 @@ def test_a_library_that_was_imported_before_is_patched_at_once(library: Library)
     assert core.double(2) == ("patched", 4)
 
 
+def test_a_narrow_engine_imports_no_other_file(library: Library) -> None:
+    wanted, other = File(library.patch()), File(library.patch(library.target("triple"), id="fakelib-triple"))
+    engine = armed(wanted, other)
+    engine.narrow([ID])
+    core = library.load()
+    assert (core.double(2), core.triple(2)) == (("patched", 4), 6)
+    assert (wanted.loads, other.loads) == (1, 0)
+
+
 @pytest.mark.parametrize("ask", [lambda engine: engine.status(), lambda engine: engine.patches()])
 def test_who_asks_gets_every_patch(library: Library, ask: Callable[[Engine], object]) -> None:
     file = File(library.patch())

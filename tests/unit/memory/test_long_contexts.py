@@ -172,7 +172,7 @@ def test_chunks_bring_streamed_layers_once_each(streamed: int, chunked: int, chu
     assert not plan._is_better((one, load, ""), (other, load, plan._NO_ROOM))
 
 
-def _placed(streamed: int) -> layout.Layout[Any]:
+def _placed(streamed: int) -> layout.Layout:
     return layout.Layout(device_map={}, use={}, cpu=0, disk=0, streamed=("a layer",) * streamed)
 
 

@@ -423,7 +423,7 @@ def test_the_loss_is_in_chunks_where_that_is_needed() -> None:
         (whole - (200 << 20), True, "more decoder layers would be streamed"),
         (3 << 30, True, "would not leave 512 MiB free"),
     ):
-        found, reason = switches.loss(cut, 0, budget, memories)
+        found, reason = switches.loss((cut, 0, budget), memories)
         assert (found, why in reason) == (chunked, True), reason
 
 
@@ -440,7 +440,7 @@ def test_mlps_are_in_pieces_where_nothing_else_fits() -> None:
         (least, False, "in pieces the step would take 2.00 GiB less, and more time"),
         (least - (100 << 20), True, "the step takes 2.00 GiB more, and would not leave 512 MiB free"),
     ):
-        found, reason = switches.mlp(cut, 0, budget, memories)
+        found, reason = switches.mlp((cut, 0, budget), memories)
         assert (found, why in reason) == (chosen, True), reason
 
 
@@ -503,7 +503,7 @@ def test_windows_are_used_where_layers_would_be_streamed(monkeypatch: pytest.Mon
         (least - (2 << 30), False, False, "so you have to ask for it"),  # pieces of MLPs may save enough
         (least - (2 << 30), True, True, "would not leave 512 MiB free"),
     ):
-        found, reason = switches.by_windows(cut, 0, budget, memories, last=last)
+        found, reason = switches.by_windows((cut, 0, budget), memories, last=last)
         assert (found, why in reason) == (chosen, True), reason
 
 
@@ -599,7 +599,7 @@ def test_layers_are_replayed_where_they_can_be_and_graphs_fit() -> None:
         (whole - (100 << 20), memories, False, "graphs take 256 MiB, and 5 decoder layers would be streamed"),
         (least(memories[False].peak), memories, False, "decoder layers are streamed, and cannot be replayed"),
     ):
-        found, reason = switches.replays(cut, 0, budget, given)
+        found, reason = switches.replays((cut, 0, budget), given)
         assert (found, why in reason) == (chosen, True), reason
 
 
