@@ -1,6 +1,6 @@
 /* The box on "Find the error": what `gemma4-compat explain` says of a pasted error, in the reader's browser.
 
-   A port of gemma4_compat/_diagnostics/messages.py and search.py; tests/project/docs/test_errors_box.py compares them.
+   A port of gemma4_compat/_doctor/explain/messages.py and search.py; tests/project/docs/test_errors_box.py compares them.
    Nothing is sent anywhere: tools/site.py writes what is known into the page. */
 "use strict";
 

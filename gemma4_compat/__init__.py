@@ -36,37 +36,38 @@ from gemma4_compat._shim import (
 if TYPE_CHECKING:
     from gemma4_compat._accelerate.listing import Attached as Attached
     from gemma4_compat._accelerate.listing import Attachment as Attachment
-    from gemma4_compat._diagnostics.diagnosis import Diagnosis as Diagnosis
-    from gemma4_compat._diagnostics.diagnosis import doctor as doctor
-    from gemma4_compat._diagnostics.explanation import Explanation as Explanation
-    from gemma4_compat._diagnostics.explanation import explain as explain
-    from gemma4_compat._diagnostics.findings import Finding as Finding
-    from gemma4_compat._diagnostics.statistics import Statistics as Statistics
-    from gemma4_compat._diagnostics.statistics import statistics as statistics
-    from gemma4_compat._export.job import export_adapter as export_adapter
-    from gemma4_compat._export.result import ExportReport as ExportReport
+    from gemma4_compat._accelerate.listing import attached as attached
+    from gemma4_compat._adapter_tools.export.job import export_adapter as export_adapter
+    from gemma4_compat._adapter_tools.export.result import ExportReport as ExportReport
+    from gemma4_compat._adapter_tools.merge.check import Parity as Parity
+    from gemma4_compat._adapter_tools.merge.job import merge_adapter as merge_adapter
+    from gemma4_compat._adapter_tools.merge.result import MergeParityError as MergeParityError
+    from gemma4_compat._adapter_tools.merge.result import MergeReport as MergeReport
+    from gemma4_compat._adapter_tools.repair import RepairReport as RepairReport
+    from gemma4_compat._adapter_tools.repair import repair_checkpoint as repair_checkpoint
+    from gemma4_compat._adapter_tools.scan.result import Problem as Problem
+    from gemma4_compat._adapter_tools.scan.result import Scan as Scan
+    from gemma4_compat._doctor.explain.explanation import Explanation as Explanation
+    from gemma4_compat._doctor.explain.explanation import explain as explain
+    from gemma4_compat._doctor.reproductions.diagnosis import Diagnosis as Diagnosis
+    from gemma4_compat._doctor.reproductions.diagnosis import doctor as doctor
+    from gemma4_compat._doctor.reproductions.findings import Finding as Finding
+    from gemma4_compat._doctor.statistics import Statistics as Statistics
+    from gemma4_compat._doctor.statistics import statistics as statistics
     from gemma4_compat._generation.fast import decode_fast as decode_fast
     from gemma4_compat._graphs.recaptures import DecodingStatistics as DecodingStatistics
     from gemma4_compat._graphs.recaptures import Recapture as Recapture
-    from gemma4_compat._merge.check import Parity as Parity
-    from gemma4_compat._merge.job import merge_adapter as merge_adapter
-    from gemma4_compat._merge.result import MergeParityError as MergeParityError
-    from gemma4_compat._merge.result import MergeReport as MergeReport
     from gemma4_compat._models.inspection import MetaTensor as MetaTensor
     from gemma4_compat._models.inspection import find_meta_tensors as find_meta_tensors
     from gemma4_compat._models.inspection import input_device as input_device
     from gemma4_compat._needed.judge import Assessment as Assessment
     from gemma4_compat._needed.judge import Need as Need
-    from gemma4_compat._planner.plan import plan_device_map as plan_device_map
-    from gemma4_compat._planner.result import Plan as Plan
-    from gemma4_compat._planner.result import TrainingPlan as TrainingPlan
-    from gemma4_compat._planner.training import plan_training as plan_training
+    from gemma4_compat._plan.plan import plan_device_map as plan_device_map
+    from gemma4_compat._plan.result import Plan as Plan
+    from gemma4_compat._plan.result import TrainingPlan as TrainingPlan
+    from gemma4_compat._plan.training import plan_training as plan_training
     from gemma4_compat._quantization.skip_modules import SkipModule as SkipModule
     from gemma4_compat._quantization.skip_modules import quantization_skip_modules as quantization_skip_modules
-    from gemma4_compat._repair.repair import RepairReport as RepairReport
-    from gemma4_compat._repair.repair import repair_checkpoint as repair_checkpoint
-    from gemma4_compat._scan.result import Problem as Problem
-    from gemma4_compat._scan.result import Scan as Scan
     from gemma4_compat._training.captured.layers import TrainingStatistics as TrainingStatistics
     from gemma4_compat._training.fast import train_fast as train_fast
 
@@ -135,37 +136,39 @@ _LAZY = {
     "Attached": "gemma4_compat._accelerate.listing",
     "Attachment": "gemma4_compat._accelerate.listing",
     "DecodingStatistics": "gemma4_compat._graphs.recaptures",
-    "Diagnosis": "gemma4_compat._diagnostics.diagnosis",
-    "Explanation": "gemma4_compat._diagnostics.explanation",
-    "ExportReport": "gemma4_compat._export.result",
-    "Finding": "gemma4_compat._diagnostics.findings",
-    "MergeParityError": "gemma4_compat._merge.result",
-    "MergeReport": "gemma4_compat._merge.result",
+    "Diagnosis": "gemma4_compat._doctor.reproductions.diagnosis",
+    "Explanation": "gemma4_compat._doctor.explain.explanation",
+    "ExportReport": "gemma4_compat._adapter_tools.export.result",
+    "Finding": "gemma4_compat._doctor.reproductions.findings",
+    "MergeParityError": "gemma4_compat._adapter_tools.merge.result",
+    "MergeReport": "gemma4_compat._adapter_tools.merge.result",
     "MetaTensor": "gemma4_compat._models.inspection",
     "Need": "gemma4_compat._needed.judge",
-    "Parity": "gemma4_compat._merge.check",
-    "Plan": "gemma4_compat._planner.result",
-    "Problem": "gemma4_compat._scan.result",
+    "Parity": "gemma4_compat._adapter_tools.merge.check",
+    "Plan": "gemma4_compat._plan.result",
+    "Problem": "gemma4_compat._adapter_tools.scan.result",
     "Recapture": "gemma4_compat._graphs.recaptures",
-    "RepairReport": "gemma4_compat._repair.repair",
-    "Scan": "gemma4_compat._scan.result",
+    "RepairReport": "gemma4_compat._adapter_tools.repair",
+    "Scan": "gemma4_compat._adapter_tools.scan.result",
     "SkipModule": "gemma4_compat._quantization.skip_modules",
-    "Statistics": "gemma4_compat._diagnostics.statistics",
-    "TrainingPlan": "gemma4_compat._planner.result",
+    "TrainingPlan": "gemma4_compat._plan.result",
+    "Statistics": "gemma4_compat._doctor.statistics",
     "TrainingStatistics": "gemma4_compat._training.captured.layers",
     "decode_fast": "gemma4_compat._generation.fast",
-    "doctor": "gemma4_compat._diagnostics.diagnosis",
-    "explain": "gemma4_compat._diagnostics.explanation",
-    "export_adapter": "gemma4_compat._export.job",
+    "decoding_statistics": "gemma4_compat._graphs.decoder",
+    "doctor": "gemma4_compat._doctor.reproductions.diagnosis",
+    "explain": "gemma4_compat._doctor.explain.explanation",
+    "export_adapter": "gemma4_compat._adapter_tools.export.job",
     "find_meta_tensors": "gemma4_compat._models.inspection",
     "input_device": "gemma4_compat._models.inspection",
-    "merge_adapter": "gemma4_compat._merge.job",
-    "plan_device_map": "gemma4_compat._planner.plan",
-    "plan_training": "gemma4_compat._planner.training",
+    "merge_adapter": "gemma4_compat._adapter_tools.merge.job",
+    "plan_device_map": "gemma4_compat._plan.plan",
+    "plan_training": "gemma4_compat._plan.training",
     "quantization_skip_modules": "gemma4_compat._quantization.skip_modules",
-    "repair_checkpoint": "gemma4_compat._repair.repair",
+    "repair_checkpoint": "gemma4_compat._adapter_tools.repair",
+    "reuse_prefix": "gemma4_compat._generation.prefix_cache.reuse",
     "train_fast": "gemma4_compat._training.fast",
-    "statistics": "gemma4_compat._diagnostics.statistics",
+    "statistics": "gemma4_compat._doctor.statistics",
 }
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every name, misspelt ones too

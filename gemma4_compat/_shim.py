@@ -16,8 +16,8 @@ from gemma4_compat._quantization import opt_in
 from gemma4_compat.patches import registry
 
 if TYPE_CHECKING:
+    from gemma4_compat._adapter_tools.scan.result import Scan
     from gemma4_compat._needed.judge import Assessment
-    from gemma4_compat._scan.result import Scan
 
 engine = Engine(registry.load())
 
@@ -122,7 +122,7 @@ def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize:
     Raises:
         Gemma4CompatError: there is no such adapter or base, a file is damaged or a pickle, or the PEFT type unknown.
     """
-    from gemma4_compat._scan import job
+    from gemma4_compat._adapter_tools.scan import job
 
     return job.scan_adapter(adapter, base, quantize=quantize, renames=is_on("peft-adapter-keys"))
 

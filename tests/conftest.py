@@ -23,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import gemma4_compat
 from gemma4_compat._common import locks, notice
-from gemma4_compat._diagnostics import children
+from gemma4_compat._doctor.reproductions import children
 from gemma4_compat._engine import versions
 from gemma4_compat._reproduction.workspace import never_wait_for_the_disk
 from tests import collecting, durations, tiers, torch_state, warm
@@ -40,11 +40,11 @@ _SETTINGS = {name: value for name, value in os.environ.items() if name.startswit
 #: What looks at measurements or at the trained model, which an sdist does not have.
 NEEDS_EVIDENCE = (
     *("generated/search/test_differential_search.py", "project/docs/test_links.py", "project/docs/test_site.py"),
-    *("one_device/test_trained.py", "unit/diagnostics/test_show.py"),
+    *("one_device/test_trained.py", "unit/doctor/reproductions/test_show.py"),
     *("project/tools/test_compare_report.py", "project/tools/test_docs.py", "project/tools/test_evidence.py"),
     *("project/tools/test_matrix.py", "project/tools/test_package.py", "project/tools/test_quantized_bytes.py"),
-    *("project/tools/test_readers.py", "unit/diagnostics/test_explain_errors.py", "unit/models/test_acts_on.py"),
-    *("unit/models/test_variants.py", "unit/planner/test_speed.py"),
+    *("project/tools/test_readers.py", "unit/doctor/explain/test_explain_errors.py", "unit/models/test_acts_on.py"),
+    *("unit/models/test_variants.py", "unit/plan/test_speed.py"),
 )
 if not (ROOT / "docs" / "evidence").exists():
     collect_ignore = [*NEEDS_EVIDENCE]

@@ -45,7 +45,6 @@ ROOMS = {
     "checkpoint": "tests/unit/models",
     "cli": "tests/unit/commands",
     "quantization": "tests/patches/quantization",
-    "repair": "tests/unit/merge",
     "stand_ins": "tests/unit/reproduction",
 }
 
@@ -140,5 +139,6 @@ def of_a_file(name: str) -> list[str]:
     if folders[0] == "patches":
         own = [f"tests/patches/{folders[1]}/test_{path.name}"] if len(folders) == 3 else []
         return [*own, "tests/contract"]
-    room = folders[0].strip("_")
-    return [ROOMS.get(room, f"tests/unit/{room}")]
+    room = ROOMS.get(folders[0].strip("_"), f"tests/unit/{folders[0].strip('_')}")
+    inner = f"{room}/{folders[1]}"
+    return [inner if (Path(__file__).parents[1] / inner).is_dir() else room]

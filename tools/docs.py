@@ -1,5 +1,5 @@
 """Generate docs/PATCHES.md, docs/patches and other pages, the lists of docs/FAILURE_POINTS.md, the marked parts of
-README.md and other pages, and the errors in gemma4_compat/patches/measured.py from registry and measurements.
+README.md and other pages, and the errors in gemma4_compat/patches/measured.json from registry and measurements.
 
 python tools/docs.py            write them
 python tools/docs.py --check    exit 1 when they are stale (a test does this)

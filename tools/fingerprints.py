@@ -1,4 +1,6 @@
-"""The measured data of the patches: gemma4_compat/patches/measured.py, which this writes and nobody edits.
+"""The measured data of the patches: gemma4_compat/patches/measured.json, which this writes and nobody edits.
+
+`gemma4_compat/patches/registry.py` reads it and says what it holds; a line each.
 
 python tools/fingerprints.py                 the fingerprints of all targets in this environment's libraries, as JSON
 python tools/fingerprints.py --write [FILE]  into the data: this environment's, or those in such files
@@ -32,21 +34,9 @@ import gemma4_compat  # noqa: E402
 from gemma4_compat._engine import changes, versions  # noqa: E402
 from gemma4_compat._engine.fingerprint import fingerprint, fingerprint_source  # noqa: E402
 from gemma4_compat._engine.patch import Patch, Target  # noqa: E402
-from gemma4_compat.patches import measured  # noqa: E402
+from gemma4_compat.patches import registry  # noqa: E402
 
-DATA = ROOT / "gemma4_compat" / "patches" / "measured.py"
-HEAD = '''"""Releases that were measured, and the fingerprints of the code that patches replace in them.
-
-Written by ``python tools/fingerprints.py --write``; do not edit. ``RELEASES`` is ordered. ``MODULES`` has the modules
-of each patch's targets, so that its file is imported only when one of them is. ``KNOWN`` is target -> fingerprint ->
-releases. ``RAISED`` is patch -> errors of its reproduction without the shim, which ``gemma4-compat explain`` searches;
-``python tools/docs.py`` writes it.
-"""
-
-from __future__ import annotations
-
-# fmt: off
-'''
+DATA = ROOT / "gemma4_compat" / "patches" / "measured.json"
 
 Found = dict[str, dict[str, str]]  # release of a distribution ("peft 0.21.2") -> target -> fingerprint
 
@@ -95,10 +85,10 @@ def _in_file(target: Target) -> str:
 def known() -> Found:
     """What the data holds, in the form of :func:`here`."""
     found: Found = {}
-    for target, codes in measured.KNOWN.items():
+    for target, codes in registry.KNOWN.items():
         name = target.partition(".")[0]
         for code, spans in codes.items():
-            for release in versions.in_spans(spans, measured.RELEASES[name]):
+            for release in versions.in_spans(spans, registry.RELEASES[name]):
                 found.setdefault(f"{name} {release}", {})[target] = code
     return found
 
@@ -107,7 +97,7 @@ def differences(found: Found, data: Found) -> list[str]:
     """What the data says otherwise than ``found``, for the releases in ``found``; a line each."""
     lines = []
     for release, codes in found.items():
-        if release.split()[1] not in measured.RELEASES[release.split()[0]]:
+        if release.split()[1] not in registry.RELEASES[release.split()[0]]:
             lines.append(f"{release} is not among the measured releases")
             continue
         held = data.get(release, {})
@@ -125,12 +115,12 @@ def merged(data: Found, found: Iterable[Found]) -> Found:
     return result
 
 
-def text(data: Found, known_patches: Iterable[Patch], raised: Mapping[str, Iterable[str]] = measured.RAISED) -> str:
+def text(data: Found, known_patches: Iterable[Patch], raised: Mapping[str, Iterable[str]] = registry.RAISED) -> str:
     """The data file. What is ``raised`` no fingerprint says: tools/docs.py takes it from docs/evidence."""
     known_patches = tuple(known_patches)
     names = sorted({patch.distribution for patch in known_patches})
     targets = {str(target) for patch in known_patches for target in patch.targets}
-    releases: dict[str, list[str]] = {name: list(measured.RELEASES.get(name, ())) for name in names}
+    releases: dict[str, list[str]] = {name: list(registry.RELEASES.get(name, ())) for name in names}
     for release in data:
         name, number = release.split()
         if name in releases and number not in releases[name]:
@@ -142,32 +132,27 @@ def text(data: Found, known_patches: Iterable[Patch], raised: Mapping[str, Itera
         for target, code in held.items():
             if target in targets:
                 codes.setdefault(target, {}).setdefault(code, []).append(number)
-    lines = [HEAD + "RELEASES: dict[str, tuple[str, ...]] = {"]
-    lines += [f"    {_quoted(name)}: {_tuple(numbers)}," for name, numbers in ordered.items()]
-    lines += ["}", "", "MODULES: dict[str, tuple[str, ...]] = {"]
-    for patch in sorted(known_patches, key=lambda patch: patch.id):
-        modules = dict.fromkeys(target.module for target in patch.targets)
-        lines += [f"    {_quoted(patch.id)}: {_tuple(modules)},"]
-    lines += ["}", "", "KNOWN: dict[str, dict[str, str]] = {"]
+    modules = {
+        patch.id: list(dict.fromkeys(target.module for target in patch.targets))
+        for patch in sorted(known_patches, key=lambda patch: patch.id)
+    }
+    held_by: dict[str, dict[str, str]] = {}
     for target in sorted(codes):
         order = ordered[target.partition(".")[0]]
         spans = {code: versions.span_text(numbers, order) for code, numbers in codes[target].items()}
         first = sorted(spans, key=lambda code: order.index(spans[code].split(", ")[0].split(" - ")[0]))
-        held = ", ".join(f"{_quoted(code)}: {_quoted(spans[code])}" for code in first)
-        lines += [f"    {_quoted(target)}: {{{held}}},"]
-    lines += ["}", "", "RAISED: dict[str, tuple[str, ...]] = {"]
-    ids = {patch.id for patch in known_patches}
-    lines += [f"    {_quoted(name)}: {_tuple(texts)}," for name, texts in sorted(raised.items()) if name in ids]
-    return "\n".join([*lines, "}", ""])
+        held_by[target] = {code: spans[code] for code in first}
+    errors = {name: list(texts) for name, texts in sorted(raised.items()) if name in modules}
+    return _json({"releases": ordered, "modules": modules, "known": held_by, "raised": errors})
 
 
-def _quoted(value: str) -> str:
-    return json.dumps(value)
-
-
-def _tuple(values: Iterable[str]) -> str:
-    quoted = [_quoted(value) for value in values]
-    return "(" + ", ".join(quoted) + ("," if len(quoted) == 1 else "") + ")"
+def _json(parts: Mapping[str, Mapping[str, Any]]) -> str:
+    """JSON with a line for each entry of a part, so that a diff shows what changed."""
+    texts = []
+    for name, entries in parts.items():
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items()]
+        texts.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(texts) + "\n}\n"
 
 
 def write(found: Iterable[Found]) -> list[str]:

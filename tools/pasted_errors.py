@@ -3,7 +3,7 @@
 ``PYTHON_OF_A_STACK -m tools.pasted_errors STACK [ID ...]`` runs the reproductions that raised in this stack
 (docs/evidence). It adds their errors, with the frames of their tracebacks, to pasted_errors.json beside that test. An
 error that differs from one there only in numbers is left out. Frames of this package stand for the user's program.
-Then it writes gemma4_compat/_diagnostics/places.py: where the error of each patch was raised.
+Then it writes gemma4_compat/_doctor/explain/places.py: where the error of each patch was raised.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ if __name__ == "__main__":
     os.environ |= {"GEMMA4_COMPAT_DISABLE": "all", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 from gemma4_compat import _shim
-from gemma4_compat._diagnostics import child, messages, search
+from gemma4_compat._doctor.explain import messages, search
+from gemma4_compat._doctor.reproductions import child
 from gemma4_compat._engine.patch import Outcome
 from gemma4_compat._reproduction.workspace import Workspace, never_wait_for_the_disk
 from tools.matrix import stacks
 
-FILE = Path(__file__).parents[1] / "tests" / "unit" / "diagnostics" / "pasted_errors.json"
-PLACES = Path(__file__).parents[1] / "gemma4_compat" / "_diagnostics" / "places.py"
+FILE = Path(__file__).parents[1] / "tests" / "unit" / "doctor" / "explain" / "pasted_errors.json"
+PLACES = Path(__file__).parents[1] / "gemma4_compat" / "_doctor" / "explain" / "places.py"
 #: Crashes that come first, whatever the reproduction is about: the text, the place, and the patch that repairs it.
 FIRST = (
     ("KeyError: 3", "", "transformers-shared-kv"),

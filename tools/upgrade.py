@@ -4,7 +4,7 @@ python -m tools.upgrade LIBRARY RELEASE      such as: peft 0.22.0
 
 Installs the newest stack with that release, fingerprints the code that patches replace in it, and runs every
 reproduction there: without the patches, with them, and with them undone. Then it writes what nobody should type:
-gemma4_compat/patches/measured.py, constraints/newest.txt, the stacks of tests/matrix.toml, the results in
+gemma4_compat/patches/measured.json, constraints/newest.txt, the stacks of tests/matrix.toml, the results in
 docs/evidence and the pages made of them. It prints what a person has to look at, and exits 1 where a patch file has to
 be edited.
 """
@@ -26,7 +26,7 @@ from packaging.version import InvalidVersion, Version
 
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions
-from gemma4_compat.patches import measured
+from gemma4_compat.patches import registry
 from tools import evidence, fingerprints
 from tools.matrix import environments, measure, stacks
 from tools.matrix.stacks import LIBRARIES, ROOT, TABLE
@@ -163,7 +163,7 @@ def again(libraries: Sequence[str], work: Path) -> int:
     """Fingerprint every measured release of these libraries, beside the newest stack, and write the data."""
     newest, found = dict(stacks.read()["newest"].pins), []
     for library in libraries or LIBRARIES:
-        for release in measured.RELEASES[library]:
+        for release in registry.RELEASES[library]:
             found.append(fingerprinted(library, release, {**newest, library: release}, work))
             print(f"{library} {release}", flush=True)
     print("\n".join(fingerprints.write(found)) or "nothing new")
@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         Version(options.release)
     except InvalidVersion:
-        parser.error(f"{options.release!r} is not a release, such as {measured.RELEASES[options.library][-1]}")
+        parser.error(f"{options.release!r} is not a release, such as {registry.RELEASES[options.library][-1]}")
     return 1 if upgrade(options.library, options.release, options.work, options.jobs).edit else 0
 
 

@@ -49,8 +49,8 @@ RANK = 16
 #: What the commands import, before memory and time are counted.
 IMPORTED = (
     "bitsandbytes",
-    "gemma4_compat._merge.job",
-    "gemma4_compat._merge.weights",
+    "gemma4_compat._adapter_tools.merge.job",
+    "gemma4_compat._adapter_tools.merge.weights",
     "peft",
     "transformers.models.gemma4.modeling_gemma4",
 )

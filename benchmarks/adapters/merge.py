@@ -131,7 +131,7 @@ def merge(way: str, work: Path) -> dict[str, Any]:
     from transformers import Gemma4ForCausalLM
 
     import gemma4_compat
-    from gemma4_compat._merge import (
+    from gemma4_compat._adapter_tools.merge import (
         job,  # noqa: F401  part of the imports
         weights,  # noqa: F401  part of the imports
     )

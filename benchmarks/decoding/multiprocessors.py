@@ -13,7 +13,7 @@ With `--ways` those of depth.py take turns; the last one's figures are those of 
 
 A graph that is replayed has to stay inside the context; a matrix product, captured, shows whether it does.
 
-`--fit` finds the constants of the planner's model of decode time (`gemma4_compat/_planner/speed.py`) by least squares
+`--fit` finds the constants of the planner's model of decode time (`gemma4_compat/_plan/speed.py`) by least squares
 of relative errors over committed results (multiprocessors_fit.py names them), and says how far
 each is from it.
 
@@ -122,7 +122,8 @@ def _clock() -> float | None:
 
 def parts(order: Order) -> Data:
     """What a token reads and computes, as the planner counts it."""
-    from gemma4_compat._planner import blueprint, speed
+    from gemma4_compat._memory import blueprint
+    from gemma4_compat._plan import speed
 
     found = speed.work(blueprint.describe(models.base(measure.model())), context=PROMPT + TOKENS)
     return {"work": found.as_data()}

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.common import Data
-from gemma4_compat._planner import speed
+from gemma4_compat._plan import speed
 
 #: Each constant is multiplied and divided by so much in turn, which shrinks as nothing gets better.
 FIRST, LAST = 1.5, 1.0005
@@ -89,8 +89,8 @@ def data_sheet(run: Data) -> speed.Card:
 
 @functools.cache
 def _described(shape: str) -> speed.Work:
+    from gemma4_compat._memory import blueprint
     from gemma4_compat._models import build
-    from gemma4_compat._planner import blueprint
     from gemma4_compat._quantization.config import default_skip_modules, linear_names
 
     model = build.on_meta(shape)[0]

@@ -219,8 +219,8 @@ def planned_peak(model: Any, away: int, length: int, chunk: int | None) -> float
     """GiB that the planner counts for a prefill beside the weights that stay on the card."""
     import torch
 
-    from gemma4_compat._planner import blueprint as blueprints
-    from gemma4_compat._planner import memory, use
+    from gemma4_compat._memory import blueprint as blueprints
+    from gemma4_compat._memory import formulas, use
     from gemma4_compat._quantization import config
 
     with torch.device("meta"):
@@ -228,7 +228,7 @@ def planned_peak(model: Any, away: int, length: int, chunk: int | None) -> float
     names = config.linear_names(plain, config.default_skip_modules(plain))
     blueprint = blueprints.describe(plain, "4bit-double", names, experts=True)
     chunked = chunk is not None
-    load = memory.Load(context=length + chunked, prompt=length, prefill_chunk=chunk, fast=chunked)
+    load = formulas.Load(context=length + chunked, prompt=length, prefill_chunk=chunk, fast=chunked)
     looked_up = blueprint.layers[len(blueprint.layers) - away :]
     found = use.use_of(blueprint, use.Share(resident=blueprint.blocks, looked_up=looked_up), load, budget=1 << 62)
     return (found.prefill - found.weights) / GIB
@@ -371,7 +371,7 @@ def training(run: Run, model: Any, name: str, lengths: tuple[int, ...]) -> Data:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    from gemma4_compat._planner.training_step import TARGETS
+    from gemma4_compat._plan.training_step import TARGETS
 
     config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS)
     trained_model = common.parts(get_peft_model(model, config).train(), loss=True)

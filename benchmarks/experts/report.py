@@ -6,7 +6,7 @@ import statistics
 
 from benchmarks.common import Data
 from benchmarks.decoding import kernel_times as kernels
-from gemma4_compat._planner import text
+from gemma4_compat._plan import text
 
 WHAT = {
     "card": "everything on the card",

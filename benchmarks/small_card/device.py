@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._diagnostics import findings
+from gemma4_compat._doctor.reproductions import findings
 
 GIB = 2**30
 #: A generate, or a forward, that takes longer than this is timed once.

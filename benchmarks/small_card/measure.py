@@ -124,9 +124,9 @@ def planned_use(
     import transformers
     from transformers import AutoConfig
 
-    from gemma4_compat._planner import blueprint as blueprints
-    from gemma4_compat._planner import use as uses
-    from gemma4_compat._planner.memory import Load, TrainingLoad
+    from gemma4_compat._memory import blueprint as blueprints
+    from gemma4_compat._memory import use as uses
+    from gemma4_compat._memory.formulas import Load, TrainingLoad
     from gemma4_compat._quantization import config
     from gemma4_compat._reproduction import tiny_models
 
@@ -152,7 +152,7 @@ def planned_use(
     resident = [block for block in blueprint.blocks if block not in away]
     share = uses.Share(
         resident=resident,
-        paged=[block for block in away if block.kind == "layer"],
+        streamed=[block for block in away if block.kind == "layer"],
         evicted=[block for block in away if block.kind != "layer"],
     )
 

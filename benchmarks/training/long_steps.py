@@ -102,7 +102,7 @@ class Steps:
         import torch
         from peft import LoraConfig, get_peft_model
 
-        from gemma4_compat._planner.training_step import TARGETS
+        from gemma4_compat._plan.training_step import TARGETS
 
         self.tokens = tokens
         self.model = get_peft_model(base, LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS)).train()
@@ -319,7 +319,7 @@ class Run:
 def plan(file: Path) -> None:
     """Add the planner's peaks to a result; a way whose switches no plan has gets none."""
     from gemma4_compat._models import build as built
-    from gemma4_compat._planner import training_step
+    from gemma4_compat._plan import training_step
     from gemma4_compat._quantization import config
 
     result = json.loads(file.read_text(encoding="utf-8"))

@@ -66,7 +66,7 @@ from benchmarks.decoding import models
 from benchmarks.small_card import device
 from benchmarks.training import trainers_fit as fit
 from benchmarks.training import trainers_report
-from gemma4_compat._diagnostics import environment
+from gemma4_compat._doctor import environment
 from gemma4_compat._engine import versions
 
 
@@ -214,7 +214,7 @@ def _adapted(way: Way, most: int) -> Any:
     """The base of this process with an adapter; unsloth's has one already."""
     from peft import LoraConfig, get_peft_model
 
-    from gemma4_compat._planner.training_step import TARGETS
+    from gemma4_compat._plan.training_step import TARGETS
 
     if way.unsloth:
         return _loaded
@@ -227,7 +227,7 @@ def _of_unsloth(order: Order) -> Any:
     import torch
     from unsloth import FastModel
 
-    from gemma4_compat._planner.training_step import TARGETS
+    from gemma4_compat._plan.training_step import TARGETS
 
     model, _ = FastModel.from_pretrained(
         str(Path(order["folder"]) / "checkpoint"),

@@ -53,7 +53,7 @@ def planned_gib(folder: Path, where: str, sequence: int, chunked: bool, windows:
     from benchmarks.decoding import models
     from benchmarks.small_card.measure import planned_use
     from gemma4_compat._models import build as built
-    from gemma4_compat._planner import training_step
+    from gemma4_compat._plan import training_step
     from gemma4_compat._quantization import config
 
     model = built.on_meta(str(folder / "checkpoint"))[0]

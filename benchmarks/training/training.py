@@ -71,7 +71,7 @@ def load(order: Order) -> Data:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    from gemma4_compat._planner.training_step import TARGETS
+    from gemma4_compat._plan.training_step import TARGETS
 
     global _model, _initial
     _model, _initial = None, {}
@@ -191,7 +191,7 @@ def free(_: Order) -> Data:
 def plan(order: Order) -> Data:
     """What `plan_training` expects of a step, and the planner of it with the placement that is measured, in GiB."""
     from gemma4_compat._models import build as built
-    from gemma4_compat._planner import training_step
+    from gemma4_compat._plan import training_step
     from gemma4_compat._quantization import config
     from gemma4_compat._training import mlp
 

@@ -1,7 +1,6 @@
 """Masks, kernels, and what attention makes of a query that sees no key.
 
-* :mod:`attention_lookup`: where a layer looks its attention function up. :mod:`flash`: heads too wide for flash
-  kernels.
+* :mod:`flash`: heads too wide for flash kernels.
 * :mod:`windows`: sliding layers, a block of queries at a time. :mod:`block_layout`: which keys a block needs,
   :mod:`gathered`: those keys as one tensor. :mod:`layers`: whose layer it is, and its groups of heads.
 * :mod:`products`: wide heads in training. :mod:`tracing`: whether a mask can be looked at.

@@ -21,7 +21,7 @@ from typing import Any
 from gemma4_compat._accelerate import attached
 from gemma4_compat._attention import layers, products, tracing
 from gemma4_compat._attention.block_layout import UNIT, Layout
-from gemma4_compat._engine import settings, sleep
+from gemma4_compat._engine import dormant, settings
 
 ID = "transformers-sliding-windows"
 
@@ -163,7 +163,7 @@ def is_asked(model: Any) -> bool:
 
 def unavailable() -> str | None:
     """Why neither can be had; None if they can."""
-    return None if sleep.is_installed(ID) else f"the patch {ID} is off"
+    return None if dormant.is_installed(ID) else f"the patch {ID} is off"
 
 
 def _gradients(*tensors: Any) -> bool:

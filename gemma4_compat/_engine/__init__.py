@@ -8,7 +8,7 @@ Called by :mod:`gemma4_compat._shim`, which has the one :class:`engine.Engine` a
 * :mod:`gate`: what settings and versions decide. :mod:`settings`, :mod:`project`: environment variables and
   pyproject.toml. :mod:`versions`: which release is installed.
 * :mod:`detection`, :mod:`fingerprint`: whether the loaded code is the code the patch was proven on.
-* :mod:`changes`: replaces functions, and undoes that. :mod:`sleep`: what costs nothing until it is needed.
+* :mod:`changes`: replaces functions, and undoes that. :mod:`dormant`: what costs nothing until it is needed.
 * :mod:`holders`: who still holds upstream's functions. :mod:`autoreload`: Jupyter's autoreload.
 * :mod:`words`: verdicts. :mod:`report`: states as text and JSON.
 """

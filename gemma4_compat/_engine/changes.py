@@ -40,13 +40,13 @@ from gemma4_compat._engine.fingerprint import VALUE
 class _Switch:
     """What an installed function calls: the replacement, ``state[0]``; if that is None, the original.
 
-    ``state[1]`` is what it calls as the original: what sleeps below it is passed over.
+    ``state[1]`` is what it calls as the original: what is dormant below it is passed over.
     """
 
     original: Any
     state: list[Any]
     changes: ChangeSet
-    asleep: Callable[..., Any] | None = None  # the replacement, until `awaken` puts it into `state`
+    dormant: Callable[..., Any] | None = None  # the replacement, until `activate` puts it into `state`
 
 
 _ABSENT = object()
@@ -58,9 +58,9 @@ _installed: weakref.WeakKeyDictionary[FunctionType, _Switch] = weakref.WeakKeyDi
 # By patch and label, what was installed last: objects that kept it as a bound method get the repair again with the
 # next install.
 _latest: weakref.WeakValueDictionary[tuple[str, str], FunctionType] = weakref.WeakValueDictionary()
-# See `sleep`: ids of patches that are needed; owner, name and previous object, where something asleep was installed.
-_awake: set[str] = set()
-_beds: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+# See `dormant`: ids of patches that are needed; owner, name and previous object, where dormant functions were put.
+_activated: set[str] = set()
+_dormant_slots: dict[tuple[int, str], tuple[Any, str, Any]] = {}
 _attributes: dict[tuple[type, str], Attribute] = {}  # by owner and name, one that changes nothing
 _switching = threading.Lock()
 
@@ -134,14 +134,14 @@ class ChangeSet:
         name: str,
         replacement: Callable[..., Any],
         *,
-        asleep: bool = False,
+        dormant: bool = False,
         attribute: bool = False,
     ) -> None:
         """Put ``replacement(original, *args, **kwargs)`` in place of ``module.name`` (``name`` may be dotted).
 
         Static and class methods stay what they are; a property gets another getter. An ``attribute`` of instances (see
-        :class:`Attribute`) is read by ``replacement(original, instance)``. With ``asleep``, the function
-        that is put there calls the original until :func:`gemma4_compat._engine.sleep.awaken`. A replacement of
+        :class:`Attribute`) is read by ``replacement(original, instance)``. With ``dormant``, the function
+        that is put there calls the original until :func:`gemma4_compat._engine.dormant.activate`. A replacement of
         ``__getattr__`` in a class that has none may have an attribute ``known``, by class the names that it is asked
         for: any other is missing, without a call.
 
@@ -154,20 +154,20 @@ class ChangeSet:
         label = f"{module}.{name}"
         self._labels[label] = attribute
         if (kept := beneath(raw, self.patch_id, label)) is not None and not _installed[kept].changes.active:
-            self._switch_on(kept, replacement, asleep)
+            self._switch_on(kept, replacement, dormant)
             self._journal.append(_Edit(owner, slot, raw, kept, label))
             if not isinstance(owner, type):
                 self._functions.append((kept, _installed[kept].original))
             return
         if isinstance(raw, (staticmethod, classmethod)):
-            installed: Any = type(raw)(self._wrap(raw.__func__, replacement, label, asleep))
+            installed: Any = type(raw)(self._wrap(raw.__func__, replacement, label, dormant))
         elif isinstance(raw, property):
-            installed = raw.getter(self._wrap(raw.fget, replacement, label, asleep))
+            installed = raw.getter(self._wrap(raw.fget, replacement, label, dormant))
         else:
-            installed = self._wrap(raw, replacement, label, asleep)
+            installed = self._wrap(raw, replacement, label, dormant)
         before = vars(owner).get(slot, _ABSENT)
-        if asleep and isinstance(owner, type) and not is_installed(function_of(raw)):
-            _beds[id(owner), slot] = owner, slot, before
+        if dormant and isinstance(owner, type) and not is_installed(function_of(raw)):
+            _dormant_slots[id(owner), slot] = owner, slot, before
         if before is _ABSENT and isinstance(owner, type):
             # Inherited: otherwise it would be pickled under a name that leads to the base class's function.
             function = function_of(installed)
@@ -203,13 +203,13 @@ class ChangeSet:
             if edit.owner is not namespace or vars(namespace).get(edit.name) is edit.after
         ]
 
-    def _wrap(self, original: Any, replacement: Callable[..., Any], label: str, asleep: bool) -> FunctionType:
+    def _wrap(self, original: Any, replacement: Callable[..., Any], label: str, dormant: bool) -> FunctionType:
         if not isinstance(original, FunctionType):
             raise TypeError(f"{label} is a {type(original).__name__}, not a function")
         kept = _latest.get((self.patch_id, label))
         known = None if kept is None else _installed[kept]
         if kept is not None and known is not None and known.original is original and not known.changes.active:
-            self._switch_on(kept, replacement, asleep)
+            self._switch_on(kept, replacement, dormant)
             return kept
         state: list[Any] = [None, original]
         # An error is an answer there, which compilers trace.
@@ -242,17 +242,17 @@ class ChangeSet:
             function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
         _installed[function] = _Switch(original, state, self)
         _latest[self.patch_id, label] = function
-        self._switch_on(function, replacement, asleep)
+        self._switch_on(function, replacement, dormant)
         return function
 
-    def _switch_on(self, kept: FunctionType, replacement: Callable[..., Any], asleep: bool) -> None:
+    def _switch_on(self, kept: FunctionType, replacement: Callable[..., Any], dormant: bool) -> None:
         known = _installed[kept]
         with _switching:
             known.changes = self
-            if asleep and self.patch_id not in _awake:
-                known.state[0], known.asleep = None, replacement
+            if dormant and self.patch_id not in _activated:
+                known.state[0], known.dormant = None, replacement
             else:
-                known.state[0], known.asleep = replacement, None
+                known.state[0], known.dormant = replacement, None
         self._wrappers.add(kept)
 
     def _set(self, owner: Any, name: str, before: Any, after: Any, label: str) -> None:
@@ -295,7 +295,7 @@ class ChangeSet:
             self.active = False
             for switch in [_installed[function] for function in self._wrappers]:
                 if switch.changes is self:
-                    switch.state[0] = switch.asleep = None
+                    switch.state[0] = switch.dormant = None
         left: list[str] = []
         for edit in reversed(self._journal):
             current = vars(edit.owner).get(edit.name)

@@ -74,11 +74,11 @@ def detect(patch: Patch, ready: Collection[str], releases: Mapping[str, str]) ->
 
 def apply(patch: Patch, groups: Collection[str], edits: changes.ChangeSet, *, late: bool = True) -> None:
     """Replace the targets of these groups. ``late``: their library may have been used before."""
-    sleeps = not any(target.waker and _is_left_out(patch, target) for target in patch.targets)
+    may_be = not any(target.activator and _is_left_out(patch, target) for target in patch.targets)
     for target in patch.targets:
         if target.group in groups and not _is_left_out(patch, target):
-            asleep = sleeps and target.asleep is not None and target.asleep(late)
-            edits.replace(target.module, target.name, target.replacement, asleep=asleep, attribute=target.attribute)
+            dormant = may_be and (target.dormant(late) if callable(target.dormant) else target.dormant)
+            edits.replace(target.module, target.name, target.replacement, dormant=dormant, attribute=target.attribute)
 
 
 def applied(patch: Patch, releases: Mapping[str, str], found: Found) -> str:
@@ -162,8 +162,8 @@ def _is_left_out(patch: Patch, target: Target) -> bool:
     release = versions.current(patch.distribution) if target.affected else None
     if release is not None and not versions.admits(target.affected, release):
         return True
-    if not target.waker or not _exists(target):
-        return (target.optional or target.waker) and not _exists(target)
+    if not target.activator or not _exists(target):
+        return (target.optional or target.activator) and not _exists(target)
     raw = _raw(target)
     try:
         return fingerprint(raw) not in target.known or _wrapped_by(patch, target, raw) is not None

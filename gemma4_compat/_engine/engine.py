@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
-from gemma4_compat._engine import autoreload, detection, hooks, settings, sleep, versions
+from gemma4_compat._engine import autoreload, detection, dormant, hooks, settings, versions
 from gemma4_compat._engine.changes import ChangeSet, restore
 from gemma4_compat._engine.gate import Decision, Gate
 from gemma4_compat._engine.holders import reach, unreached
@@ -147,11 +147,11 @@ class Engine:
         """
         with self._lock:
             self._gate.forget()
-            sleep.show()
+            dormant.show()
             try:
                 yield
             finally:
-                sleep.hide()
+                dormant.hide()
                 messages = self._outbox.taken()
         messages.emit(raises=raises)
 

@@ -167,10 +167,11 @@ class Target:
         optional: the module or name does not exist in every affected release; where it is missing it is left out.
         affected: the releases of the patch's distribution that need this target, if not all of the patch's do; in the
             others it is left out.
-        asleep: whether nothing in this process can need it yet; the argument is whether its library may have been used
-            before. The installed function then calls the original until :func:`gemma4_compat._engine.sleep.awaken`.
-        waker: it only wakes the patch. If it does not exist, or its code is unknown, it is left out, and nothing of
-            the patch sleeps.
+        dormant: whether nothing in this process can need it yet, or a function that says so; its argument is whether
+            the library may have been used before. The installed function then calls the original until
+            :func:`gemma4_compat._engine.dormant.activate`.
+        activator: it only activates the patch. If it does not exist, or its code is unknown, it is left out, and
+            nothing of the patch is dormant.
         attribute: it is not a function but what instances read under that name: a plain value of the class, or only
             their own. ``replacement(original, instance)`` reads it; what instances set is kept as it is.
         group: targets of one group are replaced together, as soon as the modules of that group are imported. A patch
@@ -184,8 +185,8 @@ class Target:
     codes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     optional: bool = False
     affected: str = ""
-    asleep: Callable[[bool], bool] | None = None
-    waker: bool = False
+    dormant: bool | Callable[[bool], bool] = False
+    activator: bool = False
     attribute: bool = False
     group: str = ""
 
@@ -197,8 +198,9 @@ class Target:
 class Patch:
     """One defect and its repair. The vocabulary is that of DEP-3, OSV and PyPA version specifiers.
 
-    What a patch file says elsewhere is not repeated in its ``PATCH``: ``summary``, ``symptom`` and ``retire_when``
-    come from the file's docstring, ``area`` from its folder, ``measured`` and ``known`` from the measured data.
+    A patch file says each thing once (``patches/api.py``): ``id``, ``distribution`` and ``area`` come from its place,
+    ``summary``, ``symptom`` and ``retire_when`` from its docstring, ``fixed`` from ``affected``, ``targets`` from what
+    its functions replace, ``measured`` and ``known`` from the measured data.
 
     Attributes:
         id: ``<distribution>-<slug>``; it never changes.
@@ -262,7 +264,7 @@ class Patch:
         found: dict[str, dict[str, None]] = {}
         for target in self.targets:
             modules = found.setdefault(target.group, {})
-            if not (target.optional or target.waker):
+            if not (target.optional or target.activator):
                 modules[target.module] = None
         return {group: tuple(modules) for group, modules in found.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from gemma4_compat._common import arguments
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._generation.prefix_cache import reuse
 from gemma4_compat._generation.prompts import embedded
@@ -113,7 +113,7 @@ def decode_fast(
         decoding.reason(obstacle)
     decoding.preferred = graphs and obstacle is None
     if decoding.preferred:
-        sleep.awaken(embedded.PATCH)
+        dormant.activate(embedded.PATCH)
     own = decoding.preferred and not exact
     if not graphs or own != decoding.own:
         decoding.clear()

@@ -56,7 +56,7 @@ class Decoding:
         self.prompt_pool: Any = None  # of the graphs of prompts, and how many bytes it takes
         self.prompt_bytes = 0
         self.largest_pieces: dict[tuple[int, int], int] = {}  # of prompts, in tokens, by rows and length of the cache
-        self.shapes: Any = None  # of the model and where it is, for `_planner.reading`
+        self.shapes: Any = None  # of the model and where it is, for `_generation.prompts.room`
         self._pool: Any = None
         self._stream: Any = None  # of the last replay
         self._lost: Recapture | None = None  # why there is no variant to compare with

@@ -6,7 +6,6 @@
 * :mod:`shared_kv`, :mod:`shared_weights`: the layers that share keys and values.
 * :mod:`per_layer`, :mod:`padding_row`: the per-layer embeddings of E2B and E4B.
 * :mod:`prefill`: how ``generate`` reads a prompt. :mod:`media`: the images and sounds in it.
-* :mod:`attention_memory`: what attention allocates beside its inputs and output.
 * :mod:`rotary`: buffers of rotary embeddings. :mod:`autocast`: what autocast does on a device.
 * :mod:`checkpointing`: whether a cache survives it.
 * :mod:`capturing`: what transformers collects of a forward.

@@ -1,7 +1,7 @@
 """The files that state releases: requirements files, pyproject.toml, pylock.toml and uv.lock.
 
-``packaging.pylock`` and ``packaging.dependency_groups`` read two of these formats; the oldest supported packaging (22)
-has neither, so the code below would remain as their fallback.
+``packaging.dependency_groups`` (26.1) makes two million requirements of 21 groups that include each other twice, and
+its errors show lines that may hold a secret; ``packaging.pylock`` refuses locks that are not complete.
 """
 
 from __future__ import annotations

@@ -38,6 +38,27 @@ def name_of(settings: Mapping[str, Any]) -> str | None:
     return None
 
 
+def bitsandbytes(
+    quantization: str | None, dtype: Any, skip: Collection[str], *, offloads: bool, kind: str = "nf4"
+) -> Any:
+    """The ``BitsAndBytesConfig`` of one of :data:`QUANTIZATIONS`.
+
+    Args:
+        quantization: its name.
+        dtype: that 4-bit layers compute in, torch's.
+        skip: modules that are not quantized.
+        offloads: whether some modules are off the GPU.
+        kind: of the values of 4 bits.
+    """
+    from transformers import BitsAndBytesConfig
+
+    options = {"llm_int8_enable_fp32_cpu_offload": offloads, "llm_int8_skip_modules": list(skip)}
+    if quantization == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True, **options)
+    options |= {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": quantization == "4bit-double"}
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **options)
+
+
 def default_skip_modules(model: Any) -> list[str]:
     """``llm_int8_skip_modules`` for this model: the head, which shares the embedding's weight, and routers, which
     decide from small differences.

@@ -78,7 +78,7 @@ def kernel(device: Any) -> Iterator[str]:
     torch.nn.functional.scaled_dot_product_attention = attention
     if repair is not None:
         vars(repair)["takes_cudnn"] = lambda device: True
-        sys.modules["gemma4_compat._engine.sleep"].awaken(repair.ID)
+        sys.modules["gemma4_compat._engine.dormant"].activate(repair.ID)
     try:
         yield "a stand-in for cuDNN"
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 from gemma4_compat._accelerate import attached
 from gemma4_compat._common import in_place, notice
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 from gemma4_compat._training import head, norms, per_layer, pieces, shared_states, whole
 
 ID = whole.ID
@@ -21,7 +21,7 @@ _told: set[str] = set()
 
 def unavailable(model: Any) -> str | None:
     """Why the MLPs of a model cannot be computed in pieces; None if they can."""
-    sleep.awaken(ID)
+    dormant.activate(ID)
     return None if all(whole.is_on(one, "TextMLP") for one in _mlps(model)) else f"the patch {ID} is off"
 
 

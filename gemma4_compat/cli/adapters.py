@@ -72,7 +72,7 @@ def scan(
     Reads headers and configurations, no weights and no pickle. Needs torch, transformers and PEFT only with BASE.
     Exit 0 without problems, 1 with some, 2 if ADAPTER or BASE cannot be read.
     """
-    from gemma4_compat._scan import text as _scan_text
+    from gemma4_compat._adapter_tools.scan import text as _scan_text
 
     if base is not None:
         working(f"comparing the adapter with {base}: importing torch, transformers and PEFT first")
@@ -106,7 +106,7 @@ def export(
 
     Exit 0 if OUT was written, 2 if the reader cannot use the adapter, or it cannot be read.
     """
-    from gemma4_compat._export import text as _export_text
+    from gemma4_compat._adapter_tools.export import text as _export_text
 
     working(f"writing the adapter for {target}: importing torch and transformers first")
     report = gemma4_compat.export_adapter(adapter, out, target, base=base)
@@ -151,8 +151,8 @@ def merge(
 
     Exit 0 if OUT was written and parity is within bounds, 1 if parity is not (nothing is written), 2 on bad input.
     """
-    from gemma4_compat._merge import result
-    from gemma4_compat._merge import text as _merge_text
+    from gemma4_compat._adapter_tools.merge import result
+    from gemma4_compat._adapter_tools.merge import text as _merge_text
 
     working(f"merging into {base_model}: importing torch, transformers and PEFT first")
     try:

@@ -12,7 +12,7 @@ import typer.core
 
 import gemma4_compat
 from gemma4_compat._common import terminal
-from gemma4_compat._diagnostics import imports
+from gemma4_compat._doctor.explain import imports
 from gemma4_compat._errors import printable
 
 _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which newer releases of typer bring themselves

@@ -32,7 +32,7 @@ def repair(
     transformers drops them on load; its outputs do not depend on them. Exit 0 if OUT was written, 2 on bad input,
     which includes a checkpoint that lacks nothing.
     """
-    from gemma4_compat._repair.repair import report_text
+    from gemma4_compat._adapter_tools.repair import report_text
 
     report = gemma4_compat.repair_checkpoint(checkpoint, original, out, max_shard_size=max_shard_size)
     if as_json:

@@ -13,10 +13,10 @@ import typer
 
 import gemma4_compat
 from gemma4_compat._common import terminal
-from gemma4_compat._diagnostics import diagnosis
-from gemma4_compat._diagnostics import findings as _doctor
-from gemma4_compat._diagnostics import show as _shown
-from gemma4_compat._diagnostics import text as _text
+from gemma4_compat._doctor.reproductions import diagnosis
+from gemma4_compat._doctor.reproductions import findings as _doctor
+from gemma4_compat._doctor.reproductions import show as _shown
+from gemma4_compat._doctor.reproductions import text as _text
 from gemma4_compat._reproduction.trained import Trained
 from gemma4_compat.cli.app import Json, app, command, fail, print_json, say, tell
 

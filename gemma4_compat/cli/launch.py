@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from gemma4_compat._diagnostics import imports
-from gemma4_compat._launch import environment, program
+from gemma4_compat._doctor.explain import imports
+from gemma4_compat._doctor.launch import environment, program
 from gemma4_compat.cli.app import Command, Json, app, command, print_json, say, tell
 
 

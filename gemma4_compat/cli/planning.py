@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -81,32 +81,9 @@ def plan(
     Needs torch and transformers, no weights and no GPU. Exit 0 with a plan, 2 if nothing fits or on bad usage.
     `plan-training` plans a training.
     """
-    from gemma4_compat._planner import text
-
+    options = _options(locals(), vram or None)
     working(f"planning {model}: importing torch and transformers first")
-    planned = gemma4_compat.plan_device_map(
-        model,
-        vram or None,
-        context=context,
-        batch=batch,
-        prompt=prompt,
-        prefill_chunk=prefill_chunk,
-        quantize=quantize,
-        quantize_experts=quantize_experts,
-        adapter=adapter,
-        vision=vision,
-        audio=audio,
-        cpu=cpu,
-        disk=disk,
-        fast=fast,
-        assistant=assistant,
-        bus=bus,
-        card=card,
-    )
-    if as_json:
-        print_json(planned.as_data())
-    else:
-        say(text.plan_text(planned, blocks=_blocks()))
+    _show(gemma4_compat.plan_device_map(**options), as_json=as_json)
 
 
 @app.command(name="plan-training")
@@ -179,41 +156,26 @@ def plan_training(
     For text. Needs torch, transformers and PEFT, no weights and no GPU. Exit 0 with a plan, 2 if nothing fits or on
     bad usage.
     """
-    from gemma4_compat._planner import training_text
-
+    options = _options(locals(), vram[0] if vram else None)
     if vram and len(vram) > 1:
         fail("a training plan covers one accelerator; give --vram once")
     working(
         f"planning a training of {model}: its step runs several times on tensors without memory, half a minute, "
         "or more than one for a long sequence"
     )
-    planned = gemma4_compat.plan_training(
-        model,
-        vram[0] if vram else None,
-        max_length=max_length,
-        batch=batch,
-        padding=padding,
-        r=r,
-        gradient_checkpointing=gradient_checkpointing,
-        optim=optim,
-        chunked_loss=chunked_loss,
-        chunked_mlp=chunked_mlp,
-        sliding_windows=sliding_windows,
-        train_fast=train_fast,
-        activation_offloading=activation_offloading,
-        quantize=quantize,
-        quantize_experts=quantize_experts,
-        cpu=cpu,
-        card=card,
-    )
+    _show(gemma4_compat.plan_training(**options), as_json=as_json)
+
+
+def _options(given: dict[str, Any], vram: Any) -> dict[str, Any]:
+    """The arguments of a command that are those of its function."""
+    return {name: value for name, value in given.items() if name != "as_json"} | {"vram": vram}
+
+
+def _show(planned: Any, *, as_json: bool) -> None:
+    from gemma4_compat._plan import text
+
     if as_json:
         print_json(planned.as_data())
     else:
-        say(training_text.training_text(planned, blocks=_blocks()))
-
-
-def _blocks() -> bool:
-    """Whether standard output has the characters of the bars."""
-    from gemma4_compat._planner import text
-
-    return text.can_show_blocks(getattr(sys.stdout, "encoding", None))
+        blocks = text.can_show_blocks(getattr(sys.stdout, "encoding", None))  # has it the characters of the bars?
+        say(text.plan_text(planned, blocks=blocks))

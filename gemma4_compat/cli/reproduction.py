@@ -8,7 +8,7 @@ import typer
 
 import gemma4_compat
 from gemma4_compat._common import terminal
-from gemma4_compat._diagnostics import script
+from gemma4_compat._doctor.reproductions import script
 from gemma4_compat._engine import settings, versions
 from gemma4_compat.cli.app import app, command, fail, say
 

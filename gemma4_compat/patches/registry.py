@@ -5,13 +5,24 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import resources
 from typing import Any
 
 from gemma4_compat._engine import versions
 from gemma4_compat._engine.patch import LatePatch, Patch, Target
-from gemma4_compat.patches.measured import KNOWN, MODULES, RELEASES
+
+_MEASURED = json.loads(resources.files(__package__).joinpath("measured.json").read_text(encoding="utf-8"))
+#: The measured releases of each library, oldest first.
+RELEASES: dict[str, list[str]] = _MEASURED["releases"]
+#: Patch -> the modules of its targets: its file is imported when one of them is.
+MODULES: dict[str, list[str]] = _MEASURED["modules"]
+#: Target -> fingerprint -> the releases that have that code.
+KNOWN: dict[str, dict[str, str]] = _MEASURED["known"]
+#: Patch -> errors of its reproduction without the shim.
+RAISED: dict[str, list[str]] = _MEASURED["raised"]
 
 #: Area -> its patch files, in the order in which patches of one function are applied: a later one is on top.
 AREAS: Mapping[str, tuple[str, ...]] = {
@@ -217,7 +228,7 @@ def area(patch_id: str) -> str:
 
 def load() -> tuple[LatePatch | Patch, ...]:
     """Every patch; its file is imported when it is needed, or at once if it was not measured yet."""
-    late = [LatePatch(id=patch_id, modules=MODULES.get(patch_id, ()), load=_loader(patch_id)) for patch_id in AREA_OF]
+    late = [LatePatch(patch_id, tuple(MODULES.get(patch_id, ())), _loader(patch_id)) for patch_id in AREA_OF]
     return tuple(patch if patch.modules else patch.load() for patch in late)
 
 
@@ -229,13 +240,10 @@ def _complete(patch_id: str) -> Patch:
     """Import a patch file (it imports no upstream library) and complete the patch from docstring, folder and data.
 
     Raises:
-        ValueError: the file holds another patch, or its docstring lacks a section.
+        ValueError: the docstring lacks a section, or what the file declares makes no sense.
     """
-    name = f"gemma4_compat.patches.{AREA_OF[patch_id]}.{patch_id.replace('-', '_')}"
-    module = importlib.import_module(name)
-    patch: Patch = module.PATCH
-    if patch.id != patch_id:
-        raise ValueError(f"{name} holds the patch {patch.id!r}; its id must be its file's name")
+    module = importlib.import_module(f"gemma4_compat.patches.{AREA_OF[patch_id]}.{patch_id.replace('-', '_')}")
+    patch: Patch = module.PATCH.complete(module)
     documentation = inspect.cleandoc(module.__doc__ or "")
     ordered = RELEASES[patch.distribution]
     inside = [release for release in ordered if versions.admits(patch.affected, release)]

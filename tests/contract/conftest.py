@@ -60,7 +60,7 @@ def targets_here(patch: Patch) -> set[str]:
         str(target)
         for target in patch.targets
         if target.group in here
-        and not (target.optional or target.waker)
+        and not (target.optional or target.activator)
         and (not target.affected or _versions.admits(target.affected, release))
     }
 

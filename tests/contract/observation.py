@@ -211,10 +211,10 @@ def stale(patches: Any) -> dict[str, list[str]]:
 
 def look(engine: Any) -> dict[str, Any]:
     """The state of every patch of an engine (or of the package), and what is replaced."""
-    from gemma4_compat._engine import sleep
+    from gemma4_compat._engine import dormant
 
     statuses = engine.status()
-    sleep.show()  # what nothing needs yet is looked at, too
+    dormant.show()  # what nothing needs yet is looked at, too
     held = stale(engine.patches())
     return {
         patch.id: {

@@ -57,7 +57,7 @@ def changed(found: dict[str, Any], old: Patch) -> set[str]:
 
 def is_left_out(codes: dict[str, Any], target: Target, old: Patch) -> bool:
     """Whether the installed release does without this target."""
-    if target.waker and codes[str(target)] not in target.known:
+    if target.activator and codes[str(target)] not in target.known:
         return True
     return bool(target.affected) and not versions.admits(target.affected, str(version(old.distribution)))
 

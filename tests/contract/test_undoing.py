@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions as _versions
-from gemma4_compat.patches import measured
+from gemma4_compat.patches import registry
 from tests.collecting import collect_failures
 from tests.contract.conftest import PATCHES, modules_here, predicted, targets_here, version
 from tests.contract.observation import groups_here
@@ -108,11 +108,11 @@ def upstreams(patch: Patch) -> set[str]:
 def twins(name: str, targets: Iterable[str]) -> list[str]:
     """The targets that are one function, which classes inherit: the first one is named."""
     tail = name.rpartition(".")[2]
-    known = measured.KNOWN.get(name)
+    known = registry.KNOWN.get(name)
     return [
         one
         for one in targets
-        if one == name or (one.endswith(f".{tail}") and known and measured.KNOWN[one].keys() == known.keys())
+        if one == name or (one.endswith(f".{tail}") and known and registry.KNOWN[one].keys() == known.keys())
     ]
 
 
@@ -122,14 +122,14 @@ def test_changed_upstream_code_is_left_alone_whichever_target_it_is(inside: Insi
     applicable = expected(inside, patch) == "applied"
     assert not applicable or set(experiments) >= upstreams(patch)
     groups = {str(target): target.group for target in patch.targets}
-    wakers = {str(target) for target in patch.targets if target.waker}
+    activators = {str(target) for target in patch.targets if target.activator}
     for name, experiment in experiments.items():
         seen = experiment["seen"]
         changed = {groups[twin] for twin in experiment["inherited"]}
         others = {target for target, group in groups.items() if group not in changed} & set(experiments)
         assert experiment["differences"] == []
         replaced = {target for target, ours in seen["replaced"].items() if ours and target in experiments}
-        if name in wakers:  # left out, and nothing sleeps
+        if name in activators:  # left out, and nothing is dormant
             assert replaced == (set(experiments) - {name} if applicable else set())
             assert experiment["said"] == []
             continue

@@ -19,7 +19,7 @@ pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip in
 from torch.utils.hooks import RemovableHandle
 
 import gemma4_compat
-from gemma4_compat._planner.training_step import TARGETS
+from gemma4_compat._plan.training_step import TARGETS
 from gemma4_compat._training.captured import layers
 from tests.helpers import ROOT
 from tests.one_device import guards

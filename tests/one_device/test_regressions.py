@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.generated.search import cli, run, sequence_regressions, sequences_run
+from tests.generated.search import cli, run, sequences_run
 from tests.generated.search.case import Case
-from tests.generated.search.regressions import REGRESSIONS
+from tests.generated.search.regressions import PLACEMENTS, SEQUENCES
 from tests.generated.search.sequence import Sequence
 from tests.helpers import Finished
 
@@ -18,23 +18,22 @@ NEEDS = "needs the upstream libraries: pip install 'gemma4-compat[test]'"
 #: A map that leaves modules out is refused.
 PLANTED = """
 import sys
-import pytest
 from tests.generated.search import cli, regressions
 from tests.generated.search.case import Case
 incomplete = (("lm_head", "main"), ("model.norm", "offloaded"))
 if __name__ == "__main__":
-    regressions.REGRESSIONS.append(pytest.param(Case(placement=incomplete), id="planted"))
+    regressions.PLACEMENTS["planted"] = Case(placement=incomplete)
     sys.exit(cli.main(["--regression", "planted"]))
 """
 
 
-@pytest.mark.parametrize("case", REGRESSIONS)
+@pytest.mark.parametrize("case", PLACEMENTS.values(), ids=PLACEMENTS)
 def test_it_holds_now(case: Case, bench: run.Bench) -> None:
     failure = run.check(case, bench)
     assert failure is None, failure.detail
 
 
-@pytest.mark.parametrize("sequence", sequence_regressions.REGRESSIONS)
+@pytest.mark.parametrize("sequence", SEQUENCES.values(), ids=SEQUENCES)
 def test_the_sequence_holds_now(sequence: Sequence) -> None:
     pytest.importorskip("bitsandbytes", reason=NEEDS)
     with sequences_run.bench() as place:
@@ -52,12 +51,12 @@ def searched(warm_child: Callable[..., Finished]) -> Callable[..., Finished]:
 
 
 def test_a_case_that_holds_exits_0(searched: Callable[..., Finished]) -> None:
-    done = searched("--regression", REGRESSIONS[0].id)
+    done = searched("--regression", next(iter(PLACEMENTS)))
     assert done.code == 0, done.stdout + done.stderr
 
 
 def test_a_sequence_that_holds_exits_0(searched: Callable[..., Finished]) -> None:
-    done = searched("--sequences", "--regression", sequence_regressions.REGRESSIONS[0].id)
+    done = searched("--sequences", "--regression", next(iter(SEQUENCES)))
     assert done.code == 0, done.stdout + done.stderr
     assert "good: 2 operations" in done.stdout
 

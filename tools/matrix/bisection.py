@@ -137,7 +137,7 @@ def reproduce(patch: Patch, python: Path) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for command in ("build", patch.id):
             done = subprocess.run(
-                [str(python), "-m", "gemma4_compat._diagnostics.child", command, folder],
+                [str(python), "-m", "gemma4_compat._doctor.reproductions.child", command, folder],
                 env=environment, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False,
             )  # fmt: skip
             last = done.stdout.strip().rpartition("\n")[2]

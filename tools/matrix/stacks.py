@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 import gemma4_compat
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions
-from gemma4_compat.patches import measured
+from gemma4_compat.patches import registry
 from tools import evidence
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +82,7 @@ def results(folder: Path = evidence.EVIDENCE) -> dict[str, dict[str, Any]]:
 
 def releases() -> dict[str, list[str]]:
     """Every measured release of the four libraries, from the supported floor up, oldest first."""
-    return {library: list(measured.RELEASES[library]) for library in LIBRARIES}
+    return {library: list(registry.RELEASES[library]) for library in LIBRARIES}
 
 
 def conditions(patch: Patch) -> dict[str, str]:

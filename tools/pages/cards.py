@@ -1,4 +1,4 @@
-"""docs/CARDS.md: what was measured on which card, from the reports in gemma4_compat/_planner/measured_cards."""
+"""docs/CARDS.md: what was measured on which card, from the reports in gemma4_compat/_plan/measured_cards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gemma4_compat._common.text import size_text
-from gemma4_compat._planner import measured
+from gemma4_compat._plan import measured
 
 _GIB = 1 << 30
 

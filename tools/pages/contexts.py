@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from gemma4_compat._generation.prompts import room
+from gemma4_compat._memory import formulas, layout, use
+from gemma4_compat._memory.blueprint import Blueprint, describe
+from gemma4_compat._memory.formulas import Load
 from gemma4_compat._models import build, variants
-from gemma4_compat._planner import layout, memory, reading, use
-from gemma4_compat._planner.blueprint import Blueprint, describe
-from gemma4_compat._planner.memory import Load
 from gemma4_compat._quantization import config
 from tools.pages.markers import ROOT, between
 
@@ -48,7 +49,7 @@ def table() -> str:
 def _rows(variant: str, blueprint: Blueprint) -> Iterator[str]:
     for context in CONTEXTS:
         load = Load(context=context, prefill_chunk=layout.PREFILL_CHUNK, fast=True, own_in_chunks=True)
-        kept = sum(memory.kv_cache(block, load, blueprint.item, prefill=False) for block in blueprint.layers)
+        kept = sum(formulas.kv_cache(block, load, blueprint.item, prefill=False) for block in blueprint.layers)
         least = (
             layout.smallest_budget(blueprint, one, layers_leave=leave)
             for one in (load, replace(load, own_in_chunks=False))
@@ -88,8 +89,8 @@ def planned(shape: str, *, own: bool = True) -> dict[str, Any]:
     def peak(chunk: int) -> int:
         return use.use_of(blueprint, share, replace(load, prefill_chunk=chunk), budget=budget).peak
 
-    sizes = reading.sizes(tokens=prompt, batch=1, streams=bool(apart))
-    chunk = reading.first_that_fits(sizes, lambda size: peak(size) <= budget)
+    sizes = room.sizes(tokens=prompt, batch=1, streams=bool(apart))
+    chunk = room.first_that_fits(sizes, lambda size: peak(size) <= budget)
     assert chunk is not None  # a long prompt
     return {"chunk": chunk, "peak": peak(chunk)}
 

@@ -7,7 +7,7 @@ import re
 from packaging.version import Version
 
 import gemma4_compat
-from gemma4_compat._diagnostics import search
+from gemma4_compat._doctor.explain import search
 from gemma4_compat._engine import versions
 
 #: In the README's table: what people see where a symptom begins with something else.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import gemma4_compat
-from gemma4_compat._diagnostics import common_errors, places, search
-from gemma4_compat.patches.measured import RAISED
+from gemma4_compat._doctor.explain import common_errors, places, search
+from gemma4_compat.patches.registry import RAISED
 from tools.pages import errors
 
 

@@ -41,7 +41,7 @@ def page() -> str:
         "",
         "*Jupyter*: a kernel with autoreload, which brings in an edit first. Edits of what is patched, and a program",
         "that PyInstaller froze with libraries that patches are for, are in "
-        "[tests/unit/engine](../tests/unit/engine).",
+        "[tests/unit/engine](../tests/unit/engine). PyInstaller needs `--collect-all=gemma4_compat`.",
         "",
     ]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""``RAISED`` of gemma4_compat/patches/measured.py: errors of reproductions in the stacks of tests/matrix.toml."""
+"""``raised`` of gemma4_compat/patches/measured.json: errors of reproductions in the stacks of tests/matrix.toml."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 
 import gemma4_compat
 from gemma4_compat import Patch
-from gemma4_compat._diagnostics import messages, search
+from gemma4_compat._doctor.explain import messages, search
 from tools.pages import matrix
 
 _LONGEST = 300

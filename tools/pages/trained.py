@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from benchmarks.peers import trained as peers
-from gemma4_compat._diagnostics.scenes import SCENES
+from gemma4_compat._doctor.reproductions.scenes import SCENES
 from gemma4_compat._reproduction.trained import PLACE, TWINS
 from tools.pages.markers import ROOT, details, shorten
 from tools.trained_model import measure

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gemma4_compat
-from gemma4_compat._diagnostics import children, findings, scenes, show
+from gemma4_compat._doctor.reproductions import children, findings, scenes, show
 from gemma4_compat._reproduction.trained import Trained
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "show"

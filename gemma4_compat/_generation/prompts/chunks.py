@@ -8,22 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from gemma4_compat._engine import versions
 from gemma4_compat._generation.prompts import prompts
+from gemma4_compat._generation.prompts.room import Room
 from gemma4_compat._graphs import decoder, static_caches
 from gemma4_compat._models import cache_names, prefill
 
 _log = logging.getLogger("gemma4_compat")
-
-
-class Room(Protocol):
-    """The memory for a prompt: ``_planner.reading.Room``."""
-
-    def fits(self, chunk: int | None = None, *, times: int = 1) -> bool: ...
-
-    def sizes(self) -> list[int]: ...
 
 
 def may_be_cut(model: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> int:

@@ -16,7 +16,7 @@ from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._graphs import static_caches
 from gemma4_compat._models import cache_names
 
-#: Replaces the forward of text models, asleep until `decode_fast`.
+#: Replaces the forward of text models, dormant until `decode_fast`.
 PATCH = "transformers-graph-decoding"
 #: ``reader(below, inputs)``: returns what ``below(**inputs)``, the forward of the text model, returns.
 Reader = Callable[[Callable[..., Any], dict[str, Any]], Any]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 from gemma4_compat._generation.prompts import overflow
 from gemma4_compat._generation.prompts.prompts import MASKS, MAX_TOKENS, RECORDED, Prompt, is_text
 from gemma4_compat._graphs import static_caches
@@ -184,7 +184,7 @@ def _skips_shared_layers(model: Any) -> bool:
     """Whether the patch ``transformers-unread-chunks`` is there to skip KV-shared layers."""
     if not getattr(model.config.get_text_config(), "num_kv_shared_layers", 0):
         return False
-    if not sleep.is_installed(prefill.UNREAD_PATCH):
+    if not dormant.is_installed(prefill.UNREAD_PATCH):
         return False
-    sleep.awaken(prefill.UNREAD_PATCH)
+    dormant.activate(prefill.UNREAD_PATCH)
     return all(type(layer).__name__ == prefill.UNREAD_LAYER for layer in model.get_decoder().layers)

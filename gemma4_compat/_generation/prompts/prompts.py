@@ -17,7 +17,8 @@ from gemma4_compat._graphs import deferral, fused_steps, obstacles, static_cache
 from gemma4_compat._graphs.graphs import REMEMBERED, Graph, Variant
 from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._kernels.specs import flash
-from gemma4_compat._models import attention_memory, cache_names, prefill
+from gemma4_compat._memory.attention import EAGER_SCORES, mask_as_numbers, repeated
+from gemma4_compat._models import cache_names, prefill
 from gemma4_compat._offload import idle_hooks, streaming
 from gemma4_compat._quantization import experts
 
@@ -406,10 +407,10 @@ def _copies(text: Any, rows: int, tokens: int, seen: int, item: int) -> int:
     kv_heads = int(of_full or text.num_key_value_heads)
     width = int(getattr(text, "global_head_dim", 0) or 512)
     pairs, heads = rows * tokens * seen, int(text.num_attention_heads)
-    found = attention_memory.repeated(rows * seen, heads, kv_heads, width, item)
+    found = repeated(rows * seen, heads, kv_heads, width, item)
     if text._attn_implementation == "eager":
-        return found + attention_memory.EAGER_SCORES * heads * pairs
-    return found + 2 * attention_memory.mask_as_numbers(pairs, item)  # and a copy of them
+        return found + EAGER_SCORES * heads * pairs
+    return found + 2 * mask_as_numbers(pairs, item)  # and a copy of them
 
 
 def _unused(device: Any) -> int:

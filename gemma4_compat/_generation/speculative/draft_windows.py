@@ -17,14 +17,7 @@ from typing import Any
 
 from gemma4_compat._generation.prompts.prompts import MASKS
 from gemma4_compat._graphs import static_caches
-
-#: Rows beside the window, at least; a quarter of it if that is more.
-_ROOM = 64
-
-
-def rows_of(slots: int) -> int:
-    """Rows of a sliding layer of so many positions."""
-    return slots + max(_ROOM, slots // 4)
+from gemma4_compat._memory.formulas import draft_rows
 
 
 class Windows:
@@ -44,7 +37,7 @@ class Windows:
 
         layers = static_caches.sliding(cache)
         self.slots, self._reach, self.begin = static_caches.window(cache), reach, 0
-        self._rows = rows_of(self.slots)
+        self._rows = draft_rows(self.slots)
         with torch.inference_mode(False), torch.no_grad():
             self._held = [tuple(map(self._roomy, (layer.keys, layer.values))) for layer in layers]
             self._base = torch.zeros((), dtype=torch.long, device=layers[0].keys.device)

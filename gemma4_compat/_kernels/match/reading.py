@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gemma4_compat._attention import windows
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 from gemma4_compat._kernels.match import own
 from gemma4_compat._kernels.specs import attention, flash
 
@@ -40,9 +40,9 @@ def read(device: Any) -> contextlib.AbstractContextManager[Any]:
     Only attention is looked at: a mode sees each look at a shape as well, and takes a microsecond for it, 70 ms for a
     prompt of an E2B. So it needs the patch whose function stands before that of attention.
     """
-    if not sleep.is_installed(windows.ID):
+    if not dormant.is_installed(windows.ID):
         return contextlib.nullcontext()
-    sleep.awaken(windows.ID)
+    dormant.activate(windows.ID)
     return windows.each_inside(Reading(device))
 
 
@@ -97,7 +97,7 @@ def is_used(device: Any) -> bool:
     """Whether these kernels compute the attention of prompts that has a mask, as far as it was tried."""
     with _lock:
         found = [passed for (where, layout), passed in _passed.items() if where == device and layout.masked]
-    return bool(found) and all(found) and sleep.is_installed(windows.ID)
+    return bool(found) and all(found) and dormant.is_installed(windows.ID)
 
 
 def computes(device: Any, dtype: Any, heads: Iterable[tuple[int, int, int]]) -> bool:
@@ -120,7 +120,7 @@ def computes(device: Any, dtype: Any, heads: Iterable[tuple[int, int, int]]) -> 
             call = flash.understood(query, key, key, mask, enable_gqa=True)
         if call is None or not WITH_MASK.get(width, False) or not _passes(call):
             return False
-    return sleep.is_installed(windows.ID)
+    return dormant.is_installed(windows.ID)
 
 
 def _passes(call: flash.Call) -> bool:

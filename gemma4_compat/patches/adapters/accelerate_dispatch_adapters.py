@@ -19,20 +19,24 @@ Remove when: ``dispatch_model`` leaves the adapters of offloaded modules on thei
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._offload import dispatched_adapters, merged_layers
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from pathlib import Path
+PATCH = Patch(
+    "F13",
+    severity="wrong_result",
+    affected=">=1.12",
+    requires=("peft",),
+    after=("accelerate-nested-map", "accelerate-offload-folder"),
+)
 
-    from gemma4_compat._reproduction.workspace import Workspace
 
-
-def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("accelerate.big_modeling", "dispatch_model")
+def dispatch_model(original: Original, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     if not family.is_gemma4(given["model"]):
         return original(*args, **kwargs)
@@ -65,18 +69,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         return Outcome(True, f"{len(lost)} adapter weights are on meta and get no gradient, {lost[0]} among them")
     found = difference(reference, workspace.outputs(model, text_only=True))
     return Outcome.of_parity(found, "dispatched with an adapter")
-
-
-PATCH = Patch(
-    id="accelerate-dispatch-adapters",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F13",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.GEMMA4,
-    requires=("peft",),
-    after=("accelerate-nested-map", "accelerate-offload-folder"),
-    targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),
-    reproduce=reproduce,
-)

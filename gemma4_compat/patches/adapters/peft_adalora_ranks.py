@@ -15,23 +15,25 @@ Remove when: PEFT keeps ``AdaLoraLayer.ranknum`` frozen (without a gradient) on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import walk
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F4", severity="wrong_result", affected=">=0.21.0", acts_on="every model", requires=("transformers>=5.5",)
+)
 
 
-def update_layer(original: Callable[..., Any], self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.tuners.adalora.layer", "AdaLoraLayer.update_layer")
+def update_layer(original: Original, self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     result = original(self, adapter_name, *args, **kwargs)
     self.ranknum[adapter_name].requires_grad_(False)
     return result
 
 
-def cast_adapter_dtype(original: Callable[..., Any], model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "cast_adapter_dtype")
+def cast_adapter_dtype(original: Original, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     frozen = [
         module._parameters
         for module in walk.modules(model)
@@ -65,20 +67,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     again = PeftModel.from_pretrained(workspace.load(), folder)
     found = difference(workspace.outputs(model.eval()), workspace.outputs(again.eval()))
     return Outcome.of_parity(found, "AdaLoRA after one step, saved and loaded again")
-
-
-PATCH = Patch(
-    id="peft-adalora-ranks",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F4",),
-    distribution="peft",
-    affected=">=0.21.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("transformers>=5.5",),
-    targets=(
-        Target(module="peft.tuners.adalora.layer", name="AdaLoraLayer.update_layer", replacement=update_layer),
-        Target(module="peft.tuners.tuners_utils", name="cast_adapter_dtype", replacement=cast_adapter_dtype),
-    ),
-    reproduce=reproduce,
-)

@@ -22,32 +22,31 @@ Remove when: PEFT translates adapter keys between a model's classes and refuses 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._adapters import fitting
 from gemma4_compat._adapters.translation import PREFIX
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F22", severity="wrong_result", affected=">=0.18.0", needs=("peft-failed-load", "peft-clippable-linear"))
 
 _NO_TARGETS = ("not found in the base model", "No modules were targeted", "All modules were excluded")
 
 
-def from_pretrained(
-    original: Callable[..., Any], cls: Any, model: Any, model_id: Any, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces("peft.peft_model", "PeftModel.from_pretrained")
+@PATCH.replaces("peft.mixed_model", "PeftMixedModel.from_pretrained")
+def from_pretrained(original: Original, cls: Any, model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
     return _load(original, model, model_id, (cls, model, model_id, *args), kwargs)
 
 
-def load_adapter(original: Callable[..., Any], self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.peft_model", "PeftModel.load_adapter")
+def load_adapter(original: Original, self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
     return _load(original, self, model_id, (self, model_id, *args), kwargs)
 
 
-def _load(original: Callable[..., Any], model: Any, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _load(original: Original, model: Any, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     known = fitting.being_loaded()
     if not family.is_gemma4(model) or (known is not None and known.source == str(source)):
         return original(*args, **kwargs)
@@ -83,7 +82,8 @@ def _shapes(source: Any, kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return fitting.shapes_in(source, read=read, subfolder=kwargs.get("subfolder"))
 
 
-def maybe_include_all_linear_layers(original: Callable[..., Any], peft_config: Any, model: Any) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "_maybe_include_all_linear_layers")
+def maybe_include_all_linear_layers(original: Original, peft_config: Any, model: Any) -> Any:
     # The last step before the matching, for every tuner: "all-linear" and default targets are already resolved.
     peft_config = original(peft_config, model)
     adapter = fitting.being_loaded()
@@ -92,8 +92,9 @@ def maybe_include_all_linear_layers(original: Callable[..., Any], peft_config: A
     return peft_config
 
 
+@PATCH.replaces("peft.utils.save_and_load", "set_peft_model_state_dict")
 def set_peft_model_state_dict(
-    original: Callable[..., Any],
+    original: Original,
     model: Any,
     peft_model_state_dict: Any,
     adapter_name: str = "default",
@@ -149,32 +150,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     model = PeftModel.from_pretrained(workspace.load(), adapter)
     found = difference(reference, workspace.outputs(model, text_only=True))
     return Outcome.of_parity(found, "an adapter of Gemma4ForCausalLM on Gemma4ForConditionalGeneration")
-
-
-PATCH = Patch(
-    id="peft-adapter-keys",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F22",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.GEMMA4,
-    needs=(
-        "peft-failed-load",
-        "peft-clippable-linear",
-    ),
-    targets=(
-        Target(module="peft.peft_model", name="PeftModel.from_pretrained", replacement=from_pretrained),
-        Target(module="peft.peft_model", name="PeftModel.load_adapter", replacement=load_adapter),
-        Target(module="peft.mixed_model", name="PeftMixedModel.from_pretrained", replacement=from_pretrained),
-        Target(
-            module="peft.tuners.tuners_utils",
-            name="_maybe_include_all_linear_layers",
-            replacement=maybe_include_all_linear_layers,
-        ),
-        Target(
-            module="peft.utils.save_and_load", name="set_peft_model_state_dict", replacement=set_peft_model_state_dict
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -20,37 +20,39 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._adapters import creation, fitting, state
 from gemma4_compat._adapters.translation import PREFIX
 from gemma4_compat._common import in_place
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family, walk
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F71", kind="speed", severity="speed", affected=">=0.18.0", needs=("peft-adapter-keys",))
 
 _UTILS = "peft.tuners.tuners_utils"
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
 
 
-def load_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.peft_model", "PeftModel.load_adapter")
+def load_adapter(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if not family.is_gemma4(self):
         return original(self, *args, **kwargs)
     with walk.quick(self, fitting.base_of(self)):
         return original(self, *args, **kwargs)
 
 
-def from_pretrained(original: Callable[..., Any], cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.peft_model", "PeftModel.from_pretrained")
+def from_pretrained(original: Original, cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if not family.is_gemma4(model):
         return original(cls, model, *args, **kwargs)
     with walk.quick(fitting.base_of(model)):
         return original(cls, model, *args, **kwargs)
 
 
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
 def inject_adapter(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     model: Any,
     adapter_name: str,
@@ -82,8 +84,9 @@ def _covered(adapter: fitting.Loading, model: Any) -> dict[str, tuple[int, ...]]
     return found
 
 
+@PATCH.replaces("peft.tuners.lora.model", "LoraModel._create_and_replace")
 def create_and_replace(
-    original: Callable[..., None],
+    original: Original,
     self: Any,
     lora_config: Any,
     adapter_name: str,
@@ -102,8 +105,9 @@ def create_and_replace(
     original(self, lora_config, adapter_name, target, target_name, parent, current_key, **kwargs)
 
 
+@PATCH.replaces("peft.tuners.lora.layer", "LoraLayer.update_layer")
 def update_layer(
-    original: Callable[..., None], self: Any, adapter_name: str, r: Any, lora_alpha: Any, *args: Any, **kwargs: Any
+    original: Original, self: Any, adapter_name: str, r: Any, lora_alpha: Any, *args: Any, **kwargs: Any
 ) -> None:
     created = creation.being_created()
     if created is not None and created.is_ordinary(self, adapter_name, r, kwargs):
@@ -155,9 +159,8 @@ def _place(layer: Any) -> tuple[Any, Any] | None:
     return device, dtype if dtype is not None and (dtype.is_floating_point or dtype.is_complex) else torch.float32
 
 
-def replace_module(
-    original: Callable[..., None], self: Any, parent: Any, child_name: str, new_module: Any, child: Any
-) -> None:
+@PATCH.replaces("peft.tuners.lora.model", "LoraModel._replace_module")
+def replace_module(original: Original, self: Any, parent: Any, child_name: str, new_module: Any, child: Any) -> None:
     base = getattr(child, "base_layer", child)
     weight = vars(base)["_parameters"].get("weight") if creation.being_created() is not None else None
     if weight is None or base._modules or not _is_there(new_module, base, weight.device):
@@ -179,9 +182,8 @@ def _is_there(layer: Any, base: Any, device: Any) -> bool:
     )
 
 
-def cast_adapter_dtype(
-    original: Callable[..., None], model: Any, adapter_name: str, autocast_adapter_dtype: bool = True
-) -> None:
+@PATCH.replaces("peft.tuners.tuners_utils", "cast_adapter_dtype")
+def cast_adapter_dtype(original: Original, model: Any, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
     import torch
 
     adapter = fitting.being_loaded()
@@ -244,7 +246,8 @@ class _Fewer:
         return getattr(self._config, name)
 
 
-def check_target_module_exists(original: Callable[..., Any], config: Any, key: str) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "check_target_module_exists")
+def check_target_module_exists(original: Original, config: Any, key: str) -> Any:
     targets = getattr(config, "target_modules", None)
     if type(targets) is not set or creation.being_created() is None:
         return original(config, key)
@@ -264,7 +267,8 @@ def _ends(name: str) -> set[str]:
     return found
 
 
-def mark_only_adapters_as_trainable(original: Callable[..., None], self: Any, model: Any) -> None:
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner._mark_only_adapters_as_trainable")
+def mark_only_adapters_as_trainable(original: Original, self: Any, model: Any) -> None:
     biases = {getattr(self.peft_config[name], "bias", "none") for name in self.active_adapters}
     frozen = _frozen(self, model) if creation.being_created() is not None and biases <= {"none"} else None
     if frozen is None:
@@ -298,8 +302,9 @@ def _frozen(tuner: Any, model: Any) -> list[Any] | None:
     return found
 
 
+@PATCH.replaces("peft.tuners.lora.model", "LoraModel._remap_adapter_state_dict_for_load", optional=True)
 def remap_adapter_state_dict_for_load(
-    original: Callable[..., Any], cls: Any, model: Any, config: Any, adapter_name: str, state_dict: Any
+    original: Original, cls: Any, model: Any, config: Any, adapter_name: str, state_dict: Any
 ) -> Any:
     adapter = fitting.being_loaded()
     created = (
@@ -314,8 +319,9 @@ def remap_adapter_state_dict_for_load(
     return found
 
 
+@PATCH.replaces("peft.utils.save_and_load", "set_peft_model_state_dict")
 def set_peft_model_state_dict(
-    original: Callable[..., Any], model: Any, peft_model_state_dict: Any, *args: Any, **kwargs: Any
+    original: Original, model: Any, peft_model_state_dict: Any, *args: Any, **kwargs: Any
 ) -> Any:
     adapter = fitting.being_loaded()
     if adapter is None or not adapter.created or "load_state_dict" in vars(model):
@@ -368,42 +374,3 @@ def calls_of(function: Any, action: Callable[[], Any]) -> int:
     finally:
         sys.setprofile(before)
     return calls
-
-
-PATCH = Patch(
-    id="peft-adapter-load",
-    kind=Kind.SPEED,
-    severity=Severity.SPEED,
-    failure_points=("F71",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.GEMMA4,
-    needs=("peft-adapter-keys",),
-    targets=(
-        Target(module="peft.peft_model", name="PeftModel.from_pretrained", replacement=from_pretrained),
-        Target(module="peft.peft_model", name="PeftModel.load_adapter", replacement=load_adapter),
-        Target(module=_UTILS, name="BaseTuner.inject_adapter", replacement=inject_adapter),
-        Target(
-            module=_UTILS,
-            name="BaseTuner._mark_only_adapters_as_trainable",
-            replacement=mark_only_adapters_as_trainable,
-        ),
-        Target(module=_UTILS, name="cast_adapter_dtype", replacement=cast_adapter_dtype),
-        Target(module=_UTILS, name="check_target_module_exists", replacement=check_target_module_exists),
-        Target(module="peft.tuners.lora.model", name="LoraModel._create_and_replace", replacement=create_and_replace),
-        Target(module="peft.tuners.lora.model", name="LoraModel._replace_module", replacement=replace_module),
-        Target(
-            module="peft.tuners.lora.model",
-            name="LoraModel._remap_adapter_state_dict_for_load",
-            replacement=remap_adapter_state_dict_for_load,
-            optional=True,
-        ),
-        Target(module="peft.tuners.lora.layer", name="LoraLayer.update_layer", replacement=update_layer),
-        Target(
-            module="peft.utils.save_and_load",
-            name="set_peft_model_state_dict",
-            replacement=set_peft_model_state_dict,
-        ),
-    ),
-    reproduce=reproduce,
-)

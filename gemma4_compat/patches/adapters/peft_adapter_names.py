@@ -23,27 +23,35 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from gemma4_compat._adapters import rows
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F119 F120",
+    severity="wrong_result",
+    affected=">=0.18.0",
+    acts_on="every model",
+    bug=("https://github.com/huggingface/peft/issues/3475",),
+)
 
 _NAMES, _OFFSETS = "adapter_names", "alora_offsets"
 _CHECKPOINTED = "_peft_gradient_checkpointing_forward_hooks"
 
 
-def enable_hooks(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.tuners.lora.model", "LoraModel._enable_peft_forward_hooks")
+@PATCH.replaces("peft.tuners.road.model", "RoadModel._enable_peft_forward_hooks")
+@PATCH.replaces("peft.tuners.glora.model", "GloraModel._enable_peft_forward_hooks", optional=True)
+def enable_hooks(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get(_NAMES) is None and kwargs.get(_OFFSETS) is None:
         return original(self, *args, **kwargs) if rows.current() is None else rows.entered(None)
     return _hooked(original, self, args, kwargs)
 
 
 @contextlib.contextmanager
-def _hooked(original: Callable[..., Any], tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+def _hooked(original: Original, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
     names, call = kwargs.get(_NAMES), None
     if isinstance(names, (list, tuple)):
         call = rows.Call(tuner, names, args, kwargs)
@@ -77,7 +85,10 @@ def _remove(tuner: Any, given: dict[str, Any]) -> None:
             kept.pop().remove()
 
 
-def give_names(original: Callable[..., Any], target: Any, args: Any, kwargs: Any = None, *, adapter_names: Any) -> Any:
+@PATCH.replaces("peft.tuners.lora.model", "_adapter_names_pre_forward_hook")
+@PATCH.replaces("peft.tuners.road.model", "_adapter_names_pre_forward_hook")
+@PATCH.replaces("peft.tuners.glora.model", "_adapter_names_pre_forward_hook", optional=True)
+def give_names(original: Original, target: Any, args: Any, kwargs: Any = None, *, adapter_names: Any) -> Any:
     call: rows.Call | None = getattr(adapter_names, "call", None)
     if call is None:
         return original(target, args, kwargs, adapter_names=adapter_names)
@@ -90,7 +101,8 @@ def give_names(original: Callable[..., Any], target: Any, args: Any, kwargs: Any
     return original(target, args, kwargs, adapter_names=names)
 
 
-def adapted_parameter(original: Callable[..., Any], self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.tuners.lora.layer", "ParamWrapper.forward")
+def adapted_parameter(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """``ParamWrapper.forward``: the experts of a Gemma 4 compute the tokens of one adapter after those of another."""
     names, call = kwargs.get(_NAMES), rows.current()
     if not names or call is None or call.model is None or len(names) != len(x) or self.disable_adapters or self.merged:
@@ -108,7 +120,8 @@ def adapted_parameter(original: Callable[..., Any], self: Any, x: Any, *args: An
     return rows.by_adapter(call, names, run, rows.joined)
 
 
-def of_any_tuner(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.peft_model", "PeftModel._enable_peft_forward_hooks")
+def of_any_tuner(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """``PeftModel._enable_peft_forward_hooks``, which tuners without ``adapter_names`` never hear of."""
     known = hasattr(self.base_model, "_enable_peft_forward_hooks") or not self.has_active_enabled_adapter
     if kwargs.get(_NAMES) is not None and not known:
@@ -116,7 +129,8 @@ def of_any_tuner(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
     return original(self, *args, **kwargs)
 
 
-def mixed_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.mixed_model", "PeftMixedModel.forward")
+def mixed_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """``PeftMixedModel.forward``, which hands the names on to a model that ignores them."""
     if kwargs.get(_NAMES) is not None:
         _refuse(self, kwargs[_NAMES])
@@ -151,41 +165,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     return Outcome.of_parity(
         difference(expected, workspace.outputs(model)), "after a call for the base model that failed"
     )
-
-
-_TUNERS = ("lora", "road", "glora")
-
-PATCH = Patch(
-    id="peft-adapter-names",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F119", "F120"),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    bug=("https://github.com/huggingface/peft/issues/3475",),
-    targets=(
-        Target(module="peft.peft_model", name="PeftModel._enable_peft_forward_hooks", replacement=of_any_tuner),
-        Target(module="peft.mixed_model", name="PeftMixedModel.forward", replacement=mixed_forward),
-        *(
-            Target(
-                module=f"peft.tuners.{tuner}.model",
-                name=f"{kind}._enable_peft_forward_hooks",
-                replacement=enable_hooks,
-                optional=tuner == "glora",
-            )
-            for tuner, kind in zip(_TUNERS, ("LoraModel", "RoadModel", "GloraModel"))
-        ),
-        *(
-            Target(
-                module=f"peft.tuners.{tuner}.model",
-                name="_adapter_names_pre_forward_hook",
-                replacement=give_names,
-                optional=tuner == "glora",
-            )
-            for tuner in _TUNERS
-        ),
-        Target(module="peft.tuners.lora.layer", name="ParamWrapper.forward", replacement=adapted_parameter),
-    ),
-    reproduce=reproduce,
-)

@@ -14,14 +14,14 @@ Remove when: transformers 5.24.0 with a PEFT that knows only the old name is no 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F75", severity="wrong_result", affected=">=0.18.0", acts_on="every model", requires=("transformers>=5.24",)
+)
 
 #: Allowed difference between step-by-step generation and one forward, relative to the largest logit, in float32.
 BOUND = 1e-4
@@ -41,7 +41,8 @@ class _ByTheOldName:
         return cache_names.renamed(found, cache_names.OLD)
 
 
-def prepare_inputs_for_generation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.peft_model", "PeftModelForCausalLM.prepare_inputs_for_generation")
+def prepare_inputs_for_generation(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if not self.active_peft_config.is_prompt_learning:
         return original(self, *args, **kwargs)
     return cache_names.renamed(original(_ByTheOldName(self), *args, **kwargs), cache_names.NEW)
@@ -84,23 +85,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     bound = BOUND * whole.abs().max().item()
     said = f"of {seen} that a generate gives the logits are {off:.2g} off those of a forward"
     return Outcome(off > bound, said, off)
-
-
-PATCH = Patch(
-    id="peft-cache-name",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F75",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("transformers>=5.24",),
-    targets=(
-        Target(
-            module="peft.peft_model",
-            name="PeftModelForCausalLM.prepare_inputs_for_generation",
-            replacement=prepare_inputs_for_generation,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -17,21 +17,25 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._common import notice
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._quantization.plain_layers import is_quantized
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F4",
+    kind="notice",
+    severity="wrong_result",
+    affected=">=0.18.0",
+    requires=("bitsandbytes", "transformers>=5.5"),
+    after=("peft-quantized-tuners",),
+)
 
 
-def inject_adapter(
-    original: Callable[..., Any], self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
+def inject_adapter(original: Original, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     result = original(self, model, adapter_name, *args, **kwargs)
     init = getattr(self.peft_config[adapter_name], "init_lora_weights", None)
     if isinstance(init, str) and family.is_gemma4(model):
@@ -98,18 +102,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         f"nothing is said where pissa_niter_4 reloads with logits {moved:.3g} away, and olora on a 4-bit base "
         f"starts {changed:.3g} away",
     )
-
-
-PATCH = Patch(
-    id="peft-changed-base",
-    kind=Kind.NOTICE,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F4",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.GEMMA4,
-    requires=("bitsandbytes", "transformers>=5.5"),
-    after=("peft-quantized-tuners",),
-    targets=(Target(module="peft.tuners.tuners_utils", name="BaseTuner.inject_adapter", replacement=inject_adapter),),
-    reproduce=reproduce,
-)

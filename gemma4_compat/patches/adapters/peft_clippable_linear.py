@@ -20,17 +20,16 @@ far.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._adapters import clipped
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F4", severity="crash", affected=">=0.18.0", bug=("https://github.com/huggingface/peft/issues/3129",))
 
 
-def maybe_include_all_linear_layers(original: Callable[..., Any], peft_config: Any, model: Any) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "_maybe_include_all_linear_layers")
+def maybe_include_all_linear_layers(original: Original, peft_config: Any, model: Any) -> Any:
     # The last step before the matching, for every tuner: "all-linear" and default targets are already resolved.
     peft_config = original(peft_config, model)
     if getattr(peft_config, "target_modules", None):
@@ -60,23 +59,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         model.load_state_dict(values, strict=False)
     found = difference(reference, workspace.outputs(model.eval()))
     return Outcome.of_parity(found, f"{', '.join(names[:2])}, ... reach {len(values) // 2} layers")
-
-
-PATCH = Patch(
-    id="peft-clippable-linear",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F4",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.GEMMA4,
-    bug=("https://github.com/huggingface/peft/issues/3129",),
-    targets=(
-        Target(
-            module="peft.tuners.tuners_utils",
-            name="_maybe_include_all_linear_layers",
-            replacement=maybe_include_all_linear_layers,
-        ),
-    ),
-    reproduce=reproduce,
-)

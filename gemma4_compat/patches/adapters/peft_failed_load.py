@@ -14,18 +14,18 @@ Remove when: PEFT removes what it injected when a load fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._adapters import rollback
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F3", severity="wrong_result", affected=">=0.18.0", acts_on="every model")
 
 
+@PATCH.replaces("peft.peft_model", "PeftModel.from_pretrained")
+@PATCH.replaces("peft.mixed_model", "PeftMixedModel.from_pretrained")
 def from_pretrained(
-    original: Callable[..., Any],
+    original: Original,
     cls: Any,
     model: Any,
     model_id: Any,
@@ -36,14 +36,13 @@ def from_pretrained(
     return _load(original, model, model_id, adapter_name, (cls, model, model_id, adapter_name, *args), kw)
 
 
-def load_adapter(
-    original: Callable[..., Any], self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces("peft.peft_model", "PeftModel.load_adapter")
+def load_adapter(original: Original, self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     return _load(original, self, model_id, adapter_name, (self, model_id, adapter_name, *args), kwargs)
 
 
 def _load(
-    original: Callable[..., Any], model: Any, adapter: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    original: Original, model: Any, adapter: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     try:
         with rollback.undone_if_it_fails(model, name):
@@ -72,20 +71,3 @@ def reproduce(workspace: Workspace) -> Outcome:
             return Outcome(True, f"{message} {len(left)} modules of it stay in the base model, {left[0]} among them")
         found.append(difference(reference, workspace.outputs(base)))
     return Outcome.of_parity(max(found), "the base model after an adapter that does not fit")
-
-
-PATCH = Patch(
-    id="peft-failed-load",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F3",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    targets=(
-        Target(module="peft.peft_model", name="PeftModel.from_pretrained", replacement=from_pretrained),
-        Target(module="peft.peft_model", name="PeftModel.load_adapter", replacement=load_adapter),
-        Target(module="peft.mixed_model", name="PeftMixedModel.from_pretrained", replacement=from_pretrained),
-    ),
-    reproduce=reproduce,
-)

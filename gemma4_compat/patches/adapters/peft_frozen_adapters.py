@@ -17,13 +17,18 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F121",
+    severity="wrong_result",
+    affected=">=0.18.0",
+    acts_on="every model",
+    bug=("https://github.com/huggingface/peft/issues/3447",),
+)
 
 #: Disabled layer, or one that was enabled again -> whether each weight was trainable, by name.
 _before: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], bool]] = weakref.WeakKeyDictionary()
@@ -37,7 +42,10 @@ def _disabled() -> Any:
     return WeakIdKeyDictionary()
 
 
-def enable_adapters(original: Callable[..., None], self: Any, enabled: bool) -> None:
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTunerLayer.enable_adapters")
+@PATCH.replaces("peft.tuners.ln_tuning.layer", "LNTuningLayer.enable_adapters")
+@PATCH.replaces("peft.utils.other", "ModulesToSaveWrapper.enable_adapters")
+def enable_adapters(original: Original, self: Any, enabled: bool) -> None:
     flags = _before.get(self)
     if not enabled:
         if flags is None or not self._disable_adapters:
@@ -58,7 +66,9 @@ def enable_adapters(original: Callable[..., None], self: Any, enabled: bool) -> 
             weight.requires_grad_(flags[name])
 
 
-def set_adapter(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTunerLayer.set_adapter")
+@PATCH.replaces("peft.utils.other", "ModulesToSaveWrapper.set_adapter")
+def set_adapter(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """From here on, what this call says holds."""
     if _before.pop(self, None) is not None:
         for _, weight in _weights(self):
@@ -92,26 +102,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if not changed:
         return Outcome(False, "after disable_adapter() the same weights are trainable as before")
     return Outcome(True, f"after disable_adapter() {len(found[False])} weights of a frozen adapter are trainable")
-
-
-PATCH = Patch(
-    id="peft-frozen-adapters",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F121",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    bug=("https://github.com/huggingface/peft/issues/3447",),
-    targets=tuple(
-        Target(module=f"peft.{module}", name=f"{kind}.{function.__name__}", replacement=function)
-        for module, kind, function in (
-            ("tuners.tuners_utils", "BaseTunerLayer", enable_adapters),
-            ("tuners.tuners_utils", "BaseTunerLayer", set_adapter),
-            ("tuners.ln_tuning.layer", "LNTuningLayer", enable_adapters),
-            ("utils.other", "ModulesToSaveWrapper", enable_adapters),
-            ("utils.other", "ModulesToSaveWrapper", set_adapter),
-        )
-    ),
-    reproduce=reproduce,
-)

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import walk
+from gemma4_compat.patches.api import Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F103", severity="crash", affected=">=0.18.0", acts_on="every model")
 
 
+@PATCH.replaces("peft.utils.hotswap", "_convert_scalings_to_tensor")
 def convert_scalings(original: Callable[..., bool], model: Any) -> bool:
     with contextlib.ExitStack() as stack:
         for module in walk.modules(model):
@@ -49,16 +49,3 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     found = difference(prepared(workspace.load()), prepared(workspace.split()))
     return Outcome.of_parity(found, "a split model prepared for hot swaps")
-
-
-PATCH = Patch(
-    id="peft-hotswap-offloaded",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F103",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    targets=(Target(module="peft.utils.hotswap", name="_convert_scalings_to_tensor", replacement=convert_scalings),),
-    reproduce=reproduce,
-)

@@ -18,20 +18,28 @@ Remove when: PEFT brings inputs to the device of the base layer in all supported
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import attached, module_hooks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import walk
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F80",
+    severity="crash",
+    affected=">=0.18.0",
+    acts_on="every model",
+    requires=("accelerate",),
+    after=("peft-keep-dispatch",),
+)
 
 _REGISTERED = attached.BRINGS_INPUTS
 
 
-def inject_adapter(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
+# It wraps the head that is tied to the embedding afterwards.
+@PATCH.replaces("peft.tuners.trainable_tokens.model", "TrainableTokensModel.inject_adapter")
+def inject_adapter(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, model, *args, **kwargs)
     for layer in _entrances(model)[1]:
         if hasattr(layer, "modules_to_save"):
@@ -117,26 +125,3 @@ def reproduce(workspace: Workspace) -> Outcome:
             )
             found = max(found, difference(whole, several))
     return Outcome.of_parity(found, "adapters on a head whose input comes from another device")
-
-
-PATCH = Patch(
-    id="peft-input-devices",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F80",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("accelerate",),
-    after=("peft-keep-dispatch",),
-    targets=(
-        Target(module="peft.tuners.tuners_utils", name="BaseTuner.inject_adapter", replacement=inject_adapter),
-        # It wraps the head that is tied to the embedding afterwards.
-        Target(
-            module="peft.tuners.trainable_tokens.model",
-            name="TrainableTokensModel.inject_adapter",
-            replacement=inject_adapter,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -31,33 +31,38 @@ dispatching it again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate.module_hooks import hidden_map, map_owner
-from gemma4_compat._common import notice
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._common import json_files, notice
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._offload import peft_layers
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F3 F13 F16 F27 F38 F42 F133",
+    severity="wrong_result",
+    affected=">=0.18.0",
+    acts_on="every model",
+    bug=("https://github.com/huggingface/peft/issues/3169", "https://github.com/huggingface/peft/issues/2541"),
+)
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PLACEMENT_ARGUMENTS = ("device_map", "max_memory", "offload_folder", "offload_dir", "offload_index")
 
 
-def from_pretrained(
-    original: Callable[..., Any], cls: Any, model: Any, model_id: Any, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces("peft.peft_model", "PeftModel.from_pretrained")
+@PATCH.replaces("peft.mixed_model", "PeftMixedModel.from_pretrained")
+def from_pretrained(original: Original, cls: Any, model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
     _refuse_folder_without_weights(model_id, kwargs.get("subfolder"))
     kwargs = _without_placement(model, kwargs)
     with hidden_map(model):
         return original(cls, model, model_id, *args, **kwargs)
 
 
-def load_adapter(original: Callable[..., Any], self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.peft_model", "PeftModel.load_adapter")
+def load_adapter(original: Original, self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
     _refuse_folder_without_weights(model_id, kwargs.get("subfolder"))
     kwargs = _without_placement(self, kwargs)
     with hidden_map(self):
@@ -66,8 +71,6 @@ def load_adapter(original: Callable[..., Any], self: Any, model_id: Any, *args: 
 
 def _refuse_folder_without_weights(model_id: Any, subfolder: str | None) -> None:
     """Check before the base model is touched; upstream would treat the folder as a hub id and report that instead."""
-    from gemma4_compat._common import json_files  # imports json, which the package does not load at import
-
     folder = Path(model_id, subfolder or "")
     config = folder / "adapter_config.json"
     if not config.is_file() or any((folder / name).is_file() for name in _WEIGHTS):
@@ -135,60 +138,21 @@ def reproduce(workspace: Workspace) -> Outcome:
     return Outcome.of_parity(found, f"adapter on a split base, its {len(placement)} map entries kept")
 
 
-_UTILS = "peft.tuners.tuners_utils"
-
-PATCH = Patch(
-    id="peft-keep-dispatch",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F3", "F13", "F16", "F27", "F38", "F42", "F133"),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    bug=("https://github.com/huggingface/peft/issues/3169", "https://github.com/huggingface/peft/issues/2541"),
-    targets=(
-        Target(module="peft.peft_model", name="PeftModel.from_pretrained", replacement=from_pretrained),
-        Target(module="peft.peft_model", name="PeftModel.load_adapter", replacement=load_adapter),
-        Target(module="peft.mixed_model", name="PeftMixedModel.from_pretrained", replacement=from_pretrained),
-        Target(module=_UTILS, name="BaseTuner.inject_adapter", replacement=peft_layers.inject_adapter),
-        Target(module=_UTILS, name="BaseTuner._replace_module", replacement=peft_layers.replace_module),
-        Target(
-            module="peft.tuners.lora.model", name="LoraModel._replace_module", replacement=peft_layers.replace_module
-        ),
-        Target(
-            module="peft.tuners.hira.model",
-            name="HiraModel._replace_module",
-            replacement=peft_layers.replace_module,
-            optional=True,
-        ),
-        Target(
-            module="peft.tuners.mixed.model", name="MixedModel._replace_module", replacement=peft_layers.replace_module
-        ),
-        Target(
-            module=_UTILS,
-            name="BaseTunerLayer._move_adapter_to_device_of_base_layer",
-            replacement=peft_layers.move_adapter_to_device_of_base_layer,
-        ),
-        Target(
-            module="peft.tuners.lora.layer",
-            name="ParamWrapper._move_adapter_to_device_of_base_layer",
-            replacement=peft_layers.move_adapter_to_device_of_base_layer,
-        ),
-        Target(
-            module="peft.utils.other",
-            name="ModulesToSaveWrapper.update",
-            replacement=peft_layers.modules_to_save_update,
-        ),
-        Target(
-            module="peft.tuners.trainable_tokens.layer",
-            name="TrainableTokensLayer.update_layer",
-            replacement=peft_layers.trainable_tokens_update_layer,
-        ),
-        Target(
-            module="peft.utils.other",
-            name="TrainableTokensWrapper._forward_wrapped_mixed_batch",
-            replacement=peft_layers.trainable_tokens_mixed_batch,
-        ),
-    ),
-    reproduce=reproduce,
+PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")(peft_layers.inject_adapter)
+PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner._replace_module")(peft_layers.replace_module)
+PATCH.replaces("peft.tuners.lora.model", "LoraModel._replace_module")(peft_layers.replace_module)
+PATCH.replaces("peft.tuners.hira.model", "HiraModel._replace_module", optional=True)(peft_layers.replace_module)
+PATCH.replaces("peft.tuners.mixed.model", "MixedModel._replace_module")(peft_layers.replace_module)
+PATCH.replaces("peft.tuners.tuners_utils", "BaseTunerLayer._move_adapter_to_device_of_base_layer")(
+    peft_layers.move_adapter_to_device_of_base_layer
+)
+PATCH.replaces("peft.tuners.lora.layer", "ParamWrapper._move_adapter_to_device_of_base_layer")(
+    peft_layers.move_adapter_to_device_of_base_layer
+)
+PATCH.replaces("peft.utils.other", "ModulesToSaveWrapper.update")(peft_layers.modules_to_save_update)
+PATCH.replaces("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.update_layer")(
+    peft_layers.trainable_tokens_update_layer
+)
+PATCH.replaces("peft.utils.other", "TrainableTokensWrapper._forward_wrapped_mixed_batch")(
+    peft_layers.trainable_tokens_mixed_batch
 )

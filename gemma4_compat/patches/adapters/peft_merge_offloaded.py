@@ -25,28 +25,35 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._offload import merged_layers
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from gemma4_compat._reproduction.workspace import Outputs
 
-    from gemma4_compat._reproduction.workspace import Outputs, Workspace
+PATCH = Patch(
+    "F39 F41",
+    severity="wrong_result",
+    affected=">=0.18.0",
+    acts_on="every model",
+    requires=("accelerate",),
+    needs=("accelerate-tied-on-disk", "accelerate-load-offloaded"),
+)
 
 _NO_LONGER_TIED = "Input and output embeddings are no longer tied after merging"
 
 
-def merge_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.merge_adapter")
+def merge_adapter(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     with merged_layers.merging(self.model):
         return original(self, *args, **kwargs)
 
 
-def unload_and_optionally_merge(
-    original: Callable[..., Any], self: Any, merge: bool = True, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner._unload_and_optionally_merge")
+def unload_and_optionally_merge(original: Original, self: Any, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
     with merged_layers.merging(self.model, merge=merge) as pairs, warnings.catch_warnings():
         config: Any = getattr(self.model, "config", None)
         tied = merged_layers.are_tied(self.model, pairs)
@@ -59,21 +66,22 @@ def unload_and_optionally_merge(
     return unloaded
 
 
-def unload_mixed_and_optionally_merge(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.tuners.mixed.model", "MixedModel._unload_and_optionally_merge")
+def unload_mixed_and_optionally_merge(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A mixed model has a method of its own."""
     with merged_layers.merging(self.model):
         return original(self, *args, **kwargs)
 
 
-def onload_layer(original: Callable[..., Any], layer: Any) -> contextlib.AbstractContextManager[None]:
+@PATCH.replaces("peft.tuners.tuners_utils", "onload_layer")
+def onload_layer(original: Original, layer: Any) -> contextlib.AbstractContextManager[None]:
     onloaded = merged_layers.onload_layer(layer)
     found: contextlib.AbstractContextManager[None] = original(layer) if onloaded is None else onloaded
     return found
 
 
-def check_adapters_to_merge(
-    original: Callable[..., Any], module: Any, adapter_names: list[str] | None = None
-) -> list[str]:
+@PATCH.replaces("peft.tuners.tuners_utils", "check_adapters_to_merge")
+def check_adapters_to_merge(original: Original, module: Any, adapter_names: list[str] | None = None) -> list[str]:
     """The first function that ``merge`` calls; it returns when no adapter is left to merge."""
     if merged_layers.is_merged_alone(module):
         frame: Any = sys._getframe(1)
@@ -86,9 +94,8 @@ def check_adapters_to_merge(
     return found
 
 
-def merge_osf(
-    original: Callable[..., Any], self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None
-) -> None:
+@PATCH.replaces("peft.tuners.osf.layer", "OSFLayer.merge", group="osf")
+def merge_osf(original: Original, self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
     """Merge here, because this tuner does not call that function."""
     if merged_layers.is_merged_alone(self):
         merged_layers.merge_alone(self, safe_merge=safe_merge, adapter_names=adapter_names)
@@ -129,35 +136,3 @@ def _merged(workspace: Workspace, adapter: Path, *offloaded: str) -> list[Output
     with model.disable_adapter():
         found.append(workspace.outputs(model, text_only=True))
     return [*found, workspace.outputs(model, text_only=True)]
-
-
-_MODULE = "peft.tuners.tuners_utils"
-
-PATCH = Patch(
-    id="peft-merge-offloaded",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F39", "F41"),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("accelerate",),
-    needs=("accelerate-tied-on-disk", "accelerate-load-offloaded"),
-    targets=(
-        Target(module=_MODULE, name="BaseTuner.merge_adapter", replacement=merge_adapter),
-        Target(
-            module=_MODULE,
-            name="BaseTuner._unload_and_optionally_merge",
-            replacement=unload_and_optionally_merge,
-        ),
-        Target(
-            module="peft.tuners.mixed.model",
-            name="MixedModel._unload_and_optionally_merge",
-            replacement=unload_mixed_and_optionally_merge,
-        ),
-        Target(module=_MODULE, name="onload_layer", replacement=onload_layer),
-        Target(module=_MODULE, name="check_adapters_to_merge", replacement=check_adapters_to_merge),
-        Target(module="peft.tuners.osf.layer", name="OSFLayer.merge", replacement=merge_osf, group="osf"),
-    ),
-    reproduce=reproduce,
-)

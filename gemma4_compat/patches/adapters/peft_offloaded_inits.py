@@ -22,26 +22,35 @@ import contextlib
 import contextvars
 import importlib.util
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import walk
 from gemma4_compat._offload import stored_weights
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F133",
+    severity="crash",
+    affected=">=0.18.0",
+    acts_on="every model",
+    requires=("accelerate",),
+    needs=("peft-keep-dispatch",),
+)
 
 #: The model whose adapter weights LoftQ replaces.
 _replacing: contextvars.ContextVar[Any] = contextvars.ContextVar("replacing", default=None)
 
 
-def collect_eigens_for_layer(original: Callable[..., Any], linear: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.tuners.lora.corda", "collect_eigens_for_layer", group="corda")
+def collect_eigens_for_layer(original: Original, linear: Any, *args: Any, **kwargs: Any) -> Any:
     with module_hooks.weights_brought_in(linear):
         return original(linear, *args, **kwargs)
 
 
-def get_model_device(original: Callable[..., Any], model: Any) -> Any:
+@PATCH.replaces("peft.tuners.lora.corda", "get_model_device", group="corda")
+@PATCH.replaces("peft.tuners.lora.loraga", "get_model_device", group="lora_ga")
+def get_model_device(original: Original, model: Any) -> Any:
     found = original(model)
     if str(found) != "meta":
         return found
@@ -49,8 +58,9 @@ def get_model_device(original: Callable[..., Any], model: Any) -> Any:
     return next((device.type if found == "meta" else device for device in devices if device is not None), found)
 
 
+@PATCH.replaces("peft.tuners.lora.loraga", "estimate_gradients", group="lora_ga")
 def estimate_gradients(
-    original: Callable[..., Any], model: Any, lora_config: Any, train_step: Any, *args: Any, **kwargs: Any
+    original: Original, model: Any, lora_config: Any, train_step: Any, *args: Any, **kwargs: Any
 ) -> Any:
     from peft.tuners.lora import loraga
 
@@ -60,7 +70,8 @@ def estimate_gradients(
         return original(model, lora_config, train_step, *args, **kwargs)
 
 
-def replace_lora_weights_loftq(original: Callable[..., Any], peft_model: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.utils.loftq_utils", "replace_lora_weights_loftq", group="loftq")
+def replace_lora_weights_loftq(original: Original, peft_model: Any, *args: Any, **kwargs: Any) -> Any:
     token = _replacing.set(peft_model)
     try:
         return original(peft_model, *args, **kwargs)
@@ -68,7 +79,8 @@ def replace_lora_weights_loftq(original: Callable[..., Any], peft_model: Any, *a
         _replacing.reset(token)
 
 
-def loftq_init(original: Callable[..., Any], qweight: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.utils.loftq_utils", "_loftq_init_new", group="loftq")
+def loftq_init(original: Original, qweight: Any, *args: Any, **kwargs: Any) -> Any:
     model = _replacing.get()
     if model is None or not qweight.is_meta:
         return original(qweight, *args, **kwargs)
@@ -77,7 +89,10 @@ def loftq_init(original: Callable[..., Any], qweight: Any, *args: Any, **kwargs:
         return original(layer.weight, *args, **kwargs)
 
 
-def truncate_base_weight(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(
+    "peft.tuners.lora.variants", "KasaLinearVariant._truncate_base_weight", affected=">=0.21.0", group="kasa"
+)
+def truncate_base_weight(original: Original, module: Any, *args: Any, **kwargs: Any) -> Any:
     dropped = original(module, *args, **kwargs)
     base = module.get_base_layer()
     if module_hooks.offload_hook(base) is not None:  # in a forward, which ends with this weight and takes it out
@@ -133,37 +148,3 @@ def _first_here() -> tuple[dict[str, Any], Callable[..., None] | None]:
 
     given = config.CordaConfig(corda_method="ipm")
     return {"init_lora_weights": "corda", "corda_config": given}, preprocess_corda
-
-
-_CORDA, _LORA_GA = "peft.tuners.lora.corda", "peft.tuners.lora.loraga"
-_LOFTQ = "peft.utils.loftq_utils"
-
-PATCH = Patch(
-    id="peft-offloaded-inits",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F133",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("accelerate",),
-    needs=("peft-keep-dispatch",),
-    targets=(
-        Target(module=_CORDA, name="collect_eigens_for_layer", replacement=collect_eigens_for_layer, group="corda"),
-        Target(module=_CORDA, name="get_model_device", replacement=get_model_device, group="corda"),
-        Target(module=_LORA_GA, name="estimate_gradients", replacement=estimate_gradients, group="lora_ga"),
-        Target(module=_LORA_GA, name="get_model_device", replacement=get_model_device, group="lora_ga"),
-        Target(
-            module=_LOFTQ, name="replace_lora_weights_loftq", replacement=replace_lora_weights_loftq, group="loftq"
-        ),
-        Target(module=_LOFTQ, name="_loftq_init_new", replacement=loftq_init, group="loftq"),
-        Target(
-            module="peft.tuners.lora.variants",
-            name="KasaLinearVariant._truncate_base_weight",
-            replacement=truncate_base_weight,
-            affected=">=0.21.0",
-            group="kasa",
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -15,18 +15,17 @@ Remove when: PEFT finds the layers of a Gemma 4, and those without a prefix, in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F76", severity="crash", affected=">=0.20.0")
 
 
-def map_cache(original: Callable[..., Any], model: Any, cache: Any) -> None:
+@PATCH.replaces("peft.utils.integrations", "map_cache_to_layer_device_map")
+def map_cache(original: Original, model: Any, cache: Any) -> None:
     import transformers
 
     known = family.is_gemma4(model) and isinstance(cache, transformers.DynamicCache)
@@ -68,16 +67,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         return Outcome(False, f"this release of PEFT has no prefix for such layers: {error}", applicable=False)
     found = workspace.outputs(tuned(split=True), text_only=True)
     return Outcome.of_parity(difference(expected, found), "prefix tuning on a split model")
-
-
-PATCH = Patch(
-    id="peft-prefix-placement",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F76",),
-    distribution="peft",
-    affected=">=0.20.0",
-    acts_on=ActsOn.GEMMA4,
-    targets=(Target(module="peft.utils.integrations", name="map_cache_to_layer_device_map", replacement=map_cache),),
-    reproduce=reproduce,
-)

@@ -18,25 +18,30 @@ Remove when: PEFT dequantizes layers whose weights are packed integers, and refu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._quantization import qat
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F56",
+    severity="crash",
+    affected=">=0.18.0",
+    acts_on="QAT checkpoints",
+    requires=("transformers>=5.11",),
+    needs=("transformers-qat-loading",),
+)
 
 
-def merge_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.merge_adapter")
+def merge_adapter(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     _refuse(self.model)
     return original(self, *args, **kwargs)
 
 
-def unload_and_optionally_merge(
-    original: Callable[..., Any], self: Any, merge: bool = True, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner._unload_and_optionally_merge")
+def unload_and_optionally_merge(original: Original, self: Any, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
     if merge:
         _refuse(self.model)
     return original(self, merge, *args, **kwargs)
@@ -57,7 +62,8 @@ def _refuse(model: Any) -> None:
         )
 
 
-def dequantize_module_weight(original: Callable[..., Any], module: Any) -> Any:
+@PATCH.replaces("peft.utils.integrations", "dequantize_module_weight")
+def dequantize_module_weight(original: Original, module: Any) -> Any:
     if qat.is_linear(module):
         return qat.values(module)
     return original(module)
@@ -80,30 +86,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
         return Outcome(bool(changed), f"refused: {error}")
     return Outcome(True, "merged")
-
-
-PATCH = Patch(
-    id="peft-qat-merge",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F56",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.QAT,
-    requires=("transformers>=5.11",),
-    needs=("transformers-qat-loading",),
-    targets=(
-        Target(module="peft.tuners.tuners_utils", name="BaseTuner.merge_adapter", replacement=merge_adapter),
-        Target(
-            module="peft.tuners.tuners_utils",
-            name="BaseTuner._unload_and_optionally_merge",
-            replacement=unload_and_optionally_merge,
-        ),
-        Target(
-            module="peft.utils.integrations",
-            name="dequantize_module_weight",
-            replacement=dequantize_module_weight,
-        ),
-    ),
-    reproduce=reproduce,
-)

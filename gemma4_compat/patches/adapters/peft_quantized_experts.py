@@ -18,32 +18,39 @@ Remove when: PEFT adapts parameters that bitsandbytes has quantized.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from gemma4_compat._common import in_place
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import expert_forward, expert_storage, experts
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F21",
+    severity="wrong_result",
+    affected=">=0.18.0",
+    requires=("transformers>=5.5", "bitsandbytes"),
+    needs=("transformers-quantized-experts",),
+)
 
 
-def get_param(original: Callable[..., Any], self: Any) -> Any:
+@PATCH.replaces("peft.tuners.lora.layer", "ParamWrapper.get_param")
+def get_param(original: Original, self: Any) -> Any:
     module = self.get_base_layer()
     if experts.quantized_parameter(module, self.parameter_name) is None:
         return original(self)
     return expert_forward.logical(module, self.parameter_name)
 
 
-def activate_lora(original: Callable[..., Any], self: Any, active_adapters: list[str]) -> Any:
+@PATCH.replaces("peft.tuners.lora.layer", "ParamWrapper._activate_lora")
+def activate_lora(original: Original, self: Any, active_adapters: list[str]) -> Any:
     if experts.quantized_parameter(self.get_base_layer(), self.parameter_name) is None:
         return original(self, active_adapters)
     return _activated(original, self, active_adapters)
 
 
 @contextlib.contextmanager
-def _activated(original: Callable[..., Any], wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
+def _activated(original: Original, wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
     """PEFT activates its adapters on a stand-in for the experts; what they add there is then added to the values."""
     import torch
 
@@ -60,19 +67,20 @@ def _activated(original: Callable[..., Any], wrapper: Any, active_adapters: list
         yield
 
 
-def merge(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+@PATCH.replaces("peft.tuners.lora.layer", "ParamWrapper.merge")
+def merge(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     experts.refuse_merge(self)
     original(self, *args, **kwargs)
 
 
-def merge_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.merge_adapter")
+def merge_adapter(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     experts.refuse_merge(self.model)
     return original(self, *args, **kwargs)
 
 
-def unload_and_optionally_merge(
-    original: Callable[..., Any], self: Any, merge: bool = True, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner._unload_and_optionally_merge")
+def unload_and_optionally_merge(original: Original, self: Any, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
     if merge:
         experts.refuse_merge(self.model)
     return original(self, merge, *args, **kwargs)
@@ -118,28 +126,3 @@ def _values(wrapper: Any) -> Any:
     module, name = wrapper.get_base_layer(), wrapper.parameter_name
     with torch.no_grad(), wrapper._activate_lora(["default"]):
         return expert_forward.current(module, name)
-
-
-PATCH = Patch(
-    id="peft-quantized-experts",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F21",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.GEMMA4,
-    requires=("transformers>=5.5", "bitsandbytes"),
-    needs=("transformers-quantized-experts",),
-    targets=(
-        Target(module="peft.tuners.lora.layer", name="ParamWrapper.get_param", replacement=get_param),
-        Target(module="peft.tuners.lora.layer", name="ParamWrapper._activate_lora", replacement=activate_lora),
-        Target(module="peft.tuners.lora.layer", name="ParamWrapper.merge", replacement=merge),
-        Target(module="peft.tuners.tuners_utils", name="BaseTuner.merge_adapter", replacement=merge_adapter),
-        Target(
-            module="peft.tuners.tuners_utils",
-            name="BaseTuner._unload_and_optionally_merge",
-            replacement=unload_and_optionally_merge,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -23,18 +23,19 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._common import in_place, notice
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
 from gemma4_compat._quantization.plain_layers import dequantized, is_quantized, over_plain_weight, scales, with_base
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F7", kind="notice", severity="wrong_result", affected=">=0.18.0", requires=("bitsandbytes", "transformers>=5.5")
+)
 
 #: Relative to the weight's norm; 4-bit merges stay below 0.2.
 _TOLERANCE = 0.5
@@ -45,14 +46,14 @@ _WITHOUT_LOSS = (
 )
 
 
-def merge_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.merge_adapter")
+def merge_adapter(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     with _measured(self):
         return original(self, *args, **kwargs)
 
 
-def unload_and_optionally_merge(
-    original: Callable[..., Any], self: Any, merge: bool = True, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner._unload_and_optionally_merge")
+def unload_and_optionally_merge(original: Original, self: Any, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
     with _measured(self) if merge else contextlib.nullcontext():
         return original(self, merge, *args, **kwargs)
 
@@ -177,24 +178,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if len(measured) == 1 and not vague:
         return Outcome(False, f"one warning: {measured[0]}")
     return Outcome(True, f"{len(vague)} warnings about rounding errors, none says what is lost")
-
-
-PATCH = Patch(
-    id="peft-quantized-merge",
-    kind=Kind.NOTICE,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F7",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.GEMMA4,
-    requires=("bitsandbytes", "transformers>=5.5"),
-    targets=(
-        Target(module="peft.tuners.tuners_utils", name="BaseTuner.merge_adapter", replacement=merge_adapter),
-        Target(
-            module="peft.tuners.tuners_utils",
-            name="BaseTuner._unload_and_optionally_merge",
-            replacement=unload_and_optionally_merge,
-        ),
-    ),
-    reproduce=reproduce,
-)

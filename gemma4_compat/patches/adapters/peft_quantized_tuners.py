@@ -33,27 +33,31 @@ layers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._adapters import fitting, rollback
 from gemma4_compat._common import in_place
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family, walk
 from gemma4_compat._quantization import compressed, quanto
 from gemma4_compat._quantization.plain_layers import is_quantized, over_plain_weight, shallow_copy, with_base
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F4 F66",
+    severity="crash",
+    affected=">=0.18.0",
+    acts_on="every model",
+    requires=("bitsandbytes", "transformers>=5.5"),
+    after=("peft-keep-dispatch",),
+)
 
 #: Relative to the output's norm; quantized kernels stay below 0.1.
 _TOLERANCE = 0.5
 
 
-def inject_adapter(
-    original: Callable[..., Any], self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
+def inject_adapter(original: Original, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     if family.is_gemma4(model) and any(compressed.is_compressed(module) for module in walk.modules(model)):
         with rollback.undone_if_it_fails(model, adapter_name):
             try:
@@ -115,7 +119,18 @@ def _refuse_quantized_copies(config: Any, model: Any) -> None:
         )
 
 
-def forward(original: Callable[..., Any], self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.tuners.ia3.bnb", "Linear8bitLt.forward", optional=True)
+@PATCH.replaces("peft.tuners.ia3.bnb", "Linear4bit.forward", optional=True)
+@PATCH.replaces("peft.tuners.randlora.bnb", "Linear8bitLt.forward", optional=True)
+@PATCH.replaces("peft.tuners.randlora.bnb", "Linear4bit.forward", optional=True)
+@PATCH.replaces("peft.tuners.road.bnb", "Linear8bitLt.forward", optional=True)
+@PATCH.replaces("peft.tuners.road.bnb", "Linear4bit.forward", optional=True)
+@PATCH.replaces("peft.tuners.adalora.bnb", "SVDLinear8bitLt.forward", optional=True)
+@PATCH.replaces("peft.tuners.pvera.bnb", "Linear8bitLt.forward", optional=True)
+@PATCH.replaces("peft.tuners.pvera.bnb", "Linear4bit.forward", optional=True)
+@PATCH.replaces("peft.tuners.vera.bnb", "Linear8bitLt.forward", optional=True)
+@PATCH.replaces("peft.tuners.vera.bnb", "Linear4bit.forward", optional=True)
+def forward(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     import torch
 
     result = original(self, x, *args, **kwargs)
@@ -231,31 +246,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     return Outcome.of_parity(
         max(found), "IA3 and RoAd on quantized bases, and the model after LoHa and HRA were refused"
     )
-
-
-PATCH = Patch(
-    id="peft-quantized-tuners",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F4", "F66"),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("bitsandbytes", "transformers>=5.5"),
-    after=("peft-keep-dispatch",),
-    targets=(
-        Target(module="peft.tuners.tuners_utils", name="BaseTuner.inject_adapter", replacement=inject_adapter),
-        Target(module="peft.tuners.ia3.bnb", name="Linear8bitLt.forward", replacement=forward, optional=True),
-        Target(module="peft.tuners.ia3.bnb", name="Linear4bit.forward", replacement=forward, optional=True),
-        Target(module="peft.tuners.randlora.bnb", name="Linear8bitLt.forward", replacement=forward, optional=True),
-        Target(module="peft.tuners.randlora.bnb", name="Linear4bit.forward", replacement=forward, optional=True),
-        Target(module="peft.tuners.road.bnb", name="Linear8bitLt.forward", replacement=forward, optional=True),
-        Target(module="peft.tuners.road.bnb", name="Linear4bit.forward", replacement=forward, optional=True),
-        Target(module="peft.tuners.adalora.bnb", name="SVDLinear8bitLt.forward", replacement=forward, optional=True),
-        Target(module="peft.tuners.pvera.bnb", name="Linear8bitLt.forward", replacement=forward, optional=True),
-        Target(module="peft.tuners.pvera.bnb", name="Linear4bit.forward", replacement=forward, optional=True),
-        Target(module="peft.tuners.vera.bnb", name="Linear8bitLt.forward", replacement=forward, optional=True),
-        Target(module="peft.tuners.vera.bnb", name="Linear4bit.forward", replacement=forward, optional=True),
-    ),
-    reproduce=reproduce,
-)

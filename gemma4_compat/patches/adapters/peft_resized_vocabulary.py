@@ -17,20 +17,19 @@ Remove when: PEFT reads ``config.get_text_config().vocab_size``, and saves ``get
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._adapters import fitting
 from gemma4_compat._common import notice
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family, walk
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F89", severity="wrong_result", affected=">=0.18.0")
 
 
+@PATCH.replaces("peft.utils.save_and_load", "get_peft_model_state_dict")
 def get_peft_model_state_dict(
-    original: Callable[..., Any],
+    original: Original,
     model: Any,
     state_dict: Any = None,
     adapter_name: str = "default",
@@ -115,22 +114,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     loaded = PeftModel.from_pretrained(resized(1), folder)
     found = float((logits(model) - logits(loaded)).abs().max())
     return Outcome.of_parity(found, "an adapter of a model with 8 new tokens, saved and loaded")
-
-
-PATCH = Patch(
-    id="peft-resized-vocabulary",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F89",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(
-            module="peft.utils.save_and_load",
-            name="get_peft_model_state_dict",
-            replacement=get_peft_model_state_dict,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -15,17 +15,16 @@ Remove when: both move the shared weights to their layer's device in all support
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F78", severity="crash", affected=">=0.18.0", acts_on="every model")
 
 
-def lily_forward(original: Callable[..., Any], self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.tuners.lily.layer", "Linear.forward", optional=True)
+def lily_forward(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     shared = [layers[name] for layers in (self.lily_A, self.lily_B) for name in self.active_adapters if name in layers]
     if all(layer.weight.device == x.device for layer in shared):
         return original(self, x, *args, **kwargs)
@@ -57,7 +56,10 @@ class _LinearOn:
         return torch.nn.functional.linear(x, self.weight)
 
 
-def randlora_bases(original: Callable[..., Any], self: Any, adapter: str, device: Any = None) -> Any:
+@PATCH.replaces("peft.tuners.randlora.layer", "Linear.get_scaled_bases")
+@PATCH.replaces("peft.tuners.randlora.bnb", "Linear4bit.get_scaled_bases", group="quantized")
+@PATCH.replaces("peft.tuners.randlora.bnb", "Linear8bitLt.get_scaled_bases", group="quantized")
+def randlora_bases(original: Original, self: Any, adapter: str, device: Any = None) -> Any:
     """``device`` is None while an adapter is merged."""
     if device is None:
         base = self.get_base_layer()
@@ -89,32 +91,3 @@ def reproduce(workspace: Workspace) -> Outcome:
                 whole, several = (workspace.outputs(tuned(kind, split=there), device="cpu") for there in (False, True))
                 found = max(found, difference(whole, several))
     return Outcome.of_parity(found, "Lily, and RandLora merged, on two devices")
-
-
-PATCH = Patch(
-    id="peft-shared-devices",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F78",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    targets=(
-        Target(
-            module="peft.tuners.randlora.layer",
-            name="Linear.get_scaled_bases",
-            replacement=randlora_bases,
-        ),
-        Target(module="peft.tuners.lily.layer", name="Linear.forward", replacement=lily_forward, optional=True),
-        *(
-            Target(
-                module="peft.tuners.randlora.bnb",
-                name=f"{layer}.get_scaled_bases",
-                replacement=randlora_bases,
-                group="quantized",
-            )
-            for layer in ("Linear4bit", "Linear8bitLt")
-        ),
-    ),
-    reproduce=reproduce,
-)

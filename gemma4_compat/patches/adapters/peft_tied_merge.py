@@ -15,30 +15,29 @@ Remove when: PEFT unties two weights before it merges into one of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._offload import merged_layers, stored_weights
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F91", severity="wrong_result", affected=">=0.18.0", requires=("transformers>=5.5",))
 
 ROUNDING = 0.01
 
 
-def merge_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.merge_adapter")
+def merge_adapter(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if not family.is_gemma4(self.model):
         return original(self, *args, **kwargs)
     with merged_layers.parting(self.model):
         return original(self, *args, **kwargs)
 
 
-def unload_and_optionally_merge(
-    original: Callable[..., Any], self: Any, merge: bool = True, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner._unload_and_optionally_merge")
+@PATCH.replaces("peft.tuners.mixed.model", "MixedModel._unload_and_optionally_merge")
+def unload_and_optionally_merge(original: Original, self: Any, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
     if not merge or not family.is_gemma4(self.model):
         return original(self, merge, *args, **kwargs)
     config: Any = self.model.config
@@ -52,7 +51,8 @@ def unload_and_optionally_merge(
     return unloaded
 
 
-def unmerge_adapter(original: Callable[..., Any], self: Any) -> Any:
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.unmerge_adapter")
+def unmerge_adapter(original: Original, self: Any) -> Any:
     result = original(self)
     if family.is_gemma4(self.model):
         merged_layers.join(self.model)
@@ -89,32 +89,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if found < ROUNDING:
         return Outcome(False, f"{what}: the outputs of the loaded adapter, rounded by {found:.1g}", found)
     return Outcome(True, f"{what}: logits differ by {found:.3g} from the loaded adapter", found)
-
-
-_MODULE = "peft.tuners.tuners_utils"
-
-PATCH = Patch(
-    id="peft-tied-merge",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F91",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.GEMMA4,
-    requires=("transformers>=5.5",),
-    targets=(
-        Target(module=_MODULE, name="BaseTuner.merge_adapter", replacement=merge_adapter),
-        Target(
-            module=_MODULE,
-            name="BaseTuner._unload_and_optionally_merge",
-            replacement=unload_and_optionally_merge,
-        ),
-        Target(module=_MODULE, name="BaseTuner.unmerge_adapter", replacement=unmerge_adapter),
-        Target(
-            module="peft.tuners.mixed.model",
-            name="MixedModel._unload_and_optionally_merge",
-            replacement=unload_and_optionally_merge,
-        ),
-    ),
-    reproduce=reproduce,
-)

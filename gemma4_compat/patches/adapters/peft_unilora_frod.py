@@ -18,20 +18,20 @@ layers for neither device nor values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import walk
 from gemma4_compat._offload import stored_weights
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F77", severity="wrong_result", affected=">=0.20.0", acts_on="every model")
 
 
+@PATCH.replaces("peft.tuners.unilora.layer", "UniLoraLayer.update_scaling", group="UniLora")
 def update_scaling(
-    original: Callable[..., None],
+    original: Original,
     self: Any,
     adapter_name: str,
     unilora_scales_A: Any,  # noqa: N803  # PEFT's name
@@ -47,7 +47,8 @@ def update_scaling(
     self.unilora_scales_B[adapter_name] = unilora_scales_B.to(device)
 
 
-def init_projections(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+@PATCH.replaces("peft.tuners.frod.model", "FrodModel._init_frod_projections", group="FRoD")
+def init_projections(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     with _stored_weights(walk.modules(self.model)):
         original(self, *args, **kwargs)
 
@@ -103,29 +104,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     expected = workspace.outputs(tuned(workspace.load(), "FrodConfig"))
     found = max(found, difference(expected, workspace.outputs(tuned(workspace.split(), "FrodConfig"))))
     return Outcome.of_parity(found, "UniLora on a split 4-bit base, and FRoD on a split one")
-
-
-PATCH = Patch(
-    id="peft-unilora-frod",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F77",),
-    distribution="peft",
-    affected=">=0.20.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    targets=(
-        Target(
-            module="peft.tuners.unilora.layer",
-            name="UniLoraLayer.update_scaling",
-            replacement=update_scaling,
-            group="UniLora",
-        ),
-        Target(
-            module="peft.tuners.frod.model",
-            name="FrodModel._init_frod_projections",
-            replacement=init_projections,
-            group="FRoD",
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -20,22 +20,26 @@ supported releases.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family, per_layer
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
-
+PATCH = Patch(
+    "F93",
+    severity="crash",
+    affected=">=0.18.0",
+    after=("peft-cache-name",),
+    needs=("peft-cache-name", "transformers-given-per-layer"),
+)
 
 _TYPES = "mm_token_type_ids"
 #: Kinds of adapters whose virtual tokens are keys and values.
 _IN_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
 
 
-def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.peft_model", "PeftModelForCausalLM.forward")
+def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if not _inserts_tokens(self):
         return original(self, *args, **kwargs | _types_after_prefix(self, kwargs))
     arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
@@ -43,7 +47,8 @@ def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
     return original(self, *args, **kwargs | _beside(self, kwargs, tokens, embeds))
 
 
-def prepare_inputs_for_generation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.peft_model", "PeftModelForCausalLM.prepare_inputs_for_generation")
+def prepare_inputs_for_generation(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     inputs = original(self, *args, **kwargs)
     if _inserts_tokens(self) and inputs.get("inputs_embeds") is not None:
         # PEFT has replaced the tokens that the base model prepared by embeddings.
@@ -123,25 +128,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if found:
         return Outcome(True, f"the logits after virtual tokens are off by {found:.2g}", found)
     return Outcome(False, "virtual tokens count as tokens with the per-layer embeddings of padding, bit for bit", 0.0)
-
-
-PATCH = Patch(
-    id="peft-virtual-tokens",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F93",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.GEMMA4,
-    after=("peft-cache-name",),
-    needs=("peft-cache-name", "transformers-given-per-layer"),
-    targets=(
-        Target(module="peft.peft_model", name="PeftModelForCausalLM.forward", replacement=forward),
-        Target(
-            module="peft.peft_model",
-            name="PeftModelForCausalLM.prepare_inputs_for_generation",
-            replacement=prepare_inputs_for_generation,
-        ),
-    ),
-    reproduce=reproduce,
-)

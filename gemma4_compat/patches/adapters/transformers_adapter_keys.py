@@ -19,21 +19,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._adapters import fitting
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family, walk
 from gemma4_compat._offload import tied_weights
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F22", severity="wrong_result", affected=">=5.5", requires=("peft",), needs=("peft-adapter-keys",))
 
 _HUB = ("revision", "token", "subfolder", "cache_dir", "force_download", "local_files_only", "proxies")
 
 
+@PATCH.replaces("transformers.integrations.peft", "PeftAdapterMixin.load_adapter")
 def load_adapter(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     peft_model_id: Any = None,
     adapter_name: str | None = None,
@@ -108,22 +108,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     model.load_adapter(adapter)
     found = difference(reference, workspace.outputs(model, text_only=True))
     return Outcome.of_parity(found, "model.load_adapter of a Gemma4ForCausalLM's adapter")
-
-
-PATCH = Patch(
-    id="transformers-adapter-keys",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F22",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    requires=("peft",),
-    needs=("peft-adapter-keys",),
-    targets=(
-        Target(
-            module="transformers.integrations.peft", name="PeftAdapterMixin.load_adapter", replacement=load_adapter
-        ),
-    ),
-    reproduce=reproduce,
-)

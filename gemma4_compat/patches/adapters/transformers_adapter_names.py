@@ -17,15 +17,16 @@ Remove when: PEFT and transformers encode the media of each row with its adapter
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from gemma4_compat._adapters import rows
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import media
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F119", severity="wrong_result", affected=">=5.5.0", requires=("peft>=0.18.0",), needs=("peft-adapter-names",)
+)
 
 #: Arguments with a row for each item: those that are encoded, and those that say how many tokens each becomes.
 _ARGUMENTS = {
@@ -36,26 +37,33 @@ _ARGUMENTS = {
 _FRAMES = "num_frames_per_video"
 
 
-def expand_inputs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._expand_inputs_for_generation")
+def expand_inputs(original: Original, *args: Any, **kwargs: Any) -> Any:
     call = rows.current()
     if call is not None:
         call.times = kwargs.get("expand_size", 1)
     return original(*args, **kwargs)
 
 
-def image_features(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.get_image_features", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedModel.get_image_features", group="unified")
+def image_features(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return _encode("image", original, self, args, kwargs)
 
 
-def video_features(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.get_video_features", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedModel.get_video_features", group="unified")
+def video_features(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return _encode("video", original, self, args, kwargs)
 
 
-def audio_features(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.get_audio_features", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedModel.get_audio_features", group="unified")
+def audio_features(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return _encode("audio", original, self, args, kwargs)
 
 
-def _encode(kind: str, original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _encode(kind: str, original: Original, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = rows.current()
     if call is not None and call.alone is None:
         call.check_padding(model)
@@ -148,36 +156,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     off = ((found - expected).abs().max() / expected.abs().max()).item()
     # In float32, because another batch size may round differently.
     return Outcome(off > 1e-4, f"with an adapter in the towers, the rows' logits are off by {off:.2g} of the largest")
-
-
-PATCH = Patch(
-    id="transformers-adapter-names",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F119",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    requires=("peft>=0.18.0",),
-    needs=("peft-adapter-names",),
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._expand_inputs_for_generation",
-            replacement=expand_inputs,
-        ),
-        *(
-            Target(module=f"transformers.models.{module}", name=f"{kind}.{name}", replacement=replacement, group=group)
-            for module, kind, group in (
-                ("gemma4.modeling_gemma4", "Gemma4Model", "gemma4"),
-                ("gemma4_unified.modeling_gemma4_unified", "Gemma4UnifiedModel", "unified"),
-            )
-            for name, replacement in (
-                ("get_image_features", image_features),
-                ("get_video_features", video_features),
-                ("get_audio_features", audio_features),
-            )
-        ),
-    ),
-    reproduce=reproduce,
-)

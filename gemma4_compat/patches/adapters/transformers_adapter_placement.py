@@ -19,18 +19,24 @@ Remove when: ``PeftAdapterMixin.load_adapter`` loads adapter weights onto the ex
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate.module_hooks import map_owner, offload_hook
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._offload import stored_weights
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F3 F13",
+    severity="wrong_result",
+    affected=">=5.5",
+    acts_on="every model",
+    requires=("peft",),
+    needs=("peft-keep-dispatch",),
+)
 
 
-def load_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.integrations.peft", "PeftAdapterMixin.load_adapter")
+def load_adapter(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if map_owner(self) is not self:
         return original(self, *args, **kwargs)
     placement = self.hf_device_map
@@ -82,22 +88,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if lost:
         return Outcome(True, f"{len(lost)} LoRA weights are on meta, their values lost")
     return Outcome.of_parity(difference(reference, workspace.outputs(model)), "model.load_adapter on a split base")
-
-
-PATCH = Patch(
-    id="transformers-adapter-placement",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F3", "F13"),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("peft",),
-    needs=("peft-keep-dispatch",),
-    targets=(
-        Target(
-            module="transformers.integrations.peft", name="PeftAdapterMixin.load_adapter", replacement=load_adapter
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -23,19 +23,18 @@ at their base layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import OffloadedWeightsError
 from gemma4_compat._quantization.plain_layers import is_quantized, make_plain
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F6", severity="crash", affected=">=5.5", acts_on="every model", requires=("peft", "bitsandbytes"))
 
 
-def dequantize_and_replace(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.integrations.bitsandbytes", "dequantize_and_replace")
+def dequantize_and_replace(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
     quantized = {name: module for name, module in model.named_modules() if is_quantized(module)}
     _refuse_offloaded(quantized)
     adapted = [module for module in model.modules() if hasattr(module, "get_base_layer")]
@@ -85,23 +84,3 @@ def reproduce(workspace: Workspace) -> Outcome:
             return Outcome(True, f"{trainable} base weights are trainable after dequantize()")
         found.append(difference(workspace.outputs(reference), workspace.outputs(merged)))
     return Outcome.of_parity(max(found), "an adapter merged after dequantize(), as one loaded after it")
-
-
-PATCH = Patch(
-    id="transformers-dequantized-adapter",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F6",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("peft", "bitsandbytes"),
-    targets=(
-        Target(
-            module="transformers.integrations.bitsandbytes",
-            name="dequantize_and_replace",
-            replacement=dequantize_and_replace,
-        ),
-    ),
-    reproduce=reproduce,
-)

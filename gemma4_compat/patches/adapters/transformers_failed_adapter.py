@@ -14,21 +14,21 @@ Remove when: ``PeftAdapterMixin.load_adapter`` removes what it injected when a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._adapters import rollback
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F3", severity="wrong_result", affected=">=5.5", acts_on="every model", requires=("peft",))
 
 _PREFIX = "base_model.model."
 
 
+@PATCH.replaces("transformers.integrations.peft", "PeftAdapterMixin.load_adapter")
 def load_adapter(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     peft_model_id: Any = None,
     adapter_name: str | None = None,
@@ -86,21 +86,3 @@ def reproduce(workspace: Workspace) -> Outcome:
             return Outcome(True, f"{message} {len(left)} modules of it stay in the model, {left[0]} among them")
         found.append(difference(reference, workspace.outputs(base)))
     return Outcome.of_parity(max(found), "the model after an adapter that does not fit")
-
-
-PATCH = Patch(
-    id="transformers-failed-adapter",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F3",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("peft",),
-    targets=(
-        Target(
-            module="transformers.integrations.peft", name="PeftAdapterMixin.load_adapter", replacement=load_adapter
-        ),
-    ),
-    reproduce=reproduce,
-)

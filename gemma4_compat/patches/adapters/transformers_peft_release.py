@@ -14,19 +14,18 @@ Remove when: transformers 5.24.0 with a PEFT before 0.22.0 is no longer supporte
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F74", severity="crash", affected=">=5.24.0", acts_on="every model", requires=("peft>=0.20,<0.22",))
 
 #: The release that transformers requires, and the one that the same code required before.
 _ASKED, _BEFORE = "0.22.0", "0.20.0"
 
 
-def check_peft_version(original: Callable[..., None], min_version: Any) -> None:
+@PATCH.replaces("transformers.utils.peft_utils", "check_peft_version")
+def check_peft_version(original: Original, min_version: Any) -> None:
     original(_BEFORE if min_version == _ASKED else min_version)
 
 
@@ -47,23 +46,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     model.set_adapter("first")
     on = difference(expected, workspace.outputs(model))
     return Outcome.of_parity(max(off, on), "an adapter of a transformers model, off and on")
-
-
-PATCH = Patch(
-    id="transformers-peft-release",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F74",),
-    distribution="transformers",
-    affected=">=5.24.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("peft>=0.20,<0.22",),
-    targets=(
-        Target(
-            module="transformers.utils.peft_utils",
-            name="check_peft_version",
-            replacement=check_peft_version,
-        ),
-    ),
-    reproduce=reproduce,
-)

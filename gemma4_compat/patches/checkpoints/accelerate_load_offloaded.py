@@ -18,19 +18,23 @@ Remove when: accelerate's hooks accept what ``load_state_dict`` loads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._offload import state_loading
 from gemma4_compat._quantization import scale_loading
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F48",
+    severity="wrong_result",
+    affected=">=1.12",
+    after=("accelerate-skip-keys", "accelerate-nested-map", "accelerate-offload-folder"),
+)
 
 
-def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("accelerate.big_modeling", "dispatch_model")
+def dispatch_model(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
     dispatched = original(model, *args, **kwargs)
     if family.is_gemma4(dispatched):
         state_loading.install(dispatched)
@@ -54,17 +58,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     matched = model.load_state_dict(other.state_dict())
     found = difference(*(workspace.outputs(each, text_only=True) for each in (other, model)))
     return Outcome.of_parity(found, f"layers offloaded, other weights loaded, {matched}")
-
-
-PATCH = Patch(
-    id="accelerate-load-offloaded",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F48",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.GEMMA4,
-    after=("accelerate-skip-keys", "accelerate-nested-map", "accelerate-offload-folder"),
-    targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),
-    reproduce=reproduce,
-)

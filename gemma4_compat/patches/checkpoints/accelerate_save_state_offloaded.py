@@ -19,28 +19,33 @@ Remove when: ``Accelerator.get_state_dict`` reads offloaded weights through acce
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from gemma4_compat._common import in_place
-from gemma4_compat._engine.patch import FORWARDS, ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._offload import stored_state
+from gemma4_compat.patches.api import FORWARDS, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F95",
+    severity="crash",
+    affected=">=1.12",
+    requires=("peft",),
+    needs=("accelerate-load-offloaded", "transformers-load-4bit-state"),
+)
 
 
-def get_state_dict(original: Callable[..., Any], self: Any, model: Any, unwrap: bool = True) -> Any:
+@PATCH.replaces("accelerate.accelerator", "Accelerator.get_state_dict")
+def get_state_dict(original: Original, self: Any, model: Any, unwrap: bool = True) -> Any:
     found = original(self, model, unwrap)
     if found and family.is_gemma4(model):
         stored_state.fill(self.unwrap_model(model) if unwrap else model, found)
     return found
 
 
-def load_accelerator_state(
-    original: Callable[..., Any], input_dir: Any, models: list[Any], *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces("accelerate.checkpointing", "load_accelerator_state")
+def load_accelerator_state(original: Original, input_dir: Any, models: list[Any], *args: Any, **kwargs: Any) -> Any:
     with contextlib.ExitStack() as stack:
         for model in models:
             if family.is_gemma4(model):
@@ -103,21 +108,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     run[0].load_state(folder)
     worst = max(abs(a - b) for a, b in zip(right, losses(*run), strict=True))
     return Outcome(worst > 0, f"losses of {FORWARDS} steps after load_state differ by {worst:.3g}", worst)
-
-
-PATCH = Patch(
-    id="accelerate-save-state-offloaded",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F95",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.GEMMA4,
-    requires=("peft",),
-    needs=("accelerate-load-offloaded", "transformers-load-4bit-state"),
-    targets=(
-        Target(module="accelerate.accelerator", name="Accelerator.get_state_dict", replacement=get_state_dict),
-        Target(module="accelerate.checkpointing", name="load_accelerator_state", replacement=load_accelerator_state),
-    ),
-    reproduce=reproduce,
-)

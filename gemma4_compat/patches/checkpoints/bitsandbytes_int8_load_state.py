@@ -14,16 +14,15 @@ Remove when: ``Linear8bitLt._load_from_state_dict`` looks for the scales in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F95", severity="crash", affected=">=0.48.2", acts_on="every model")
 
 
-def load_from_state_dict(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+@PATCH.replaces("bitsandbytes.nn.modules", "Linear8bitLt._load_from_state_dict")
+def load_from_state_dict(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     weight, scales = self.weight, self.state.SCB
     if scales is None or getattr(weight, "SCB", None) is not None:
         return original(self, *args, **kwargs)
@@ -48,22 +47,3 @@ def reproduce(workspace: Workspace) -> Outcome:
                 value.mul_(2)
     model.load_state_dict(state)
     return Outcome.of_parity(difference(expected, workspace.outputs(model)), "an 8-bit model, its state loaded again")
-
-
-PATCH = Patch(
-    id="bitsandbytes-int8-load-state",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F95",),
-    distribution="bitsandbytes",
-    affected=">=0.48.2",
-    acts_on=ActsOn.EVERY_MODEL,
-    targets=(
-        Target(
-            module="bitsandbytes.nn.modules",
-            name="Linear8bitLt._load_from_state_dict",
-            replacement=load_from_state_dict,
-        ),
-    ),
-    reproduce=reproduce,
-)

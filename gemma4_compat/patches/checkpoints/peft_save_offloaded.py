@@ -14,19 +14,17 @@ Remove when: ``get_peft_model_state_dict`` reads offloaded weights through accel
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._offload import stored_state
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F49", severity="crash", affected=">=0.18.0", acts_on="every model", requires=("accelerate",))
 
 
-def get_peft_model_state_dict(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.utils.save_and_load", "get_peft_model_state_dict")
+def get_peft_model_state_dict(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
     found = original(model, *args, **kwargs)
     stored_state.fill(model, found)
     return found
@@ -62,23 +60,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     expected, saved = found
     other = [name for name in expected if name not in saved or not torch.equal(saved[name], expected[name])]
     return Outcome(bool(other), f"{len(saved)} tensors, {len(other)} of them not those of one device")
-
-
-PATCH = Patch(
-    id="peft-save-offloaded",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F49",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("accelerate",),
-    targets=(
-        Target(
-            module="peft.utils.save_and_load",
-            name="get_peft_model_state_dict",
-            replacement=get_peft_model_state_dict,
-        ),
-    ),
-    reproduce=reproduce,
-)

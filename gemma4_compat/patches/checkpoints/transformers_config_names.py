@@ -17,15 +17,20 @@ understand ``per_layer_config``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import config_names
+from gemma4_compat.patches.api import Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F55", severity="wrong_result", affected=">=5.15.0")
 
 
+@PATCH.replaces("transformers.models.gemma4.configuration_gemma4", "Gemma4TextConfig.to_dict")
+@PATCH.replaces(
+    "transformers.models.gemma4_unified.configuration_gemma4_unified",
+    "Gemma4UnifiedTextConfig.to_dict",
+    group="unified",
+)
 def to_dict(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
     output = original(self)
     return output | config_names.restored(output)
@@ -51,28 +56,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     }
     lost = [setting for setting, value in expected.items() if setting not in text or text[setting] != value]
     return Outcome(bool(lost), f"config.json of the {name} lacks: {', '.join(lost) or 'nothing'}")
-
-
-PATCH = Patch(
-    id="transformers-config-names",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F55",),
-    distribution="transformers",
-    affected=">=5.15.0",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(
-            module="transformers.models.gemma4.configuration_gemma4",
-            name="Gemma4TextConfig.to_dict",
-            replacement=to_dict,
-        ),
-        Target(
-            module="transformers.models.gemma4_unified.configuration_gemma4_unified",
-            name="Gemma4UnifiedTextConfig.to_dict",
-            replacement=to_dict,
-            group="unified",
-        ),
-    ),
-    reproduce=reproduce,
-)

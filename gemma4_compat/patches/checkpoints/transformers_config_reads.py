@@ -23,20 +23,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import config_names
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F96", severity="crash", affected=">=5.15.0")
 
 _SWITCH = "allow_global_per_layer_attribute_access"
 _as_upstream: ContextVar[bool] = ContextVar("gemma4_compat_config_reads", default=False)
 _known: dict[type, frozenset[str]] = {}  # by class of a configuration, the names that may be more than missing
 
 
-def switch(original: Callable[..., Any], self: Any) -> Any:
+def switch(original: Original, self: Any) -> Any:
     """Transformers asks this where a name is read in which layers differ, and for no other name."""
     if (allowed := original(self)) or _as_upstream.get():
         return allowed
@@ -45,7 +44,7 @@ def switch(original: Callable[..., Any], self: Any) -> Any:
     raise AttributeError(_SWITCH)  # Python asks `__getattr__` now, for the name that was read
 
 
-def missing(original: Callable[..., Any], self: Any, key: str) -> Any:
+def missing(original: Original, self: Any, key: str) -> Any:
     """``__getattr__``: what Python asks only after a read has failed. Every forward reads names that are not there."""
     kind = type(self)
     if kind not in _known:
@@ -62,7 +61,7 @@ def _know(kind: type, names: Iterable[str]) -> None:
     _known[kind] = frozenset({*dir(kind), *names, *_known.get(kind, ())})
 
 
-def _found(original: Callable[..., Any], self: Any, key: str) -> Any:
+def _found(original: Original, self: Any, key: str) -> Any:
     if key == _SWITCH:
         return vars(self).get(_SWITCH, False)
     if key in config_names.NAMES and key in (found := config_names.of(self)):
@@ -81,7 +80,7 @@ def _found(original: Callable[..., Any], self: Any, key: str) -> Any:
         _as_upstream.reset(token)
 
 
-def write(original: Callable[..., None], self: Any, key: str, value: Any) -> None:
+def write(original: Original, self: Any, key: str, value: Any) -> None:
     if key in config_names.NAMES and key in config_names.of(self):
         config_names.set_on(self, key, value)
         return
@@ -127,34 +126,11 @@ def reproduce(workspace: Workspace) -> Outcome:
     return Outcome(found != expected, f"the configuration of the {name}: {found}")
 
 
-def _targets(module: str, kind: str, group: str) -> tuple[Target, ...]:
-    replacements: dict[str, Callable[..., Any]] = {
-        _SWITCH: switch,
-        "__getattr__": missing,
-        "__setattr__": write,
-        "__iter__": keys,
-    }
-    return tuple(
-        Target(module=module, name=f"{kind}.{name}", replacement=replacement, group=group)
-        for name, replacement in replacements.items()
-    )
-
-
-PATCH = Patch(
-    id="transformers-config-reads",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F96",),
-    distribution="transformers",
-    affected=">=5.15.0",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        *_targets("transformers.models.gemma4.configuration_gemma4", "Gemma4TextConfig", "gemma4"),
-        *_targets(
-            "transformers.models.gemma4_unified.configuration_gemma4_unified",
-            "Gemma4UnifiedTextConfig",
-            "gemma4_unified",
-        ),
-    ),
-    reproduce=reproduce,
-)
+for _module, _kind, _group in (
+    ("transformers.models.gemma4.configuration_gemma4", "Gemma4TextConfig", "gemma4"),
+    ("transformers.models.gemma4_unified.configuration_gemma4_unified", "Gemma4UnifiedTextConfig", "gemma4_unified"),
+):
+    PATCH.replaces(_module, f"{_kind}.{_SWITCH}", group=_group)(switch)
+    PATCH.replaces(_module, f"{_kind}.__getattr__", group=_group)(missing)
+    PATCH.replaces(_module, f"{_kind}.__setattr__", group=_group)(write)
+    PATCH.replaces(_module, f"{_kind}.__iter__", group=_group)(keys)

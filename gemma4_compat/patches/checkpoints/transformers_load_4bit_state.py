@@ -17,20 +17,23 @@ Remove when: ``Linear4bit._load_from_state_dict`` loads the scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._quantization import scale_loading
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F132",
+    severity="crash",
+    affected=">=5.5",
+    requires=("bitsandbytes",),
+    after=("transformers-compute-dtype", "transformers-quantized-experts"),
+)
 
 
-def process_model_after_weight_loading(
-    original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces("transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer._process_model_after_weight_loading")
+def process_model_after_weight_loading(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     processed = original(self, model, *args, **kwargs)
     if family.is_gemma4(model):
         scale_loading.install(model)
@@ -44,24 +47,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     expected = workspace.outputs(model)
     model.load_state_dict(model.state_dict())
     return Outcome.of_parity(difference(expected, workspace.outputs(model)), "a 4-bit model, its state loaded again")
-
-
-PATCH = Patch(
-    id="transformers-load-4bit-state",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F132",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    requires=("bitsandbytes",),
-    after=("transformers-compute-dtype", "transformers-quantized-experts"),
-    targets=(
-        Target(
-            module="transformers.quantizers.quantizer_bnb_4bit",
-            name="Bnb4BitHfQuantizer._process_model_after_weight_loading",
-            replacement=process_model_after_weight_loading,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -17,21 +17,20 @@ Remove when: transformers reverses bitsandbytes' deserialization.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._common import in_place
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F69", severity="crash", affected=">=5.5", requires=("accelerate", "bitsandbytes"))
 
 _BUILDS_WEIGHTS = ("Bnb4bitDeserialize", "Bnb8bitDeserialize")
 
 
-def revert_weight_conversion(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.core_model_loading", "revert_weight_conversion")
+def revert_weight_conversion(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
     conversions = vars(model).get("_weight_conversions") or []
     kept = [conversion for conversion in conversions if not _builds_weights(conversion)]
     if len(kept) == len(conversions) or not family.is_gemma4(model):
@@ -57,23 +56,3 @@ def reproduce(workspace: Workspace) -> Outcome:
             model = tiny.load(folder, device=workspace.main)
         found.append(difference(workspace.reference(quantization), workspace.outputs(model)))
     return Outcome.of_parity(max(found), "4-bit and 8-bit models saved, loaded, saved and loaded")
-
-
-PATCH = Patch(
-    id="transformers-resave-quantized",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F69",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    requires=("accelerate", "bitsandbytes"),
-    targets=(
-        Target(
-            module="transformers.core_model_loading",
-            name="revert_weight_conversion",
-            replacement=revert_weight_conversion,
-        ),
-    ),
-    reproduce=reproduce,
-)

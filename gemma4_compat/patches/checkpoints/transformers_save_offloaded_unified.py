@@ -15,17 +15,23 @@ Remove when: transformers below 5.14.0 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F30",
+    severity="crash",
+    affected=">=5.10.1,<5.14.0",
+    applied_upstream="https://github.com/huggingface/transformers/pull/47018",
+    requires=("accelerate",),
+    after=("transformers-save-tied-offloaded",),  # which is given the model's own name then
+)
 
 
-def load_offloaded_parameter(original: Callable[..., Any], model: Any, param_name: str) -> Any:
+@PATCH.replaces("transformers.integrations.accelerate", "load_offloaded_parameter")
+def load_offloaded_parameter(original: Original, model: Any, param_name: str) -> Any:
     if family.is_gemma4(model) and not _has_module(model, param_name.rpartition(".")[0]):
         param_name = _own_name(model, param_name)
     return original(model, param_name)
@@ -62,26 +68,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     reloaded = type(model).from_pretrained(saved, dtype=reference.dtype, device_map={"": workspace.main}).eval()
     found = difference(unified.outputs(reference), unified.outputs(reloaded))
     return Outcome.of_parity(found, "embedders offloaded, saved and loaded again")
-
-
-PATCH = Patch(
-    id="transformers-save-offloaded-unified",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F30",),
-    distribution="transformers",
-    affected=">=5.10.1,<5.14.0",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.14.0",
-    applied_upstream="https://github.com/huggingface/transformers/pull/47018",
-    requires=("accelerate",),
-    after=("transformers-save-tied-offloaded",),  # which is given the model's own name then
-    targets=(
-        Target(
-            module="transformers.integrations.accelerate",
-            name="load_offloaded_parameter",
-            replacement=load_offloaded_parameter,
-        ),
-    ),
-    reproduce=reproduce,
-)

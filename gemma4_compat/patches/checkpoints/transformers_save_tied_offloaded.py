@@ -22,19 +22,16 @@ Remove when: ``save_pretrained`` recognizes offloaded tied weights by the model'
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._offload import host_memory, stored_weights, tied_pairs
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F49", severity="crash", affected=">=5.5", acts_on="every model", requires=("accelerate",))
 
 
-def remove_tied_weights_from_state_dict(
-    original: Callable[..., Any], state_dict: dict[str, Any], model: Any
-) -> dict[str, Any]:
+@PATCH.replaces("transformers.modeling_utils", "remove_tied_weights_from_state_dict")
+def remove_tied_weights_from_state_dict(original: Original, state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
     pairs = getattr(model, "all_tied_weights_keys", None) or {}
     twice = [
         name
@@ -51,7 +48,8 @@ def remove_tied_weights_from_state_dict(
     return {name: found.get(name, tensor) for name, tensor in kept.items() if name in found or name in buffers}
 
 
-def load_offloaded_parameter(original: Callable[..., Any], model: Any, param_name: str) -> Any:
+@PATCH.replaces("transformers.integrations.accelerate", "load_offloaded_parameter", group="dtypes")
+def load_offloaded_parameter(original: Original, model: Any, param_name: str) -> Any:
     stored = original(model, param_name)
     path, _, name = param_name.rpartition(".")
     parameter = stored_weights.holder(model.get_submodule(path), name).get(name)
@@ -84,29 +82,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         return Outcome(True, f"the checkpoint has {len(saved)} tensors, not {len(expected)}: {', '.join(extra)}")
     other = [name for name, tensor in saved.items() if not torch.equal(tensor, expected[name])]
     return Outcome(bool(other), f"{len(saved)} tensors, {len(other)} of them not those of one device")
-
-
-PATCH = Patch(
-    id="transformers-save-tied-offloaded",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F49",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("accelerate",),
-    targets=(
-        Target(
-            module="transformers.modeling_utils",
-            name="remove_tied_weights_from_state_dict",
-            replacement=remove_tied_weights_from_state_dict,
-        ),
-        Target(
-            module="transformers.integrations.accelerate",
-            name="load_offloaded_parameter",
-            replacement=load_offloaded_parameter,
-            group="dtypes",
-        ),
-    ),
-    reproduce=reproduce,
-)

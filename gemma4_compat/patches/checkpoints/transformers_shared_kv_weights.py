@@ -17,18 +17,22 @@ Remove when: ``save_pretrained`` writes the weights of KV-shared layers, or no r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family, shared_weights
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F55",
+    severity="wrong_result",
+    affected=">=5.5.2",
+    after=("transformers-text-only-checkpoint", "transformers-save-tied-offloaded"),
+)
 
 
+@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel._load_pretrained_model")
 def load_pretrained_model(
-    original: Callable[..., Any],
+    original: Original,
     model: Any,
     state_dict: Any,
     checkpoint_files: Any,
@@ -43,9 +47,8 @@ def load_pretrained_model(
     return result
 
 
-def remove_tied_weights_from_state_dict(
-    original: Callable[..., Any], state_dict: dict[str, Any], model: Any
-) -> dict[str, Any]:
+@PATCH.replaces("transformers.modeling_utils", "remove_tied_weights_from_state_dict")
+def remove_tied_weights_from_state_dict(original: Original, state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
     found: dict[str, Any] = original(state_dict, model)
     return shared_weights.added(model, found) if family.is_gemma4(model) else found
 
@@ -72,28 +75,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     other = [name for name in expected.keys() & saved.keys() if not torch.equal(expected[name], saved[name])]
     named = f", {lost[0]} among them" if lost else ""
     return Outcome(bool(lost or other), f"{len(lost)} of {len(expected)} tensors lost{named}, {len(other)} changed")
-
-
-PATCH = Patch(
-    id="transformers-shared-kv-weights",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F55",),
-    distribution="transformers",
-    affected=">=5.5.2",
-    acts_on=ActsOn.GEMMA4,
-    after=("transformers-text-only-checkpoint", "transformers-save-tied-offloaded"),
-    targets=(
-        Target(
-            module="transformers.modeling_utils",
-            name="PreTrainedModel._load_pretrained_model",
-            replacement=load_pretrained_model,
-        ),
-        Target(
-            module="transformers.modeling_utils",
-            name="remove_tied_weights_from_state_dict",
-            replacement=remove_tied_weights_from_state_dict,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -24,15 +24,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F23", severity="wrong_result", affected=">=5.5")
 
 #: The one weight that has the same name in every language model, so it shows the prefix.
 _ANCHOR = "embed_tokens.weight"
@@ -43,8 +42,9 @@ _INSIDE = "language_model"
 _QUANTIZED = (".SCB", ".absmax", ".quant_map", ".weight_scale", ".embedding_scale", ".weight_packed", ".qweight")
 
 
+@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel._load_pretrained_model")
 def load_pretrained_model(
-    original: Callable[..., Any],
+    original: Original,
     model: Any,
     state_dict: Any,
     checkpoint_files: Any,
@@ -143,22 +143,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     )
     found = difference(reference, workspace.outputs(model, text_only=True))
     return Outcome.of_parity(found, f"{name} of a multimodal checkpoint")
-
-
-PATCH = Patch(
-    id="transformers-text-only-checkpoint",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F23",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(
-            module="transformers.modeling_utils",
-            name="PreTrainedModel._load_pretrained_model",
-            replacement=load_pretrained_model,
-        ),
-    ),
-    reproduce=reproduce,
-)

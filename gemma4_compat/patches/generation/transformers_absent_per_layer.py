@@ -19,28 +19,30 @@ Remove when: ``_maybe_slice_kv_shared_inputs`` accepts None as the per-layer inp
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine import sleep
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._engine import dormant
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F108",
+    severity="crash",
+    affected=">=5.23.0",
+    after=("transformers-rotary-order", "transformers-rotary-cast", "transformers-sliced-prompts"),
+)
 
-_ID = "transformers-absent-per-layer"
-_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 
-
-def rotary_embedding(original: Callable[..., Any], self: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextRotaryEmbedding.__init__", activator=True)
+def rotary_embedding(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
     """Every text model has one."""
     if getattr(config, "num_kv_shared_layers", 0) and not getattr(config, "hidden_size_per_layer_input", 0):
-        sleep.awaken(_ID)
+        dormant.activate(PATCH.id)
     return original(self, config, *args, **kwargs)
 
 
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel._maybe_slice_kv_shared_inputs", dormant=lambda late: not late)
 def slice_inputs(
-    original: Callable[..., Any], self: Any, hidden_states: Any, per_layer_inputs: Any, *args: Any, **kwargs: Any
+    original: Original, self: Any, hidden_states: Any, per_layer_inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     if per_layer_inputs is not None:
         return original(self, hidden_states, per_layer_inputs, *args, **kwargs)
@@ -65,25 +67,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     tokens, unsliced = (model.generate(**batch, **options, output_hidden_states=asked) for asked in (False, True))
     parity = (found - expected).abs().max().item() if torch.equal(tokens, unsliced) else float("inf")
     return Outcome(False, f"{found.shape[1]} tokens are read without per-layer inputs", parity)
-
-
-PATCH = Patch(
-    id=_ID,
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F108",),
-    distribution="transformers",
-    affected=">=5.23.0",
-    acts_on=ActsOn.GEMMA4,
-    after=("transformers-rotary-order", "transformers-rotary-cast", "transformers-sliced-prompts"),
-    targets=(
-        Target(module=_GEMMA4, name="Gemma4TextRotaryEmbedding.__init__", replacement=rotary_embedding, waker=True),
-        Target(
-            module=_GEMMA4,
-            name="Gemma4TextModel._maybe_slice_kv_shared_inputs",
-            replacement=slice_inputs,
-            asleep=lambda late: not late,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -13,19 +13,25 @@ Remove when: transformers below 5.20.0 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F30",
+    severity="crash",
+    affected=">=5.18.0,<5.20.0",
+    acts_on="every model",
+    bug=("https://github.com/huggingface/transformers/pull/48982",),
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
+)
 
 #: Parameters without a default, in order.
 ORDER = ("input_ids", "assistant_model", "target_model_input_embeddings", "generation_config", "model_kwargs")
 
 
-def init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+@PATCH.replaces("transformers.generation.candidate_generator", "SinglePositionMultiTokenCandidateGenerator.__init__")
+def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     # By position, because upstream warns that the names are deprecated.
     rest = [kwargs.pop(name, None) for name in ORDER[len(args) :]]
     original(self, *args, *rest, **kwargs)
@@ -40,25 +46,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         if "set of layer types" not in str(error):
             raise
         return Outcome(False, "no assistant can be made: see transformers-assistant-sharing", applicable=False)
-
-
-PATCH = Patch(
-    id="transformers-assistant-arguments",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F30",),
-    distribution="transformers",
-    affected=">=5.18.0,<5.20.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    fixed="5.20.0",
-    bug=("https://github.com/huggingface/transformers/pull/48982",),
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
-    targets=(
-        Target(
-            module="transformers.generation.candidate_generator",
-            name="SinglePositionMultiTokenCandidateGenerator.__init__",
-            replacement=init,
-        ),
-    ),
-    reproduce=reproduce,
-)

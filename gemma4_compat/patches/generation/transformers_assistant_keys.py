@@ -19,15 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import attached
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F86", severity="speed", affected=">=5.8.0")
 
 
+@PATCH.replaces(
+    "transformers.generation.candidate_generator", "SinglePositionMultiTokenCandidateGenerator.get_candidates"
+)
 def get_candidates(
     original: Callable[..., tuple[Any, Any]],
     self: Any,
@@ -78,22 +80,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import assistants
 
     return assistants.fed(workspace)
-
-
-PATCH = Patch(
-    id="transformers-assistant-keys",
-    kind=Kind.REPAIR,
-    severity=Severity.SPEED,
-    failure_points=("F86",),
-    distribution="transformers",
-    affected=">=5.8.0",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(
-            module="transformers.generation.candidate_generator",
-            name="SinglePositionMultiTokenCandidateGenerator.get_candidates",
-            replacement=get_candidates,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -18,19 +18,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F87", severity="memory", affected=">=5.8.0", after=("transformers-assisted-turns",))
 
 _FLAG = "output_hidden_states"
 
 
-def assisted_decoding(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._assisted_decoding")
+def assisted_decoding(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     assistant = type(kwargs.get("assistant_model")).__name__
     if (
         not assistant.startswith(("Gemma4Assistant", "Gemma4UnifiedAssistant"))
@@ -83,23 +83,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import assistants
 
     return assistants.kept(workspace)
-
-
-PATCH = Patch(
-    id="transformers-assistant-memory",
-    kind=Kind.REPAIR,
-    severity=Severity.MEMORY,
-    failure_points=("F87",),
-    distribution="transformers",
-    affected=">=5.8.0",
-    acts_on=ActsOn.GEMMA4,
-    after=("transformers-assisted-turns",),
-    targets=(
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._assisted_decoding",
-            replacement=assisted_decoding,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -15,17 +15,25 @@ Remove when: the assistant's forward reads no weight outside the forward of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._offload import gathered_weights
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F30", severity="crash", affected=">=5.10.1", requires=("accelerate",))
 
 
-def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(
+    "transformers.models.gemma4_assistant.modeling_gemma4_assistant",
+    "Gemma4AssistantForCausalLM.forward",
+    group="gemma4",
+)
+@PATCH.replaces(
+    "transformers.models.gemma4_unified_assistant.modeling_gemma4_unified_assistant",
+    "Gemma4UnifiedAssistantForCausalLM.forward",
+    group="gemma4_unified",
+)
+def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     getters = [lambda: self.pre_projection]
     if self.masked_embedding is not None:
         getters.append(lambda: self.lm_head)
@@ -37,26 +45,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import assistants
 
     return assistants.offloaded(workspace)
-
-
-def _target(family: str, kind: str) -> Target:
-    return Target(
-        module=f"transformers.models.{family}_assistant.modeling_{family}_assistant",
-        name=f"{kind}AssistantForCausalLM.forward",
-        replacement=forward,
-        group=family,
-    )
-
-
-PATCH = Patch(
-    id="transformers-assistant-offloaded",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F30",),
-    distribution="transformers",
-    affected=">=5.10.1",
-    requires=("accelerate",),
-    acts_on=ActsOn.GEMMA4,
-    targets=(_target("gemma4", "Gemma4"), _target("gemma4_unified", "Gemma4Unified")),
-    reproduce=reproduce,
-)

@@ -19,12 +19,11 @@ Remove when: ``SinglePositionMultiTokenCandidateGenerator`` draws its candidates
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F85", severity="wrong_result", affected=">=5.8.0")
 
 
 class Drafter:
@@ -66,7 +65,8 @@ class Drafter:
         return outputs
 
 
-def candidate_generator(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._get_candidate_generator")
+def candidate_generator(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     from transformers.generation import candidate_generator as upstream
 
     generator = original(self, *args, **kwargs)
@@ -84,6 +84,9 @@ def _is_pure(processor: Any) -> bool:
     return not isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
+@PATCH.replaces(
+    "transformers.generation.candidate_generator", "SinglePositionMultiTokenCandidateGenerator.get_candidates"
+)
 def get_candidates(
     original: Callable[..., tuple[Any, Any]], self: Any, input_ids: Any, *args: Any, **kwargs: Any
 ) -> tuple[Any, Any]:
@@ -99,29 +102,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import assistants
 
     return assistants.sampled(workspace)
-
-
-_GENERATOR = "transformers.generation.candidate_generator"
-
-PATCH = Patch(
-    id="transformers-assistant-sampling",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F85",),
-    distribution="transformers",
-    affected=">=5.8.0",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._get_candidate_generator",
-            replacement=candidate_generator,
-        ),
-        Target(
-            module=_GENERATOR,
-            name="SinglePositionMultiTokenCandidateGenerator.get_candidates",
-            replacement=get_candidates,
-        ),
-    ),
-    reproduce=reproduce,
-)

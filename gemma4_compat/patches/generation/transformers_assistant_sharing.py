@@ -21,15 +21,25 @@ Remove when: ``kv_sharing_modes`` handles models in which all layers, or none, r
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import shared_kv
+from gemma4_compat.patches.api import Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F30",
+    severity="crash",
+    affected=">=5.23.0,<5.24.0",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.24.0",
+)
 
 
+@PATCH.replaces("transformers.models.gemma4.configuration_gemma4", "Gemma4TextConfig.kv_sharing_modes", group="gemma4")
+@PATCH.replaces(
+    "transformers.models.gemma4_unified.configuration_gemma4_unified",
+    "Gemma4UnifiedTextConfig.kv_sharing_modes",
+    group="gemma4_unified",
+)
 def kv_sharing_modes(original: Callable[..., list[str | None]], self: Any) -> list[str | None]:
     return shared_kv.sharing_modes(original, self)
 
@@ -38,31 +48,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import scenarios
 
     return scenarios.of_both_classes(workspace, gemma4=scenarios.assisted, unified=scenarios.assisted)
-
-
-PATCH = Patch(
-    id="transformers-assistant-sharing",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F30",),
-    distribution="transformers",
-    affected=">=5.23.0,<5.24.0",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.24.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.24.0",
-    targets=(
-        Target(
-            module="transformers.models.gemma4.configuration_gemma4",
-            name="Gemma4TextConfig.kv_sharing_modes",
-            replacement=kv_sharing_modes,
-            group="gemma4",
-        ),
-        Target(
-            module="transformers.models.gemma4_unified.configuration_gemma4_unified",
-            name="Gemma4UnifiedTextConfig.kv_sharing_modes",
-            replacement=kv_sharing_modes,
-            group="gemma4_unified",
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -17,21 +17,26 @@ Remove when: transformers below 5.15.0, where sliding layers cannot be cropped, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F24",
+    severity="crash",
+    affected=">=5.5.0,<5.15.0",
+    bug=("https://github.com/huggingface/transformers/issues/46629",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/47447",
+)
 
 _NAME = "past_key_values"
 
 
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._prepare_cache_for_generation")
 def prepare_cache(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     generation_config: Any,
     model_kwargs: dict[str, Any],
@@ -82,25 +87,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     found = model.generate(**options, prompt_lookup_num_tokens=2, past_key_values=cache)
     same = torch.equal(expected, found)
     return Outcome(not same, f"prompt lookup gives {'the same' if same else 'other'} tokens")
-
-
-PATCH = Patch(
-    id="transformers-assisted-cache",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F24",),
-    distribution="transformers",
-    affected=">=5.5.0,<5.15.0",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.15.0",
-    bug=("https://github.com/huggingface/transformers/issues/46629",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/47447",
-    targets=(
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._prepare_cache_for_generation",
-            replacement=prepare_cache,
-        ),
-    ),
-    reproduce=reproduce,
-)

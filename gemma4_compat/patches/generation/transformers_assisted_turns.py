@@ -21,22 +21,22 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._common import in_place
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import cache_names, prefill
 from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F24", severity="wrong_result", affected=">=5.5.0")
 
 #: What transformers splits by the length of the text.
 _SPLIT = ("output_attentions", "output_hidden_states")
 
 
-def assisted_decoding(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._assisted_decoding")
+def assisted_decoding(original: Original, self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     cache, config = cache_names.cache_in(kwargs), kwargs.get("generation_config")
     held = int(cache.get_seq_length()) if cache is not None else 0
     if not held or args or config is None or not is_gemma4_config(self.config):
@@ -119,22 +119,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     off = (expected.logits[0] - found.logits[0]).abs().max().item()
     rounding = 1e-4 * expected.logits[0].abs().max().item()  # float32, other kernels for other lengths
     return Outcome(off > rounding, f"a second turn with prompt lookup: its logits are off by {off:.2g}")
-
-
-PATCH = Patch(
-    id="transformers-assisted-turns",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F24",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._assisted_decoding",
-            replacement=assisted_decoding,
-        ),
-    ),
-    reproduce=reproduce,
-)

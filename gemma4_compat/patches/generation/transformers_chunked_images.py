@@ -18,20 +18,19 @@ Remove when: transformers cuts prompts between images.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import prefill as prefill_of
 from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F24 F30", severity="wrong_result", affected=">=5.23.0")
 
 
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._prefill")
 def prefill(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     input_ids: Any,
     generation_config: Any,
@@ -94,16 +93,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         cut > rounding >= between,  # if images are left out, chunks between them are also wrong
         f"where a chunk ends inside an image the logits are off by {cut:.2g}, elsewhere by {between:.2g}",
     )
-
-
-PATCH = Patch(
-    id="transformers-chunked-images",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F24", "F30"),
-    distribution="transformers",
-    affected=">=5.23.0",
-    acts_on=ActsOn.GEMMA4,
-    targets=(Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),),
-    reproduce=reproduce,
-)

@@ -16,15 +16,18 @@ Remove when: transformers below 5.23.0 is no longer supported.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F24",
+    severity="wrong_result",
+    affected=">=5.5.0,<5.23.0",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.23.0",
+)
 
 #: The caller's argument -> the name under which transformers from 5.20.0 on encodes it before the first chunk
 #: (``mm_encoder_outputs``; audio is passed on unchanged).
@@ -42,8 +45,9 @@ def _media(model_kwargs: dict[str, Any]) -> list[str]:
     ]
 
 
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._prefill")
 def prefill(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     input_ids: Any,
     generation_config: Any,
@@ -93,18 +97,3 @@ def _compare(model: Any, batch: dict[str, Any], media: str) -> Outcome:
         wrong, said = 0.0, "more than one is refused"
     rounding = 1e-4 * expected.logits[0].abs().max().item()  # float32, other kernels for other lengths
     return Outcome(off > 0 or wrong > rounding, f"{media}: in one chunk the logits are off by {off:.2g}; {said}", off)
-
-
-PATCH = Patch(
-    id="transformers-chunked-media",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F24",),
-    distribution="transformers",
-    affected=">=5.5.0,<5.23.0",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.23.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.23.0",
-    targets=(Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),),
-    reproduce=reproduce,
-)

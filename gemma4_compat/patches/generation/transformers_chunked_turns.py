@@ -15,24 +15,29 @@ Remove when: transformers below 5.21.0 is no longer supported.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names
 from gemma4_compat._models import prefill as prefill_of
 from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F24",
+    severity="wrong_result",
+    affected=">=5.5.0,<5.21.0",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.21.0",
+    after=("transformers-chunked-media", "transformers-chunked-images"),
+)
 
 _MEDIA = ("pixel_values", "pixel_values_videos", "input_features")
 #: Arguments with a column for each token, up to the last one.
 _BY_POSITION = ("attention_mask", "position_ids", "mm_token_type_ids", "token_type_ids")
 
 
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._prefill")
 def prefill(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     input_ids: Any,
     generation_config: Any,
@@ -82,19 +87,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     off = (expected.logits[0] - found.logits[0]).abs().max().item()
     rounding = 1e-4 * expected.logits[0].abs().max().item()  # float32, other kernels for other lengths
     return Outcome(off > rounding, f"a second turn that is read in chunks: its logits are off by {off:.2g}")
-
-
-PATCH = Patch(
-    id="transformers-chunked-turns",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F24",),
-    distribution="transformers",
-    affected=">=5.5.0,<5.21.0",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.21.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.21.0",
-    after=("transformers-chunked-media", "transformers-chunked-images"),
-    targets=(Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),),
-    reproduce=reproduce,
-)

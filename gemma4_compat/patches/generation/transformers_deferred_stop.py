@@ -21,22 +21,22 @@ Remove when: ``DeferredStopCheck.is_supported`` is True on CUDA.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._generation import call
 from gemma4_compat._generation.sampling import choosing
 from gemma4_compat._graphs import advancing, deferral
 from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._models import cache_names
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F52", kind="speed", severity="speed", affected=">=5.17", needs=("transformers-graph-decoding",))
 
 _TOKENS = 16
 
 
-def sample(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._sample")
+def sample(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     functions = [*(kwargs.get("logits_processor") or ()), *(kwargs.get("stopping_criteria") or ())]
     samples = bool(kwargs["generation_config"].do_sample)
     alone = not kwargs.get("synced_gpus")  # otherwise processes have to agree on the number of steps
@@ -49,6 +49,7 @@ def sample(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
         return original(self, *args, **kwargs)
 
 
+@PATCH.replaces("transformers.generation.utils", "DeferredStopCheck.is_supported")
 def is_supported(
     original: Callable[..., bool], device: Any, cache: Any, cache_is_returned: bool, is_assistant: bool
 ) -> bool:
@@ -61,6 +62,7 @@ def is_supported(
     return running.ours
 
 
+@PATCH.replaces("transformers.generation.utils", "DeferredStopCheck.__call__")
 def check(original: Callable[..., bool], self: Any, unfinished: Any, tokens: Any, length: int) -> bool:
     running = deferral.current()
     if running is None or not running.ours:
@@ -72,6 +74,7 @@ def check(original: Callable[..., bool], self: Any, unfinished: Any, tokens: Any
     return found
 
 
+@PATCH.replaces("transformers.generation.utils", "DeferredStopCheck.finish")
 def finish(original: Callable[..., int], self: Any) -> int:
     running = deferral.current()
     if running is None or not running.ours:
@@ -116,38 +119,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         f"{_TOKENS} tokens that are decoded by replay: the host waits for {waited} of them",
         parity=float(not torch.equal(expected, found)),
     )
-
-
-PATCH = Patch(
-    id="transformers-deferred-stop",
-    kind=Kind.SPEED,
-    severity=Severity.SPEED,
-    failure_points=("F52",),
-    distribution="transformers",
-    affected=">=5.17",
-    acts_on=ActsOn.GEMMA4,
-    needs=("transformers-graph-decoding",),
-    targets=(
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._sample",
-            replacement=sample,
-        ),
-        Target(
-            module="transformers.generation.utils",
-            name="DeferredStopCheck.is_supported",
-            replacement=is_supported,
-        ),
-        Target(
-            module="transformers.generation.utils",
-            name="DeferredStopCheck.__call__",
-            replacement=check,
-        ),
-        Target(
-            module="transformers.generation.utils",
-            name="DeferredStopCheck.finish",
-            replacement=finish,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -16,27 +16,32 @@ Remove when: transformers below 5.18.0 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine import sleep
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._engine import dormant
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F24",
+    severity="crash",
+    affected=">=5.15.0,<5.18.0",
+    acts_on="every model",
+    applied_upstream="https://github.com/huggingface/transformers/pull/48280",
+)
 
-_ID = "transformers-draft-windows"
-_CACHES = "transformers.cache_utils"
 #: Tokens of a draft.
 _DRAFT = 5
 
 
-def activate_past_recording(original: Callable[..., Any], self: Any) -> Any:
-    sleep.awaken(_ID)
+@PATCH.replaces("transformers.cache_utils", "DynamicSlidingWindowLayer.activate_past_recording", activator=True)
+def activate_past_recording(original: Original, self: Any) -> Any:
+    dormant.activate(PATCH.id)
     return original(self)
 
 
-def update(original: Callable[..., Any], self: Any, key_states: Any, *args: Any, **kwargs: Any) -> Any:
+# A layer from before may record already.
+@PATCH.replaces("transformers.cache_utils", "DynamicSlidingWindowLayer.update", dormant=lambda late: not late)
+def update(original: Original, self: Any, key_states: Any, *args: Any, **kwargs: Any) -> Any:
     keys, values = original(self, key_states, *args, **kwargs)
     if not self.record_past:
         return keys, values
@@ -44,8 +49,13 @@ def update(original: Callable[..., Any], self: Any, key_states: Any, *args: Any,
     return keys[:, :, -visible:, :], values[:, :, -visible:, :]
 
 
+@PATCH.replaces(
+    "transformers.generation.candidate_generator",
+    "AssistedCandidateGenerator._update_past_and_masks",
+    affected=">=5.15.0,<5.16.0",
+)
 def update_past_and_masks(
-    original: Callable[..., Any], self: Any, input_ids: Any, remove_from_pkv: int = 0, *args: Any, **kwargs: Any
+    original: Original, self: Any, input_ids: Any, remove_from_pkv: int = 0, *args: Any, **kwargs: Any
 ) -> Any:
     cache = self.assistant_kwargs.get("past_key_values")
     rejected = 0 if cache is None else cache.get_seq_length() - (input_ids.shape[-1] - 1)
@@ -70,37 +80,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     expected = model.generate(**options)
     same = torch.equal(expected, model.generate(**options, assistant_model=drafts))
     return Outcome(not same, f"with a draft model, {'the same' if same else 'other'} tokens")
-
-
-PATCH = Patch(
-    id=_ID,
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F24",),
-    distribution="transformers",
-    affected=">=5.15.0,<5.18.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    fixed="5.18.0",
-    applied_upstream="https://github.com/huggingface/transformers/pull/48280",
-    targets=(
-        Target(
-            module=_CACHES,
-            name="DynamicSlidingWindowLayer.activate_past_recording",
-            replacement=activate_past_recording,
-            waker=True,
-        ),
-        Target(
-            module=_CACHES,
-            name="DynamicSlidingWindowLayer.update",
-            replacement=update,
-            asleep=lambda late: not late,  # a layer from before may record already
-        ),
-        Target(
-            module="transformers.generation.candidate_generator",
-            name="AssistedCandidateGenerator._update_past_and_masks",
-            replacement=update_past_and_masks,
-            affected=">=5.15.0,<5.16.0",
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -21,20 +21,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names
 from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F126", severity="crash", affected=">=5.5.0")
 
 _swapping = threading.Lock()
 
 
-def get_candidates(original: Callable[..., Any], self: Any, input_ids: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.candidate_generator", "EarlyExitCandidateGenerator.get_candidates")
+def get_candidates(original: Original, self: Any, input_ids: Any, **kwargs: Any) -> Any:
     model = self.assistant_model
     if not is_gemma4_config(model.config):
         return original(self, input_ids, **kwargs)
@@ -97,22 +97,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if all(found):
         return Outcome(False, "8 tokens with drafts of the first three layers are those without")
     return Outcome(True, "with drafts of the first three layers other tokens are generated")
-
-
-PATCH = Patch(
-    id="transformers-early-exit",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F126",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(
-            module="transformers.generation.candidate_generator",
-            name="EarlyExitCandidateGenerator.get_candidates",
-            replacement=get_candidates,
-        ),
-    ),
-    reproduce=reproduce,
-)

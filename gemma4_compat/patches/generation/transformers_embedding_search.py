@@ -20,26 +20,32 @@ times vocabulary, in all supported releases.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import per_layer
 from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F93",
+    severity="crash",
+    affected=">=5.5.0",
+    after=("transformers-offloaded-embedding", "transformers-embedding-devices", "transformers-static-images"),
+    needs=("transformers-given-per-layer",),
+)
 
 
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.get_per_layer_inputs")
 def get_per_layer_inputs(
-    original: Callable[..., Any], self: Any, input_ids: Any, inputs_embeds: Any = None, *args: Any, **kwargs: Any
+    original: Original, self: Any, input_ids: Any, inputs_embeds: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     if input_ids is None and inputs_embeds is not None and self.hidden_size_per_layer_input:
         input_ids = per_layer.tokens_of(self, inputs_embeds)
     return original(self, input_ids, inputs_embeds, *args, **kwargs)
 
 
-def prepare_inputs(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin.prepare_inputs_for_generation", group="generate")
+def prepare_inputs(original: Original, self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     inputs = original(self, input_ids, *args, **kwargs)
     if "per_layer_inputs" not in inputs and ("inputs_embeds" not in inputs or inputs["inputs_embeds"] is None):
         return inputs  # most tokens
@@ -75,30 +81,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if found:
         return Outcome(True, f"the logits of inputs_embeds are {found:.2g} off those of input_ids", found)
     return Outcome(False, "inputs_embeds have the logits of input_ids, bit for bit", 0.0)
-
-
-PATCH = Patch(
-    id="transformers-embedding-search",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F93",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.GEMMA4,
-    after=("transformers-offloaded-embedding", "transformers-embedding-devices", "transformers-static-images"),
-    needs=("transformers-given-per-layer",),
-    targets=(
-        Target(
-            module="transformers.models.gemma4.modeling_gemma4",
-            name="Gemma4TextModel.get_per_layer_inputs",
-            replacement=get_per_layer_inputs,
-        ),
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin.prepare_inputs_for_generation",
-            replacement=prepare_inputs,
-            group="generate",
-        ),
-    ),
-    reproduce=reproduce,
-)

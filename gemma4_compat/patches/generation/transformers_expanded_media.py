@@ -17,22 +17,21 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import media
 from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F88", severity="wrong_result", affected=">=5.5.0")
 
 #: The model whose ``generate`` runs, because before 5.18.0 it calls a static method.
 _generating: ContextVar[Any] = ContextVar("gemma4_compat_generating", default=None)
 
 
-def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin.generate")
+def generate(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     token = _generating.set(self)
     try:
         return original(self, *args, **kwargs)
@@ -40,7 +39,8 @@ def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
         _generating.reset(token)
 
 
-def expand_inputs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._expand_inputs_for_generation")
+def expand_inputs(original: Original, *args: Any, **kwargs: Any) -> Any:
     model = args[0] if args and hasattr(args[0], "config") else _generating.get()
     if model is None or not is_gemma4_config(model.config):
         return original(*args, **kwargs)
@@ -143,23 +143,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     return Outcome(
         bool(found), said or "beams of prompts with several images and sounds have the logits of the prompt"
     )
-
-
-PATCH = Patch(
-    id="transformers-expanded-media",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F88",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(module="transformers.generation.utils", name="GenerationMixin.generate", replacement=generate),
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._expand_inputs_for_generation",
-            replacement=expand_inputs,
-        ),
-    ),
-    reproduce=reproduce,
-)

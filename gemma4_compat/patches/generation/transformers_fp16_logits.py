@@ -17,21 +17,20 @@ Remove when: ``generate`` says that the logits are not finite.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._generation.prompts import overflow
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F113", kind="notice", severity="wrong_result", affected=">=5.5")
 
 #: The product of gate and up is multiplied by it. Tiny models overflow from 2 ** 14 on.
 _FACTOR = 2.0**16
 _NEW_TOKENS = 4
 
 
-def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin.generate")
+def generate(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     reasons = overflow.reasons(self)
     if not reasons:
         return original(self, *args, **kwargs)
@@ -41,15 +40,15 @@ def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     return output
 
 
-def prefill(
-    original: Callable[..., Any], self: Any, input_ids: Any, generation_config: Any, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._prefill")
+def prefill(original: Original, self: Any, input_ids: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
     outputs = original(self, input_ids, generation_config, *args, **kwargs)
     overflow.check(self, outputs, generation_config)
     return outputs
 
 
-def assisted_decoding(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._assisted_decoding")
+def assisted_decoding(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     config = kwargs.get("generation_config")
     if config is not None and overflow.is_wanted(self):
         self = _Called(self, config)
@@ -94,24 +93,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         return Outcome(False, said[0] if said else "the logits in float16 are finite")
     tokens = found.sequences[0, -_NEW_TOKENS:].tolist()
     return Outcome(True, f"the logits are NaN in float16, the tokens are {tokens}, and nothing is said")
-
-
-PATCH = Patch(
-    id="transformers-fp16-logits",
-    kind=Kind.NOTICE,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F113",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(module="transformers.generation.utils", name="GenerationMixin.generate", replacement=generate),
-        Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._assisted_decoding",
-            replacement=assisted_decoding,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -18,13 +18,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F94", severity="crash", affected=">=5.15.0")
 
 
 class _Named:
@@ -46,7 +45,8 @@ def _takes_embeddings(function: Callable[..., Any]) -> bool:
     return "inputs_embeds" in inspect.signature(function).parameters
 
 
-def prepare_model_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._prepare_model_inputs")
+def prepare_model_inputs(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     model = self
     # Not for a PEFT model with virtual tokens, whose method replaces it and passes nothing on.
     if is_gemma4_config(self.config) and "prepare_inputs_for_generation" not in vars(self):
@@ -71,22 +71,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if found:
         return Outcome(True, f"the logits of inputs_embeds are {found:.2g} off those of input_ids", found)
     return Outcome(False, "generate of inputs_embeds gives the logits of input_ids, bit for bit", 0.0)
-
-
-PATCH = Patch(
-    id="transformers-generate-embeddings",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F94",),
-    distribution="transformers",
-    affected=">=5.15.0",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._prepare_model_inputs",
-            replacement=prepare_model_inputs,
-        ),
-    ),
-    reproduce=reproduce,
-)

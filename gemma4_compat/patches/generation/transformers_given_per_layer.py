@@ -13,24 +13,30 @@ Remove when: transformers below 5.9.0 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import per_layer
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F93",
+    severity="crash",
+    affected=">=5.5.0,<5.9.0",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.9.0",
+    after=("transformers-embedding-search", "transformers-offloaded-embedding", "transformers-embedding-devices"),
+)
 
 
-def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.forward")
+def model_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("inputs_embeds") is None or kwargs.get("per_layer_inputs") is None:
         return original(self, *args, **kwargs)
     with per_layer.handed_over(kwargs.pop("per_layer_inputs")):
         return original(self, *args, **kwargs)
 
 
-def get_per_layer_inputs(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.get_per_layer_inputs")
+def get_per_layer_inputs(original: Original, self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     given = per_layer.given() if input_ids is None else None
     return original(self, input_ids, *args, **kwargs) if given is None else given
 
@@ -50,24 +56,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if found:
         return Outcome(True, f"the logits of both are {found:.2g} off those of input_ids", found)
     return Outcome(False, "inputs_embeds and per_layer_inputs have the logits of input_ids, bit for bit", 0.0)
-
-
-_MODELING = "transformers.models.gemma4.modeling_gemma4"
-
-PATCH = Patch(
-    id="transformers-given-per-layer",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F93",),
-    distribution="transformers",
-    affected=">=5.5.0,<5.9.0",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.9.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.9.0",
-    after=("transformers-embedding-search", "transformers-offloaded-embedding", "transformers-embedding-devices"),
-    targets=(
-        Target(module=_MODELING, name="Gemma4Model.forward", replacement=model_forward),
-        Target(module=_MODELING, name="Gemma4TextModel.get_per_layer_inputs", replacement=get_per_layer_inputs),
-    ),
-    reproduce=reproduce,
-)

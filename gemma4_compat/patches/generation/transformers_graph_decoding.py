@@ -32,21 +32,32 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._common import in_place
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._generation import call
 from gemma4_compat._generation.prefix_cache import returned
-from gemma4_compat._generation.prompts import chunks, embedded, pieces, prompts
+from gemma4_compat._generation.prompts import chunks, embedded, pieces, prompts, room
 from gemma4_compat._generation.speculative import assisted, drafted_calls
 from gemma4_compat._graphs import decoder, deferral, new_caches, obstacles, static_caches
 from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._models import cache_names
-from gemma4_compat._planner import reading
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F52",
+    kind="speed",
+    severity="speed",
+    affected=">=5.5",
+    after=(
+        "transformers-fp16-logits",
+        "transformers-expanded-media",
+        "transformers-model-device",
+        "transformers-assisted-cache",
+        "transformers-assisted-turns",
+        "transformers-assistant-memory",
+    ),
+)
 
 # Per thread, the decoder that `_sample` asks for next: it asks for the criteria and the call in one expression.
 _next = threading.local()
@@ -70,7 +81,8 @@ _BY_TRAINERS = (
 )
 
 
-def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin.generate", dormant=True)
+def generate(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if not decoder.is_preferred(self):
         return original(self, *args, **kwargs)
     with returned.running(self, is_own=callable(kwargs.get("custom_generate"))) as running:
@@ -78,8 +90,9 @@ def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     return running.output(output)
 
 
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._prepare_cache_for_generation")
 def prepare_cache(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     generation_config: Any,
     model_kwargs: Any,
@@ -129,8 +142,9 @@ def _lazily(model: Any) -> Iterator[None]:
         yield
 
 
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._prefill")
 def prefill(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     input_ids: Any,
     generation_config: Any,
@@ -165,11 +179,12 @@ def prefill(
     at_once = in_pieces if given is not None and decoding.any_length else whole
     if not tokens:
         return at_once()
-    room = reading.Room(self, cache, len(input_ids), tokens)
+    memory = room.Room(self, cache, len(input_ids), tokens)
     estimated = decoding.own and at_once is whole and given is not None
-    return chunks.read(decoding, model_kwargs, room, at_once, in_chunks, estimated=estimated)
+    return chunks.read(decoding, model_kwargs, memory, at_once, in_chunks, estimated=estimated)
 
 
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._valid_auto_compile_criteria")
 def valid_auto_compile_criteria(
     original: Callable[..., bool], self: Any, model_kwargs: Any, generation_config: Any, *args: Any, **kwargs: Any
 ) -> bool:
@@ -183,7 +198,8 @@ def valid_auto_compile_criteria(
     return found or _next.decoder is not None
 
 
-def compiled_call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel.get_compiled_call")
+def compiled_call(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     given, _next.decoder = getattr(_next, "decoder", None), None
     if given is None or given.model is not self:
         return original(self, *args, **kwargs)
@@ -193,7 +209,8 @@ def compiled_call(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     return given
 
 
-def beam_search(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._beam_search")
+def beam_search(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     cache, config = cache_names.cache_in(kwargs), kwargs.get("generation_config")
     given = None if config is None or config.disable_compile else call.decoder_for(self, cache)
     if given is None:
@@ -202,7 +219,8 @@ def beam_search(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
         return original(_Called(self, given), *args, **kwargs)
 
 
-def assisted_decoding(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._assisted_decoding")
+def assisted_decoding(original: Original, self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     """After ``decode_fast(assistants=True)``, in rounds that are replayed. Where none could have drafts, as without an
     assistant; where rounds cannot do what the call asks for, as before. The log says why.
     """
@@ -238,7 +256,9 @@ def assisted_decoding(original: Callable[..., Any], self: Any, input_ids: Any, *
         return assisted.Text(self, input_ids, config, given).decode(prepared)
 
 
-def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.forward", group="gemma4", dormant=True)
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedTextModel.forward", group="gemma4_unified", dormant=True)
+def text_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """After ``decode_fast``, the text model's part of a prompt with images or sounds is replayed."""
     import torch
 
@@ -296,73 +316,4 @@ def reproduce(workspace: Workspace) -> Outcome:
     )
 
 
-def _target(family: str, kind: str) -> Target:
-    return Target(
-        module=f"transformers.models.{family}.modeling_{family}",
-        name=f"{kind}TextModel.forward",
-        replacement=text_model,
-        group=family,
-        asleep=lambda _late: True,
-    )
-
-
-PATCH = Patch(
-    id=embedded.PATCH,
-    kind=Kind.SPEED,
-    severity=Severity.SPEED,
-    failure_points=("F52",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    after=(
-        "transformers-fp16-logits",
-        "transformers-expanded-media",
-        "transformers-model-device",
-        "transformers-assisted-cache",
-        "transformers-assisted-turns",
-        "transformers-assistant-memory",
-    ),
-    targets=(
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._valid_auto_compile_criteria",
-            replacement=valid_auto_compile_criteria,
-        ),
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin.generate",
-            replacement=generate,
-            asleep=lambda _late: True,
-        ),
-        Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._prepare_cache_for_generation",
-            replacement=prepare_cache,
-        ),
-        Target(
-            module="transformers.modeling_utils",
-            name="PreTrainedModel.get_compiled_call",
-            replacement=compiled_call,
-        ),
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._beam_search",
-            replacement=beam_search,
-        ),
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._assisted_decoding",
-            replacement=assisted_decoding,
-        ),
-        Target(
-            module="transformers.cache_utils",
-            name="StaticCache.__init__",
-            replacement=new_caches.construct,
-            affected=">=5.19.0",
-        ),
-        _target("gemma4", "Gemma4"),
-        _target("gemma4_unified", "Gemma4Unified"),
-    ),
-    reproduce=reproduce,
-)
+PATCH.replaces("transformers.cache_utils", "StaticCache.__init__", affected=">=5.19.0")(new_caches.construct)

@@ -14,21 +14,25 @@ Remove when: transformers refuses such a prompt, or reads it right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import cache_names
 from gemma4_compat._models import prefill as prefill_of
 from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F107",
+    severity="wrong_result",
+    affected=">=5.5",
+    after=("transformers-chunked-media", "transformers-chunked-images", "transformers-chunked-turns"),
+)
 
 
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._prefill")
 def prefill(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     input_ids: Any,
     generation_config: Any,
@@ -63,17 +67,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         return Outcome(False, str(error))
     off = (expected.logits[0] - found.logits[0]).abs().max().item()
     return Outcome(off > 1e-3, f"a prompt that the cache holds: its logits are off by {off:.2g}")
-
-
-PATCH = Patch(
-    id="transformers-held-prompts",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F107",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    after=("transformers-chunked-media", "transformers-chunked-images", "transformers-chunked-turns"),
-    targets=(Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),),
-    reproduce=reproduce,
-)

@@ -18,18 +18,22 @@ Remove when: transformers before 5.13 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._attention import masks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F68",
+    severity="wrong_result",
+    affected=">=5.5.0,<5.13.0",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.13.0",
+)
 
 
+@PATCH.replaces(MODELING_GEMMA4, "create_causal_mask_mapping", optional=True)  # until 5.8.1
 def create_causal_mask_mapping(  # before 5.9.0
-    original: Callable[..., Any],
+    original: Original,
     config: Any,
     inputs_embeds: Any,
     attention_mask: Any,
@@ -53,14 +57,16 @@ def create_causal_mask_mapping(  # before 5.9.0
     )
 
 
-def get_block_sequence_ids_for_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "get_block_sequence_ids_for_mask", optional=True)  # from 5.9.0 on
+def get_block_sequence_ids_for_mask(original: Original, *args: Any, **kwargs: Any) -> Any:
     # For a prompt without images the model makes its own int64 types. Reading their values would cost a sync.
     import torch
 
     return original(*args, **kwargs).to(torch.int32)
 
 
-def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.masking_utils", "create_masks_for_generate")
+def create_masks_for_generate(original: Original, *args: Any, **kwargs: Any) -> Any:
     import torch
 
     images = kwargs.get("block_sequence_ids")
@@ -98,37 +104,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         max(off) > 1e-3,
         f"the logits of a text with an image are off by {off[0]:.2g}, read in two parts by {off[1]:.2g}",
     )
-
-
-_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
-PATCH = Patch(
-    id="transformers-image-masks",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F68",),
-    distribution="transformers",
-    affected=">=5.5.0,<5.13.0",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.13.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.13.0",
-    targets=(
-        Target(
-            module=_GEMMA4,
-            name="create_causal_mask_mapping",
-            replacement=create_causal_mask_mapping,
-            optional=True,  # until 5.8.1
-        ),
-        Target(
-            module=_GEMMA4,
-            name="get_block_sequence_ids_for_mask",
-            replacement=get_block_sequence_ids_for_mask,
-            optional=True,  # from 5.9.0 on
-        ),
-        Target(
-            module="transformers.masking_utils",
-            name="create_masks_for_generate",
-            replacement=create_masks_for_generate,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -18,24 +18,25 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._attention import masks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names
+from gemma4_compat.patches.api import MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
-
-_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
-
+PATCH = Patch(
+    "F68",
+    severity="wrong_result",
+    affected=">=5.10.1",
+    after=("transformers-graph-decoding",),  # which captures what gets these masks
+)
 
 #: The argument by which the forward tells the text model of images.
 _IMAGES = "gemma4_compat_images"
 
 
-def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedModel.forward")
+def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(original).bind(self, *args, **kwargs).arguments if args else kwargs
     kinds, mask = given.get("mm_token_type_ids"), given.get("attention_mask")
     if (
@@ -47,7 +48,8 @@ def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
     return original(self, *args, **kwargs, **{_IMAGES: (kinds, mask)})
 
 
-def text_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedTextModel.forward")
+def text_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     images = kwargs.pop(_IMAGES, None)
     if images is not None:
         kwargs["attention_mask"] = _masks(self.config, *images, **kwargs)
@@ -55,7 +57,7 @@ def text_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
 
 
 def _masks(config: Any, kinds: Any, mask: Any, *, inputs_embeds: Any, position_ids: Any, **kwargs: Any) -> Any:
-    unified = sys.modules[_UNIFIED]
+    unified = sys.modules[MODELING_UNIFIED]
     names = ("attention_mask", "inputs_embeds", "position_ids")
     given = {name: value for name, value in kwargs.items() if name in cache_names.NAMES}
     given |= dict(zip(names, (mask, inputs_embeds, position_ids), strict=True))
@@ -83,20 +85,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         expected = model(ids, attention_mask=scenarios.image_masks(model, kinds)).logits
         off = (expected - model(ids, mm_token_type_ids=kinds).logits).abs().max().item()
     return Outcome(off > 1e-3, f"the logits of a text with an image are off by {off:.2g}")
-
-
-PATCH = Patch(
-    id="transformers-image-masks-unified",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F68",),
-    distribution="transformers",
-    affected=">=5.10.1",
-    acts_on=ActsOn.GEMMA4,
-    after=("transformers-graph-decoding",),  # which captures what gets these masks
-    targets=(
-        Target(module=_UNIFIED, name="Gemma4UnifiedModel.forward", replacement=forward),
-        Target(module=_UNIFIED, name="Gemma4UnifiedTextModel.forward", replacement=text_forward),
-    ),
-    reproduce=reproduce,
-)

@@ -15,20 +15,26 @@ Remove when: transformers below 5.20.0 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._quantization.host import has_cuda
+from gemma4_compat._quantization import host
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F24",
+    severity="wrong_result",
+    affected=">=5.5.0,<5.20.0",
+    acts_on="every model",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
+)
+detect = host.has_cuda
 
 #: Cycles by which the reproduction delays a copy to the host; 25 to 50 ms on current GPUs.
 DELAY = 50_000_000
 
 
-def prefetch(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+@PATCH.replaces("transformers.cache_utils", "Cache.prefetch")
+def prefetch(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     import torch
 
     for device in {layer.device for layer in self.layers if layer.is_initialized}:
@@ -63,19 +69,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     return Outcome(
         not worst < 1e-4 * scale, f"with an offloaded cache, whose copies take long, logits are off by {worst:.2g}"
     )
-
-
-PATCH = Patch(
-    id="transformers-offloaded-cache",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F24",),
-    distribution="transformers",
-    affected=">=5.5.0,<5.20.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    fixed="5.20.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
-    detect=has_cuda,
-    targets=(Target(module="transformers.cache_utils", name="Cache.prefetch", replacement=prefetch),),
-    reproduce=reproduce,
-)

@@ -17,18 +17,16 @@ Remove when: the paged cache of all supported releases has a separate head size 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import attached
 from gemma4_compat._attention import flash
 from gemma4_compat._common import in_place
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F97", severity="crash", affected=">=5.5.0")
 
 _LAYERS = attached.PAGED_LAYERS
 _SHAPE = ("num_key_value_heads", "head_dim")
@@ -38,7 +36,10 @@ class _OneHeadSizeError(Gemma4CompatError, ValueError, AttributeError):
     """Upstream raises ``ValueError``, or ``AttributeError`` before 5.13."""
 
 
-def start(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(
+    "transformers.generation.continuous_batching.continuous_api", "ContinuousMixin.init_continuous_batching"
+)
+def start(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if family.is_gemma4(self) and _differ(self.config.get_text_config()):
         from transformers.generation.continuous_batching import cache
 
@@ -53,7 +54,13 @@ def start(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     return original(self, *args, **kwargs)
 
 
-def choose_attention(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(
+    "transformers.generation.continuous_batching.continuous_api",
+    "ContinuousBatchingManager.switch_to_cb_friendly_attn",
+    optional=True,
+    group="cache",
+)
+def choose_attention(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     text = model.config.get_text_config()
     if not family.is_gemma4(model) or not _differ(text):
         return original(self, model, *args, **kwargs)
@@ -66,7 +73,8 @@ def choose_attention(original: Callable[..., Any], self: Any, model: Any, *args:
         return original(self, model, *args, **kwargs)
 
 
-def make_cache(original: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+@PATCH.replaces("transformers.generation.continuous_batching.cache", "PagedAttentionCache.__init__", group="cache")
+def make_cache(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     if not family.is_gemma4_config(config) or not _differ(config):
         original(self, config, *args, **kwargs)
         return
@@ -79,7 +87,13 @@ def make_cache(original: Callable[..., None], self: Any, config: Any, *args: Any
     self.config = config
 
 
-def make_part(original: Callable[..., None], self: Any, **arguments: Any) -> None:
+@PATCH.replaces(
+    "transformers.generation.continuous_batching.cache_allocators.full_attention",
+    "FullAttentionCacheAllocator.__init__",
+    optional=True,
+    group="cache",
+)
+def make_part(original: Original, self: Any, **arguments: Any) -> None:
     config, heads = arguments["config"], arguments["num_key_value_heads"]
     layers = vars(config).get(_LAYERS)
     if layers is not None:
@@ -122,40 +136,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         return Outcome(False, f"refused: {error}")
     found = [list(answers[name].generated_tokens) for name in sorted(answers)]
     return Outcome(found != expected, f"generate_batch gives {found}, generate {expected}")
-
-
-_PLACE = "transformers.generation.continuous_batching"
-
-PATCH = Patch(
-    id="transformers-paged-cache",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F97",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(module=f"{_PLACE}.continuous_api", name="ContinuousMixin.init_continuous_batching", replacement=start),
-        Target(
-            module=f"{_PLACE}.continuous_api",
-            name="ContinuousBatchingManager.switch_to_cb_friendly_attn",
-            replacement=choose_attention,
-            optional=True,
-            group="cache",
-        ),
-        Target(
-            module=f"{_PLACE}.cache",
-            name="PagedAttentionCache.__init__",
-            replacement=make_cache,
-            group="cache",
-        ),
-        Target(
-            module=f"{_PLACE}.cache_allocators.full_attention",
-            name="FullAttentionCacheAllocator.__init__",
-            replacement=make_part,
-            optional=True,
-            group="cache",
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -17,20 +17,35 @@ Remove when: ``generate`` reuses the longest common prefix of the last call by i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._generation.prefix_cache import reuse, session
 from gemma4_compat._models import cache_names
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F106",
+    kind="speed",
+    severity="speed",
+    affected=">=5.5",
+    needs=("transformers-chunked-turns", "transformers-vision-masks"),
+    after=(
+        "transformers-expanded-media",
+        "transformers-assisted-cache",
+        "transformers-chunked-media",
+        "transformers-chunked-images",
+        "transformers-chunked-turns",
+        "transformers-held-prompts",
+        "transformers-unread-chunks",
+        "transformers-graph-decoding",
+    ),
+)
 
 _TOKENS = 4
 
 
-def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin.generate")
+def generate(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     kept = reuse.of(self)
     if kept is None:
         return original(self, *args, **kwargs)
@@ -43,8 +58,9 @@ def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     return output
 
 
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._prepare_cache_for_generation")
 def prepare_cache(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     generation_config: Any,
     model_kwargs: Any,
@@ -60,8 +76,9 @@ def prepare_cache(
     return result
 
 
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._prefill")
 def prefill(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     input_ids: Any,
     generation_config: Any,
@@ -113,35 +130,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if off > rounding or not torch.equal(expected.sequences, found.sequences):
         return Outcome(True, f"the second turn reads {read} of {whole} tokens, and its logits are off by {off:.2g}")
     return Outcome(read == whole, f"the second turn reads {read} of {whole} tokens")
-
-
-PATCH = Patch(
-    id="transformers-reuse-prefix",
-    kind=Kind.SPEED,
-    severity=Severity.SPEED,
-    failure_points=("F106",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    needs=("transformers-chunked-turns", "transformers-vision-masks"),
-    after=(
-        "transformers-expanded-media",
-        "transformers-assisted-cache",
-        "transformers-chunked-media",
-        "transformers-chunked-images",
-        "transformers-chunked-turns",
-        "transformers-held-prompts",
-        "transformers-unread-chunks",
-        "transformers-graph-decoding",
-    ),
-    targets=(
-        Target(module="transformers.generation.utils", name="GenerationMixin.generate", replacement=generate),
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._prepare_cache_for_generation",
-            replacement=prepare_cache,
-        ),
-        Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),
-    ),
-    reproduce=reproduce,
-)

@@ -17,28 +17,27 @@ Remove when: transformers slices prompts with static caches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine import sleep
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._engine import dormant
 from gemma4_compat._models import cache_names, prefill
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F84", kind="speed", severity="speed", affected=">=5.23.0", after=("transformers-unread-chunks",))
 
-_ID = "transformers-sliced-prompts"
-_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def static_cache(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    sleep.awaken(_ID)
+@PATCH.replaces("transformers.cache_utils", "StaticCache.__init__", activator=True)
+def static_cache(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    dormant.activate(PATCH.id)
     return original(self, *args, **kwargs)
 
 
+# A cache from before is only not sliced.
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel._maybe_slice_kv_shared_inputs", dormant=True)
 def slice_inputs(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     hidden_states: Any,
     per_layer_inputs: Any,
@@ -68,7 +67,9 @@ def slice_inputs(
     return *sliced, masks
 
 
-def decoder_layer(original: Callable[..., Any], self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+# A cache from before is only not sliced.
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextDecoderLayer.__call__", dormant=True)
+def decoder_layer(original: Original, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     if hidden_states.shape[1] == 1 and self.self_attn.is_kv_shared_layer and kwargs.get("attention_mask") is None:
         positions, states = kwargs.get("position_ids"), kwargs.get("shared_kv_states")
         if positions is not None and states is not None:
@@ -105,36 +106,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         f"KV-shared layers compute {max(static)} positions of a prompt with a static cache, {max(default)} without",
         parity=(expected.logits[0] - found.logits[0]).abs().max().item() if same else float("inf"),
     )
-
-
-PATCH = Patch(
-    id=_ID,
-    kind=Kind.SPEED,
-    severity=Severity.SPEED,
-    failure_points=("F84",),
-    distribution="transformers",
-    affected=">=5.23.0",
-    acts_on=ActsOn.GEMMA4,
-    after=("transformers-unread-chunks",),
-    targets=(
-        Target(
-            module="transformers.cache_utils",
-            name="StaticCache.__init__",
-            replacement=static_cache,
-            waker=True,
-        ),
-        Target(
-            module=_GEMMA4,
-            name="Gemma4TextModel._maybe_slice_kv_shared_inputs",
-            replacement=slice_inputs,
-            asleep=lambda _late: True,  # a cache from before is only not sliced
-        ),
-        Target(
-            module=_GEMMA4,
-            name="Gemma4TextDecoderLayer.__call__",
-            replacement=decoder_layer,
-            asleep=lambda _late: True,  # a cache from before is only not sliced
-        ),
-    ),
-    reproduce=reproduce,
-)

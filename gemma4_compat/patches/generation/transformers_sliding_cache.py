@@ -20,21 +20,26 @@ Remove when: transformers below 5.14.0 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.cache_config import Unshared, shares_nothing
 from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F24",
+    severity="memory",
+    affected=">=5.5.0,<5.14.0",
+    applied_upstream="https://github.com/huggingface/transformers/pull/47118",
+    needs=("transformers-assisted-cache", "transformers-vision-masks"),
+)
 
 _CONTEXT = 200
 
 
+@PATCH.replaces("transformers.cache_utils", "DynamicCache.__init__")
 def dynamic_cache(
-    original: Callable[..., Any], self: Any, ddp_cache_data: Any = None, config: Any = None, *args: Any, **kwargs: Any
+    original: Original, self: Any, ddp_cache_data: Any = None, config: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     if config is not None and is_gemma4_config(config) and shares_nothing(config):
         config = Unshared(config)
@@ -61,22 +66,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         f"after {_CONTEXT + 1} tokens the cache has {size} bytes: {len(sliding)} of {len(cache.layers)} layers, "
         f"with a window of {text.sliding_window}, hold {held} tokens each",
     )
-
-
-PATCH = Patch(
-    id="transformers-sliding-cache",
-    kind=Kind.REPAIR,
-    severity=Severity.MEMORY,
-    failure_points=("F24",),
-    distribution="transformers",
-    affected=">=5.5.0,<5.14.0",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.14.0",
-    applied_upstream="https://github.com/huggingface/transformers/pull/47118",
-    needs=(
-        "transformers-assisted-cache",
-        "transformers-vision-masks",
-    ),
-    targets=(Target(module="transformers.cache_utils", name="DynamicCache.__init__", replacement=dynamic_cache),),
-    reproduce=reproduce,
-)

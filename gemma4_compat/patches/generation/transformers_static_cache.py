@@ -15,17 +15,22 @@ Remove when: transformers below 5.10.1 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.cache_config import Unshared, shares_nothing
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F24",
+    severity="crash",
+    affected=">=5.5.0,<5.10.1",
+    acts_on="every model",
+    applied_upstream="https://github.com/huggingface/transformers/pull/46235",
+)
 
 
-def static_cache(original: Callable[..., Any], self: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.cache_utils", "StaticCache.__init__")
+def static_cache(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
     return original(self, Unshared(config) if shares_nothing(config) else config, *args, **kwargs)
 
 
@@ -40,18 +45,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     expected, found = model.generate(**options), model.generate(**options, cache_implementation="static")
     same = torch.equal(expected, found)
     return Outcome(not same, f"with a static cache {'the same' if same else 'other'} tokens than with the default one")
-
-
-PATCH = Patch(
-    id="transformers-static-cache",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F24",),
-    distribution="transformers",
-    affected=">=5.5.0,<5.10.1",
-    acts_on=ActsOn.EVERY_MODEL,
-    fixed="5.10.1",
-    applied_upstream="https://github.com/huggingface/transformers/pull/46235",
-    targets=(Target(module="transformers.cache_utils", name="StaticCache.__init__", replacement=static_cache),),
-    reproduce=reproduce,
-)

@@ -16,17 +16,22 @@ Remove when: transformers 5.13 to 5.17 are no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F24",
+    severity="crash",
+    affected=">=5.13.0,<5.18.0",
+    bug=("https://github.com/huggingface/transformers/issues/48501",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/48619",
+)
 
 
-def init_shape(original: Callable[..., Any], self: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._get_static_cache_init_shape")
+def init_shape(original: Original, self: Any) -> Any:
     return None if is_gemma4_config(self.config) else original(self)
 
 
@@ -42,25 +47,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     found = model.generate(**options, cache_implementation="static", prefill_chunk_size=5)
     same = torch.equal(expected, found)
     return Outcome(not same, f"a static cache filled in chunks gives {'the same' if same else 'other'} tokens")
-
-
-PATCH = Patch(
-    id="transformers-static-chunks",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F24",),
-    distribution="transformers",
-    affected=">=5.13.0,<5.18.0",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.18.0",
-    bug=("https://github.com/huggingface/transformers/issues/48501",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/48619",
-    targets=(
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._get_static_cache_init_shape",
-            replacement=init_shape,
-        ),
-    ),
-    reproduce=reproduce,
-)

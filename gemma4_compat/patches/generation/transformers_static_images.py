@@ -18,17 +18,21 @@ Remove when: static caches see images as the default cache does, also in chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F24 F30",
+    severity="wrong_result",
+    affected=">=5.5.0",
+    needs=("transformers-image-masks-unified", "transformers-static-cache", "transformers-vision-masks"),
+)
 
 
-def prepare_inputs(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin.prepare_inputs_for_generation")
+def prepare_inputs(original: Original, self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     inputs = original(self, input_ids, *args, **kwargs)
     if (
         "is_first_iteration" in kwargs
@@ -100,27 +104,3 @@ def _off_in_chunks(model: Any) -> float:
     kinds[:, 16:20] = 1
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds}
     return _off(model, batch, scenarios.image_masks(model, kinds), prefill_chunk_size=8)
-
-
-PATCH = Patch(
-    id="transformers-static-images",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F24", "F30"),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.GEMMA4,
-    needs=(
-        "transformers-image-masks-unified",
-        "transformers-static-cache",
-        "transformers-vision-masks",
-    ),
-    targets=(
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin.prepare_inputs_for_generation",
-            replacement=prepare_inputs,
-        ),
-    ),
-    reproduce=reproduce,
-)

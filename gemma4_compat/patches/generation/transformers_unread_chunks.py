@@ -20,25 +20,36 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine import sleep
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._engine import dormant
 from gemma4_compat._graphs import obstacles
 from gemma4_compat._models import prefill as prefill_of
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F84",
+    kind="speed",
+    severity="speed",
+    affected=">=5.5",
+    after=(
+        "transformers-shared-kv",
+        "transformers-chunked-media",
+        "transformers-chunked-images",
+        "transformers-chunked-turns",
+        "transformers-held-prompts",
+    ),
+)
 
-_ID = prefill_of.UNREAD_PATCH
 _GEMMA4 = ("gemma4", "gemma4_text")  # the others have no KV-shared layers, or nothing else
 _LAYER = prefill_of.UNREAD_LAYER
 _UNREAD = prefill_of.UNREAD
 _RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._prefill")
 def prefill(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     input_ids: Any,
     generation_config: Any,
@@ -49,12 +60,13 @@ def prefill(
     if generation_config.prefill_chunk_size is not None and self.config.model_type in _GEMMA4:
         tokens = prefill_of.new_tokens(input_ids, generation_config, model_kwargs)
         if not _may_read_more(self, generation_config):
-            sleep.awaken(_ID)
+            dormant.activate(PATCH.id)
             self = _InChunks(self, tokens)
     return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
 
-def decoder_layer(original: Callable[..., Any], self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, f"{_LAYER}.__call__", dormant=True)
+def decoder_layer(original: Original, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.pop(_UNREAD, False) and self.self_attn.is_kv_shared_layer:
         return hidden_states
     return original(self, hidden_states, *args, **kwargs)
@@ -146,30 +158,3 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 _SIZE = 5
-
-PATCH = Patch(
-    id=_ID,
-    kind=Kind.SPEED,
-    severity=Severity.SPEED,
-    failure_points=("F84",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    after=(
-        "transformers-shared-kv",
-        "transformers-chunked-media",
-        "transformers-chunked-images",
-        "transformers-chunked-turns",
-        "transformers-held-prompts",
-    ),
-    targets=(
-        Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),
-        Target(
-            module="transformers.models.gemma4.modeling_gemma4",
-            name=f"{_LAYER}.__call__",
-            replacement=decoder_layer,
-            asleep=lambda _late: True,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -15,17 +15,21 @@ Remove when: transformers 5.13 to 5.16 are no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._attention import masks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F24",
+    severity="wrong_result",
+    affected=">=5.13.0,<5.17.0",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.17.0",
+)
 
 
-def create_masks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "create_masks_for_vision_model")
+def create_masks(original: Original, *args: Any, **kwargs: Any) -> Any:
     return masks.masks(original, *args, **kwargs)
 
 
@@ -40,24 +44,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         workspace.cached(tiny_models.build_checkpoint, text_variant="31B"), device=workspace.main
     ).float()
     return scenarios.image_in_second_part(model, tiny.inputs(workspace.main, text_only=True))
-
-
-PATCH = Patch(
-    id="transformers-vision-masks",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F24",),
-    distribution="transformers",
-    affected=">=5.13.0,<5.17.0",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.17.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.17.0",
-    targets=(
-        Target(
-            module="transformers.models.gemma4.modeling_gemma4",
-            name="create_masks_for_vision_model",
-            replacement=create_masks,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -22,15 +22,12 @@ import contextvars
 import functools
 import logging
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Detection, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import MODELING_GEMMA4, Detection, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F8", severity="crash", affected=">=5.20.0")
 
-_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 _LOGGER = logging.getLogger("gemma4_compat")
 _FLAGS = (
     ("flex_attention", "_supports_flex_attn"),
@@ -43,7 +40,9 @@ _building: contextvars.ContextVar[Any] = contextvars.ContextVar("gemma4_compat_b
 _asked: contextvars.ContextVar[str | None] = contextvars.ContextVar("gemma4_compat_attention", default=None)
 
 
-def build(original: Callable[..., Any], self: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4ForConditionalGeneration.__init__")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.__init__")
+def build(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
     if _building.get() is not config:
         _settle(config)
     token = _building.set(config)
@@ -53,9 +52,8 @@ def build(original: Callable[..., Any], self: Any, config: Any, *args: Any, **kw
         _building.reset(token)
 
 
-def set_attn_implementation(
-    original: Callable[..., Any], self: Any, attn_implementation: Any, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4PreTrainedModel.set_attn_implementation")
+def set_attn_implementation(original: Original, self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
     whole = isinstance(attn_implementation, str) and getattr(self.config, "audio_config", None) is not None
     token = _asked.set(attn_implementation if whole else None)
     try:
@@ -64,8 +62,9 @@ def set_attn_implementation(
         _asked.reset(token)
 
 
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioModel.get_correct_attn_implementation")
 def get_correct_attn_implementation(
-    original: Callable[..., Any], self: Any, requested_attention: str | None, *args: Any, **kwargs: Any
+    original: Original, self: Any, requested_attention: str | None, *args: Any, **kwargs: Any
 ) -> Any:
     asked = _asked.get()
     if asked is not None and not _declares(type(self), asked):
@@ -82,7 +81,7 @@ def _settle(config: Any) -> None:
     # A dict that names only the tower makes no request for the others.
     if not asked == audio._attn_implementation == config.text_config._attn_implementation:
         return
-    if not _declares(sys.modules[_GEMMA4].Gemma4AudioModel, asked):
+    if not _declares(sys.modules[MODELING_GEMMA4].Gemma4AudioModel, asked):
         _say(asked)
         audio._attn_implementation_internal = "eager"  # where upstream stores its decision
 
@@ -106,7 +105,7 @@ def _say(implementation: str) -> None:
 
 
 def detect() -> Detection:
-    tower = sys.modules[_GEMMA4].Gemma4AudioModel
+    tower = sys.modules[MODELING_GEMMA4].Gemma4AudioModel
     declared = all(getattr(tower, flag) for flag in (*dict(_FLAGS).values(), "_supports_attention_backend"))
     return Detection.NOT_AFFECTED if declared else Detection.AFFECTED
 
@@ -136,28 +135,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     expected = workspace.reference()
     found = [difference(expected, workspace.outputs(model)) for model in (asked, later)]
     return Outcome.of_parity(max(found), 'attn_implementation="sdpa"')
-
-
-PATCH = Patch(
-    id="transformers-audio-attention",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F8",),
-    distribution="transformers",
-    affected=">=5.20.0",
-    acts_on=ActsOn.GEMMA4,
-    detect=detect,
-    targets=(
-        Target(module=_GEMMA4, name="Gemma4ForConditionalGeneration.__init__", replacement=build),
-        Target(module=_GEMMA4, name="Gemma4Model.__init__", replacement=build),
-        Target(
-            module=_GEMMA4, name="Gemma4PreTrainedModel.set_attn_implementation", replacement=set_attn_implementation
-        ),
-        Target(
-            module=_GEMMA4,
-            name="Gemma4AudioModel.get_correct_attn_implementation",
-            replacement=get_correct_attn_implementation,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -16,14 +16,12 @@ Remove when: the audio tower limits its numbers to the range of the dtype of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import autocast
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F25", severity="crash", affected=">=5.5.0", after=("transformers-quantized-audio",))
 
 #: Bound for the relative difference from float32: 0.003 on transformers 5.23, 0.01 on 5.5.0; 0.3 for a tower without
 #: its mask.
@@ -31,13 +29,17 @@ BOUND = 0.05
 _LARGEST = 65504.0  # float16
 
 
-def clipped(original: Callable[..., Any], self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioLayer.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioFeedForward.forward")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioLightConv1d.forward")
+def clipped(original: Original, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     if _makes_half(hidden_states):
         self = _Instead(self, gradient_clipping=min(self.gradient_clipping, _LARGEST))
     return original(self, hidden_states, *args, **kwargs)
 
 
-def attention(original: Callable[..., Any], self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioAttention.forward")
+def attention(original: Original, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     if _makes_half(hidden_states):
         lowest = max(float(self.config.attention_invalid_logits_value), -_LARGEST)
         self = _Instead(self, config=_Instead(self.config, attention_invalid_logits_value=lowest))
@@ -78,24 +80,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     with torch.autocast(batch["input_ids"].device.type, dtype=torch.float16):
         found = relative(features(model, batch, "audio"), reference)
     return Outcome(not found < BOUND, f"sound features under float16 autocast are those of float32, to {found:.2g}")
-
-
-_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
-
-PATCH = Patch(
-    id="transformers-audio-autocast",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F25",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.GEMMA4,
-    after=("transformers-quantized-audio",),
-    targets=(
-        Target(module=_GEMMA4, name="Gemma4AudioLayer.forward", replacement=clipped),
-        Target(module=_GEMMA4, name="Gemma4AudioFeedForward.forward", replacement=clipped),
-        Target(module=_GEMMA4, name="Gemma4AudioLightConv1d.forward", replacement=clipped),
-        Target(module=_GEMMA4, name="Gemma4AudioAttention.forward", replacement=attention),
-    ),
-    reproduce=reproduce,
-)

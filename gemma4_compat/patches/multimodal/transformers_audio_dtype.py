@@ -16,16 +16,21 @@ Remove when: transformers below 5.15.0 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F25",
+    severity="crash",
+    affected=">=5.5.0,<5.15.0",
+    bug=("https://github.com/huggingface/transformers/issues/47672",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/47482",
+)
 
 
-def get_audio_features(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.get_audio_features")
+def get_audio_features(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     found = original(self, *args, **kwargs)
     features, dtype = getattr(found, "pooler_output", None), self.get_input_embeddings().weight.dtype
     if features is not None and features.dtype != dtype and dtype.is_floating_point:
@@ -56,25 +61,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         tower.half()
         bridge.half()
     return Outcome.of_parity(max(found), "bfloat16 autocast, and float16 towers under a float32 language model")
-
-
-PATCH = Patch(
-    id="transformers-audio-dtype",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F25",),
-    distribution="transformers",
-    affected=">=5.5.0,<5.15.0",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.15.0",
-    bug=("https://github.com/huggingface/transformers/issues/47672",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/47482",
-    targets=(
-        Target(
-            module="transformers.models.gemma4.modeling_gemma4",
-            name="Gemma4Model.get_audio_features",
-            replacement=get_audio_features,
-        ),
-    ),
-    reproduce=reproduce,
-)

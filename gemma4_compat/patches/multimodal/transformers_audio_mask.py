@@ -21,23 +21,30 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F8",
+    severity="wrong_result",
+    affected=">=5.5.0,<5.20.0",
+    bug=("https://github.com/huggingface/transformers/issues/48818",),
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
+)
 
 _LOGGER = logging.getLogger("gemma4_compat")
 _KNOWN = frozenset({"eager", "sdpa", "paged|eager", "paged|sdpa"})
 
 
-def blocked(original: Callable[..., Any], self: Any, mask_4d: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioModel._convert_4d_mask_to_blocked_5d")
+def blocked(original: Original, self: Any, mask_4d: Any) -> Any:
     return original(self, mask_4d == 0 if mask_4d.is_floating_point() else mask_4d)
 
 
-def implementation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioModel.get_correct_attn_implementation")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioModel._check_and_adjust_attn_implementation")
+def implementation(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     found = original(self, *args, **kwargs)  # raises if it is unknown or not installed
     if found in _KNOWN:
         return found
@@ -72,27 +79,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if not torch.equal(found, expected):
         return Outcome(True, f"sound features are off by {relative(found, expected):.2g} of their size")
     return Outcome.of_parity(difference(workspace.reference(), workspace.outputs(model)), "eager audio attention")
-
-
-_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
-
-PATCH = Patch(
-    id="transformers-audio-mask",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F8",),
-    distribution="transformers",
-    affected=">=5.5.0,<5.20.0",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.20.0",
-    bug=("https://github.com/huggingface/transformers/issues/48818",),
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
-    targets=(
-        Target(module=_GEMMA4, name="Gemma4AudioModel._convert_4d_mask_to_blocked_5d", replacement=blocked),
-        Target(module=_GEMMA4, name="Gemma4AudioModel.get_correct_attn_implementation", replacement=implementation),
-        Target(
-            module=_GEMMA4, name="Gemma4AudioModel._check_and_adjust_attn_implementation", replacement=implementation
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -16,21 +16,21 @@ Remove when: ``eager_attention_forward`` masks in float32, or without a sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F25", severity="wrong_result", affected=">=5.5.0")
 
 #: Bound for the logits' relative difference from float32.
 BOUND = 0.03
 
 
+@PATCH.replaces(MODELING_GEMMA4, "eager_attention_forward", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "eager_attention_forward", group="gemma4_unified")
 def eager(
-    original: Callable[..., Any], module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any
+    original: Original, module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any
 ) -> Any:
     import torch
 
@@ -87,25 +87,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         return Outcome(True, "the logits of a padded prompt are NaN")
     error = relative(*found)
     return Outcome(not error < BOUND, f"the logits of a padded prompt in float16 are those of float32, to {error:.2g}")
-
-
-def _target(family: str) -> Target:
-    return Target(
-        module=f"transformers.models.{family}.modeling_{family}",
-        name="eager_attention_forward",
-        replacement=eager,
-        group=family,
-    )
-
-
-PATCH = Patch(
-    id="transformers-fp16-padding",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F25",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.GEMMA4,
-    targets=(_target("gemma4"), _target("gemma4_unified")),
-    reproduce=reproduce,
-)

@@ -15,20 +15,24 @@ Remove when: transformers below 5.10.1 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F25",
+    severity="wrong_result",
+    affected=">=5.5.0,<5.10.1",
+    applied_upstream="https://github.com/huggingface/transformers/pull/46277",
+)
 
 #: Bound for the image features' relative difference from float32: 0.006 on transformers 5.23, 0.008 on 5.5.0.
 BOUND = 0.03
 
 
-def pool(original: Callable[..., Any], self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4VisionPooler.forward")
+def pool(original: Original, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     import torch
 
     if hidden_states.dtype is torch.float16:
@@ -36,7 +40,8 @@ def pool(original: Callable[..., Any], self: Any, hidden_states: Any, *args: Any
     return original(self, hidden_states, *args, **kwargs)
 
 
-def tower(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4VisionModel.forward")
+def tower(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     import torch
 
     found = original(self, *args, **kwargs)
@@ -92,23 +97,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     reference = tiny.load(checkpoint, device=workspace.main, dtype=torch.float32)
     found = relative(features(model, batch, "vision"), features(reference, batch, "vision"))
     return Outcome(not found < BOUND, f"image features in float16 are those of float32, to {found:.2g}")
-
-
-_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
-
-PATCH = Patch(
-    id="transformers-fp16-vision",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F25",),
-    distribution="transformers",
-    affected=">=5.5.0,<5.10.1",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.10.1",
-    applied_upstream="https://github.com/huggingface/transformers/pull/46277",
-    targets=(
-        Target(module=_GEMMA4, name="Gemma4VisionPooler.forward", replacement=pool),
-        Target(module=_GEMMA4, name="Gemma4VisionModel.forward", replacement=tower),
-    ),
-    reproduce=reproduce,
-)

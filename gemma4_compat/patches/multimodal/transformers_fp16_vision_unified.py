@@ -17,15 +17,13 @@ Remove when: ``Gemma4UnifiedVisionEmbedder`` projects patches in float32 in a fl
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import compute_dtype
+from gemma4_compat.patches.api import MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F25", severity="wrong_result", affected=">=5.10.1", after=("transformers-quantized-vision-unified",))
 
 #: Bound for the image features' relative difference from float32. Measured: 0.0007; 0.007 in 8-bit.
 BOUND = 0.01
@@ -33,7 +31,8 @@ BOUND = 0.01
 _SCALE = 64.0
 
 
-def embed(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedVisionEmbedder.forward")
+def embed(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(compute_dtype.View(self, {"patch_dense": _PatchDense(self.patch_dense)}), *args, **kwargs)
 
 
@@ -93,23 +92,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     reference = tiny.load(checkpoint, device=workspace.main, dtype=torch.float32)
     found = relative(features(model, batch, "vision"), features(reference, batch, "vision"))
     return Outcome(not found < BOUND, f"image features in float16 are those of float32, to {found:.2g}")
-
-
-PATCH = Patch(
-    id="transformers-fp16-vision-unified",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F25",),
-    distribution="transformers",
-    affected=">=5.10.1",
-    acts_on=ActsOn.GEMMA4,
-    after=("transformers-quantized-vision-unified",),
-    targets=(
-        Target(
-            module="transformers.models.gemma4_unified.modeling_gemma4_unified",
-            name="Gemma4UnifiedVisionEmbedder.forward",
-            replacement=embed,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -20,22 +20,22 @@ Remove when: transformers derives the types of tokens from ``input_ids``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import cache_names, media
 from gemma4_compat._models import prefill as prefill_of
 from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F118", severity="wrong_result", affected=">=5.5.0", after=("transformers-image-masks-unified",))
 
 _TYPES = "mm_token_type_ids"
 
 
-def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.forward", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedModel.forward", group="unified")
+def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if args:
         names = list(inspect.signature(original).parameters)[1:]  # without self
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -51,8 +51,9 @@ def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
     return original(self, **kwargs)
 
 
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._prefill", group="generate")
 def prefill(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     input_ids: Any,
     generation_config: Any,
@@ -142,33 +143,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     worst = max(off.values())
     said = ", ".join(f"{value:.2g} on the {name}" for name, value in off.items())
     return Outcome(worst > 0, f"the logits of an image without mm_token_type_ids are off by {said}", worst)
-
-
-_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
-
-PATCH = Patch(
-    id="transformers-image-types",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F118",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.GEMMA4,
-    after=("transformers-image-masks-unified",),
-    targets=(
-        Target(
-            module="transformers.models.gemma4.modeling_gemma4",
-            name="Gemma4Model.forward",
-            replacement=forward,
-            group="gemma4",
-        ),
-        Target(module=_UNIFIED, name="Gemma4UnifiedModel.forward", replacement=forward, group="unified"),
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._prefill",
-            replacement=prefill,
-            group="generate",
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -17,19 +17,19 @@ Remove when: ``_assisted_decoding`` leaves out drafts that stand for features.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F111", severity="crash", affected=">=5.5.0", after=("transformers-assistant-sampling",))
 
 #: Attributes of a configuration: tokens that stand for features.
 _PLACES = ("image_token_id", "video_token_id", "audio_token_id")
 
 
-def candidate_generator(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._get_candidate_generator")
+def candidate_generator(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     generator = original(self, *args, **kwargs)
     # Drafts after the model's outputs are not read together with features.
     if getattr(generator, "requires_model_outputs", False) or not is_gemma4_config(self.config):
@@ -94,23 +94,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     found = model.generate(**batch, **options, assistant_model=drafter)
     same = found.equal(expected)
     return Outcome(not same, f"prompt lookup and drafts of images give {'the same' if same else 'other'} tokens")
-
-
-PATCH = Patch(
-    id="transformers-lookup-media",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F111",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.GEMMA4,
-    after=("transformers-assistant-sampling",),
-    targets=(
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._get_candidate_generator",
-            replacement=candidate_generator,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -14,32 +14,41 @@ Remove when: transformers below 5.11.0 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import compute_dtype
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F10",
+    severity="crash",
+    affected=">=5.5.0,<5.11.0",
+    bug=("https://github.com/huggingface/transformers/issues/45672",),
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.11.0",
+    requires=("bitsandbytes",),
+    needs=("bitsandbytes-cpu-strides", "bitsandbytes-int8-strides"),
+)
 
 #: As in ``transformers_quantized_vision.py``: 0.02 in 4-bit and in 8-bit on transformers 5.23.
 BOUND = 0.15
 
 
-def feed_forward(original: Callable[..., Any], self: Any, hidden_states: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioFeedForward.forward")
+def feed_forward(original: Original, self: Any, hidden_states: Any) -> Any:
     return original(
         compute_dtype.for_quantized(self, hidden_states.dtype, "ffw_layer_1", "ffw_layer_2"), hidden_states
     )
 
 
-def convolution(original: Callable[..., Any], self: Any, hidden_states: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioLightConv1d.forward")
+def convolution(original: Original, self: Any, hidden_states: Any) -> Any:
     return original(
         compute_dtype.for_quantized(self, hidden_states.dtype, "linear_start", "linear_end"), hidden_states
     )
 
 
-def attention(original: Callable[..., Any], self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioAttention.forward")
+def attention(original: Original, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     return original(compute_dtype.for_quantized(self, hidden_states.dtype, "post"), hidden_states, *args, **kwargs)
 
 
@@ -55,30 +64,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         return Outcome(True, f"sound features are off by {error:.2g} of their size")
     features(workspace.load(other, towers=True), workspace.inputs(), "audio")
     return Outcome(False, f"sound features in {measured} are those of the dequantized weights, to {error:.2g}")
-
-
-_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
-
-PATCH = Patch(
-    id="transformers-quantized-audio",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F10",),
-    distribution="transformers",
-    affected=">=5.5.0,<5.11.0",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.11.0",
-    bug=("https://github.com/huggingface/transformers/issues/45672",),
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.11.0",
-    requires=("bitsandbytes",),
-    needs=(
-        "bitsandbytes-cpu-strides",
-        "bitsandbytes-int8-strides",
-    ),
-    targets=(
-        Target(module=_GEMMA4, name="Gemma4AudioFeedForward.forward", replacement=feed_forward),
-        Target(module=_GEMMA4, name="Gemma4AudioLightConv1d.forward", replacement=convolution),
-        Target(module=_GEMMA4, name="Gemma4AudioAttention.forward", replacement=attention),
-    ),
-    reproduce=reproduce,
-)

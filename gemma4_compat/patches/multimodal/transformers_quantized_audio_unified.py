@@ -15,20 +15,26 @@ Remove when: transformers below 5.13.0 is no longer supported: later releases do
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import compute_dtype
+from gemma4_compat.patches.api import MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F10 F30",
+    severity="wrong_result",
+    affected=">=5.10.1,<5.13.0",
+    bug=("https://github.com/huggingface/transformers/issues/46899",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/46904",
+    requires=("bitsandbytes",),
+)
 
 #: As in ``transformers_quantized_vision_unified.py``: 0.004 in 4-bit, 0.007 in 8-bit; 80 and 0.7 without the patch.
 BOUND = 0.05
 
 
-def multimodal_embedder(original: Callable[..., Any], self: Any, inputs_embeds: Any) -> Any:
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedMultimodalEmbedder.forward")
+def multimodal_embedder(original: Original, self: Any, inputs_embeds: Any) -> Any:
     return original(compute_dtype.for_quantized(self, inputs_embeds.dtype, "embedding_projection"), inputs_embeds)
 
 
@@ -43,24 +49,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         if not error < BOUND or contrast < BOUND:
             return Outcome(True, f"{quantization}: sound features are off by {error:.2g} of their size")
     return Outcome(False, f"sound features in 4-bit and 8-bit are those of the dequantized weights, to {BOUND}")
-
-
-_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
-
-PATCH = Patch(
-    id="transformers-quantized-audio-unified",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F10", "F30"),
-    distribution="transformers",
-    affected=">=5.10.1,<5.13.0",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.13.0",
-    bug=("https://github.com/huggingface/transformers/issues/46899",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/46904",
-    requires=("bitsandbytes",),
-    targets=(
-        Target(module=_UNIFIED, name="Gemma4UnifiedMultimodalEmbedder.forward", replacement=multimodal_embedder),
-    ),
-    reproduce=reproduce,
-)

@@ -14,14 +14,19 @@ Remove when: transformers below 5.13.0 is no longer supported: later releases do
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import compute_dtype
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F9",
+    severity="wrong_result",
+    affected=">=5.5.0,<5.13.0",
+    bug=("https://github.com/huggingface/transformers/issues/46932",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/46933",
+    requires=("bitsandbytes",),
+)
 
 #: How far the features of the tiny random tower may be from those of the same weights, dequantized. The tower
 #: magnifies the rounding of the kernels: 0.07 in 4-bit and 0.06 in 8-bit on transformers 5.23, 1.2 to 1.3 without the
@@ -29,7 +34,8 @@ if TYPE_CHECKING:
 BOUND = 0.15
 
 
-def patch_embedder(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4VisionPatchEmbedder.forward")
+def patch_embedder(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(
         compute_dtype.for_quantized(self, self.position_embedding_table.dtype, "input_proj"), *args, **kwargs
     )
@@ -48,22 +54,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         if not error < BOUND:
             return Outcome(True, f"{quantization}: image features are off by {error:.2g} of their size")
     return Outcome(False, f"image features in 4-bit and 8-bit are those of the dequantized weights, to {BOUND}")
-
-
-_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
-
-PATCH = Patch(
-    id="transformers-quantized-vision",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F9",),
-    distribution="transformers",
-    affected=">=5.5.0,<5.13.0",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.13.0",
-    bug=("https://github.com/huggingface/transformers/issues/46932",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/46933",
-    requires=("bitsandbytes",),
-    targets=(Target(module=_GEMMA4, name="Gemma4VisionPatchEmbedder.forward", replacement=patch_embedder),),
-    reproduce=reproduce,
-)

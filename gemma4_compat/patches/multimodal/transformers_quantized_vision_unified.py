@@ -22,20 +22,26 @@ Remove when: ``Gemma4UnifiedVisionEmbedder`` casts the pixels of a quantized mod
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import compute_dtype
+from gemma4_compat.patches.api import MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F9 F30",
+    severity="crash",
+    affected=">=5.10.1",
+    bug=("https://github.com/huggingface/transformers/issues/46899",),
+    requires=("bitsandbytes",),
+    needs=("transformers-quantized-audio-unified",),
+)
 
 #: As in ``transformers_quantized_vision.py``. Two linears magnify less than a tower: 0.006 in 4-bit, 0.009 in 8-bit.
 BOUND = 0.05
 
 
-def vision_embedder(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedVisionEmbedder.forward")
+def vision_embedder(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(compute_dtype.for_quantized(self, self.pos_embedding.dtype, "patch_dense"), *args, **kwargs)
 
 
@@ -50,21 +56,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         if not error < BOUND or contrast < BOUND:
             return Outcome(True, f"{quantization}: image features are off by {error:.2g} of their size")
     return Outcome(False, f"image features in 4-bit and 8-bit are those of the dequantized weights, to {BOUND}")
-
-
-_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
-
-PATCH = Patch(
-    id="transformers-quantized-vision-unified",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F9", "F30"),
-    distribution="transformers",
-    affected=">=5.10.1",
-    acts_on=ActsOn.GEMMA4,
-    bug=("https://github.com/huggingface/transformers/issues/46899",),
-    requires=("bitsandbytes",),
-    needs=("transformers-quantized-audio-unified",),
-    targets=(Target(module=_UNIFIED, name="Gemma4UnifiedVisionEmbedder.forward", replacement=vision_embedder),),
-    reproduce=reproduce,
-)

@@ -18,17 +18,16 @@ Remove when: transformers casts the pixel values of a quantized vision tower, or
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import FORWARDS, ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import autocast
+from gemma4_compat.patches.api import FORWARDS, MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F9", severity="crash", affected=">=5.13.0", requires=("bitsandbytes",))
 
 
-def forward(original: Callable[..., Any], self: Any, inputs_embeds: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4MultimodalEmbedder.forward")
+def forward(original: Original, self: Any, inputs_embeds: Any, *args: Any, **kwargs: Any) -> Any:
     dtype = self.embedding_projection.weight.dtype
     if inputs_embeds.dtype != dtype and dtype.is_floating_point and autocast.dtype_on(inputs_embeds.device) is None:
         inputs_embeds = inputs_embeds.to(dtype)
@@ -54,23 +53,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     same = all(torch.equal(reference, features(model, batch, "vision")) for _ in range(FORWARDS))
     said = f"a float32 image, a quantized tower, embed_vision in bf16: {'the same' if same else 'other'} features"
     return Outcome(not same, said, 0.0 if same else None)
-
-
-PATCH = Patch(
-    id="transformers-vision-dtype",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F9",),
-    distribution="transformers",
-    affected=">=5.13.0",
-    acts_on=ActsOn.GEMMA4,
-    requires=("bitsandbytes",),
-    targets=(
-        Target(
-            module="transformers.models.gemma4.modeling_gemma4",
-            name="Gemma4MultimodalEmbedder.forward",
-            replacement=forward,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -25,22 +25,23 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._common import in_place
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._offload import host_memory
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
-
+PATCH = Patch(
+    "F43", severity="wrong_result", affected=">=1.12", acts_on="every model", after=("accelerate-move-offloaded",)
+)
 
 # Module of a tied pair with an offloaded half -> its weight's name, and the other module with its name there.
 _ties: weakref.WeakKeyDictionary[Any, list[tuple[str, weakref.ref[Any], str]]] = weakref.WeakKeyDictionary()
 
 
-def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("accelerate.big_modeling", "dispatch_model")
+def dispatch_model(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
     ties = _find_ties(model)  # before they become two weights on meta
     model = original(model, *args, **kwargs)
     found = [module for module in model.modules() if module_hooks.offload_hook(module) is not None]
@@ -122,17 +123,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         except RuntimeError as error:
             return Outcome(True, f"RuntimeError: {error}")
     return Outcome.of_parity(found, "a split model after half() and float()")
-
-
-PATCH = Patch(
-    id="accelerate-cast-offloaded",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F43",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.EVERY_MODEL,
-    after=("accelerate-move-offloaded",),
-    targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),
-    reproduce=reproduce,
-)

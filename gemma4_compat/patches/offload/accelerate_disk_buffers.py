@@ -23,19 +23,19 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import device_maps
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F65", severity="wrong_result", affected=">=1.12", acts_on="every model")
 
 
-def load_checkpoint_in_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("accelerate.utils.modeling", "load_checkpoint_in_model")
+def load_checkpoint_in_model(original: Original, *args: Any, **kwargs: Any) -> Any:
     call = inspect.signature(original).bind(*args, **kwargs)
     given = call.arguments
     model, placement = given["model"], given.get("device_map")
@@ -107,22 +107,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         )
         found.append(workspace.outputs(model.eval()))
     return Outcome.of_parity(difference(*found), "load_checkpoint_and_dispatch with layers on disk")
-
-
-PATCH = Patch(
-    id="accelerate-disk-buffers",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F65",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.EVERY_MODEL,
-    targets=(
-        Target(
-            module="accelerate.utils.modeling",
-            name="load_checkpoint_in_model",
-            replacement=load_checkpoint_in_model,
-        ),
-    ),
-    reproduce=reproduce,
-)

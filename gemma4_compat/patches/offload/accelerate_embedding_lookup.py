@@ -28,16 +28,18 @@ Remove when: accelerate looks up the rows of an offloaded embedding instead of m
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._offload import parametrized, row_lookup
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F12", severity="memory", affected=">=1.12", acts_on="every model", needs=("transformers-offloaded-embedding",)
+)
 
 
-def pre_forward(original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.pre_forward")
+def pre_forward(original: Original, self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     if self.offload and "parametrizations" in module._modules:
         _outside_graphs(parametrized.settle)(module, self)
     if not self.offload or not _is_embedding(module):
@@ -45,13 +47,14 @@ def pre_forward(original: Callable[..., Any], self: Any, module: Any, *args: Any
     return _outside_graphs(_pre_forward)(original, self, module, *args, **kwargs)
 
 
-def post_forward(original: Callable[..., Any], self: Any, module: Any, output: Any) -> Any:
+@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.post_forward")
+def post_forward(original: Original, self: Any, module: Any, output: Any) -> Any:
     if not self.offload or not _is_embedding(module):
         return original(self, module, output)
     return _outside_graphs(_post_forward)(original, self, module, output)
 
 
-def _pre_forward(original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+def _pre_forward(original: Original, self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     lookup = row_lookup.lookup_for(self, module)
     given = bool(args) or "input" in kwargs
     by_rows = given and row_lookup.reads_rows_only(module)  # without tokens the caller wants the whole weight
@@ -69,7 +72,7 @@ def _pre_forward(original: Callable[..., Any], self: Any, module: Any, *args: An
     return args, {**kwargs, "input": tokens} if given else kwargs
 
 
-def _post_forward(original: Callable[..., Any], self: Any, module: Any, output: Any) -> Any:
+def _post_forward(original: Original, self: Any, module: Any, output: Any) -> Any:
     lookup = row_lookup.current(self)
     if lookup is None:
         # Unset if, in nested calls, only our pre_forward ran.
@@ -139,20 +142,3 @@ def largest_tensor(action: Callable[[], Any]) -> int:
     with watch:
         action()
     return int(watch.largest)
-
-
-PATCH = Patch(
-    id="accelerate-embedding-lookup",
-    kind=Kind.REPAIR,
-    severity=Severity.MEMORY,
-    failure_points=("F12",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.EVERY_MODEL,
-    needs=("transformers-offloaded-embedding",),
-    targets=(
-        Target(module="accelerate.hooks", name="AlignDevicesHook.pre_forward", replacement=pre_forward),
-        Target(module="accelerate.hooks", name="AlignDevicesHook.post_forward", replacement=post_forward),
-    ),
-    reproduce=reproduce,
-)

@@ -16,21 +16,26 @@ Remove when: the oldest supported accelerate is 1.14.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F1",
+    severity="crash",
+    affected=">=1.12,<1.14.0",
+    acts_on="every model",
+    requires=("bitsandbytes", "transformers>=5"),
+    bug=("https://github.com/huggingface/transformers/issues/43872",),
+    applied_upstream="https://github.com/huggingface/accelerate/pull/3976",
+)
 
 MARK = "_is_hf_initialized"
 _CLASSES = frozenset({"Params4bit", "Int8Params", "FP4Params"})  # the names upstream itself tests for
 
 
-def set_module_tensor_to_device(
-    original: Callable[..., None], module: Any, tensor_name: str, *args: Any, **kwargs: Any
-) -> None:
+@PATCH.replaces("accelerate.utils.modeling", "set_module_tensor_to_device")
+def set_module_tensor_to_device(original: Original, module: Any, tensor_name: str, *args: Any, **kwargs: Any) -> None:
     path, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(path) if path else module
     old = owner._parameters.get(name)
@@ -56,26 +61,3 @@ def reproduce(workspace: Workspace) -> Outcome:
             return Outcome(True, f"{MARK} is lost on the moved {quantization} parameter")
     workspace.split("4bit")
     return Outcome(False, f"4-bit and 8-bit parameters move, {MARK} kept; the model dispatches")
-
-
-PATCH = Patch(
-    id="accelerate-hf-initialized",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F1",),
-    distribution="accelerate",
-    affected=">=1.12,<1.14.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("bitsandbytes", "transformers>=5"),
-    bug=("https://github.com/huggingface/transformers/issues/43872",),
-    applied_upstream="https://github.com/huggingface/accelerate/pull/3976",
-    fixed="1.14.0",
-    targets=(
-        Target(
-            module="accelerate.utils.modeling",
-            name="set_module_tensor_to_device",
-            replacement=set_module_tensor_to_device,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -31,20 +31,27 @@ branch checks the dtype instead of using GPU 0; no release does so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._offload import int8_state
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F28",
+    severity="crash",
+    affected=">=1.12",
+    acts_on="every model",
+    requires=("bitsandbytes>=0.48.2",),
+    after=("accelerate-hf-initialized",),
+    needs=("bitsandbytes-int8-meta-scales",),
+)
 
 
+@PATCH.replaces("accelerate.utils.modeling", "set_module_tensor_to_device")
 def set_module_tensor_to_device(
-    original: Callable[..., None],
+    original: Original,
     module: Any,
     tensor_name: str,
     device: Any,
@@ -136,25 +143,3 @@ def _gradient(workspace: Workspace, model: Any) -> Any:
     weight = model.model.language_model.layers[1].input_layernorm.weight.requires_grad_(True)
     model(**workspace.inputs()).logits.float().square().mean().backward()
     return weight.grad.cpu()
-
-
-PATCH = Patch(
-    id="accelerate-int8-offload",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F28",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("bitsandbytes>=0.48.2",),
-    after=("accelerate-hf-initialized",),
-    needs=("bitsandbytes-int8-meta-scales",),
-    targets=(
-        Target(
-            module="accelerate.utils.modeling",
-            name="set_module_tensor_to_device",
-            replacement=set_module_tensor_to_device,
-        ),
-    ),
-    reproduce=reproduce,
-)

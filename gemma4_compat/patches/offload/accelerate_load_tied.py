@@ -22,18 +22,24 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import device_maps
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F65 F15",
+    severity="crash",
+    affected=">=1.12",
+    acts_on="every model",
+    needs=("transformers-offloaded-embedding", "accelerate-tied-on-disk"),
+)
 
 
-def load_checkpoint_in_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("accelerate.utils.modeling", "load_checkpoint_in_model")
+def load_checkpoint_in_model(original: Original, *args: Any, **kwargs: Any) -> Any:
     from accelerate.utils import find_tied_parameters
 
     given = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -137,23 +143,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         found.append(workspace.outputs(model.eval(), text_only=True))
     worst = max(difference(found[0], outputs) for outputs in found[1:])
     return Outcome.of_parity(worst, "load_checkpoint_and_dispatch with a tied embedding on disk")
-
-
-PATCH = Patch(
-    id="accelerate-load-tied",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F65", "F15"),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.EVERY_MODEL,
-    needs=("transformers-offloaded-embedding", "accelerate-tied-on-disk"),
-    targets=(
-        Target(
-            module="accelerate.utils.modeling",
-            name="load_checkpoint_in_model",
-            replacement=load_checkpoint_in_model,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -23,18 +23,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._common import in_place
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import OffloadedWeightsError
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F3", severity="crash", affected=">=1.12", acts_on="every model", after=("accelerate-offload-folder",))
 
 
-def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("accelerate.big_modeling", "dispatch_model")
+def dispatch_model(original: Original, *args: Any, **kwargs: Any) -> Any:
     model = original(*args, **kwargs)
     if _has_offload_hooks(model):
         # A partial, not a closure, so that a deep copy of the model gets its own guard.
@@ -114,17 +114,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         found.append(float({name: parameter.device for name, parameter in model.named_parameters()} != before))
         return Outcome.of_parity(max(found), f"a split model after cpu(), and {type(error).__name__} of to_empty()")
     return Outcome(True, "moved without an error, and without its values")
-
-
-PATCH = Patch(
-    id="accelerate-move-offloaded",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F3",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.EVERY_MODEL,
-    after=("accelerate-offload-folder",),
-    targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),
-    reproduce=reproduce,
-)

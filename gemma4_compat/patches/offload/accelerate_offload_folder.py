@@ -22,19 +22,19 @@ errors name the folder and the weight.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import device_maps
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F27", kind="refusal", severity="wrong_result", affected=">=1.12", acts_on="every model")
 
 
-def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("accelerate.big_modeling", "dispatch_model")
+def dispatch_model(original: Original, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     folder, placement = given.get("offload_dir"), given["device_map"]
     if folder is not None and given.get("offload_index") is None and Path(folder, "index.json").is_file():
@@ -78,7 +78,8 @@ def _equal(first: Any, second: Any) -> bool:
     return bool(torch.equal(first, second))
 
 
-def offload_state_dict(original: Callable[..., None], save_dir: Any, *args: Any, **kwargs: Any) -> None:
+@PATCH.replaces("accelerate.utils.offload", "offload_state_dict")
+def offload_state_dict(original: Original, save_dir: Any, *args: Any, **kwargs: Any) -> None:
     try:
         original(save_dir, *args, **kwargs)
     except OSError as error:
@@ -91,7 +92,8 @@ def offload_state_dict(original: Callable[..., None], save_dir: Any, *args: Any,
         index.write_text("{}", encoding="utf-8")
 
 
-def getitem(original: Callable[..., Any], self: Any, key: str) -> Any:
+@PATCH.replaces("accelerate.utils.offload", "OffloadedWeightsLoader.__getitem__")
+def getitem(original: Original, self: Any, key: str) -> Any:
     from safetensors import SafetensorError
 
     try:
@@ -128,20 +130,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     except Gemma4CompatError:
         return Outcome.of_parity(difference(reference, workspace.outputs(other)), "refused, and the model as it was")
     return Outcome.of_parity(difference(reference, workspace.outputs(other)), "an offload folder of another model")
-
-
-PATCH = Patch(
-    id="accelerate-offload-folder",
-    kind=Kind.REFUSAL,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F27",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.EVERY_MODEL,
-    targets=(
-        Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),
-        Target(module="accelerate.utils.offload", name="offload_state_dict", replacement=offload_state_dict),
-        Target(module="accelerate.utils.offload", name="OffloadedWeightsLoader.__getitem__", replacement=getitem),
-    ),
-    reproduce=reproduce,
-)

@@ -29,19 +29,25 @@ Remove when: accelerate moves an offloaded block in one piece, ahead of the comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._offload import idle_hooks, model_lock, streaming, torch_internals
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F31 F45 F46 F53",
+    kind="speed",
+    severity="speed",
+    affected=">=1.12",
+    after=("accelerate-skip-keys", "accelerate-nested-map", "accelerate-offload-folder", "accelerate-move-offloaded"),
+    needs=("bitsandbytes-meta-quant-state",),
+)
 
 
-def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("accelerate.big_modeling", "dispatch_model")
+def dispatch_model(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
     dispatched = original(model, *args, **kwargs)
     if family.is_gemma4(dispatched):
         absent = torch_internals.missing()
@@ -82,18 +88,3 @@ def reproduce(workspace: Workspace) -> Outcome:
                 "or not any more: accelerate copies each by itself",
             )
     return Outcome.of_parity(max(found), "offloaded layers, bf16 and 4-bit")
-
-
-PATCH = Patch(
-    id="accelerate-paged-layers",
-    kind=Kind.SPEED,
-    severity=Severity.SPEED,
-    failure_points=("F31", "F45", "F46", "F53"),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.GEMMA4,
-    after=("accelerate-skip-keys", "accelerate-nested-map", "accelerate-offload-folder", "accelerate-move-offloaded"),
-    needs=("bitsandbytes-meta-quant-state",),
-    targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),
-    reproduce=reproduce,
-)

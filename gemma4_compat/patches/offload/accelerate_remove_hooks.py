@@ -19,17 +19,16 @@ Remove when: accelerate brings disk-offloaded weights back and checks a module's
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._offload import idle_hooks, joined_weights, model_lock, state_loading, streaming
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F3", severity="crash", affected=">=1.12", acts_on="every model")
 
 
-def remove_hook_from_module(original: Callable[..., Any], module: Any, recurse: bool = False) -> Any:
+@PATCH.replaces("accelerate.hooks", "remove_hook_from_module")
+def remove_hook_from_module(original: Original, module: Any, recurse: bool = False) -> Any:
     own = vars(module)
     if not any(name not in own and hasattr(module, name) for name in ("_hf_hook", "_old_forward")):
         return original(module, recurse)
@@ -41,7 +40,8 @@ def remove_hook_from_module(original: Callable[..., Any], module: Any, recurse: 
     return module
 
 
-def detach_hook(original: Callable[..., Any], self: Any, module: Any) -> Any:
+@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.detach_hook")
+def detach_hook(original: Original, self: Any, module: Any) -> Any:
     model = joined_weights.model_of(module)
     streaming.forget(module)
     state_loading.forget(module)
@@ -86,19 +86,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     found = difference(reference, workspace.outputs(model.to(workspace.main)))
     remove_hook_from_submodules(PeftModel.from_pretrained(workspace.split(), workspace.adapter("language")))
     return Outcome.of_parity(found, "hooks removed from a model loaded from disk")
-
-
-PATCH = Patch(
-    id="accelerate-remove-hooks",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F3",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.EVERY_MODEL,
-    targets=(
-        Target(module="accelerate.hooks", name="remove_hook_from_module", replacement=remove_hook_from_module),
-        Target(module="accelerate.hooks", name="AlignDevicesHook.detach_hook", replacement=detach_hook),
-    ),
-    reproduce=reproduce,
-)

@@ -18,17 +18,19 @@ Remove when: accelerate forgets the address of a tied weight when its memory is 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from gemma4_compat._accelerate.module_hooks import offload_hook
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F15", severity="wrong_result", affected=">=1.12", acts_on="every model", after=("accelerate-nested-map",)
+)
 
 
-def attach_align_device_hook_on_blocks(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+@PATCH.replaces("accelerate.hooks", "attach_align_device_hook_on_blocks")
+def attach_align_device_hook_on_blocks(original: Original, *args: Any, **kwargs: Any) -> None:
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     tied, on_host = given.get("tied_params_map"), getattr(given.get("weights_map"), "state_dict", {})
     if not tied or given.get("module_name"):
@@ -80,23 +82,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         if freed:
             return Outcome(True, f"{len(freed)} addresses of freed memory pass for those of tied weights")
     return Outcome.of_parity(found, "embeddings and tied head on disk")
-
-
-PATCH = Patch(
-    id="accelerate-tied-on-disk",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F15",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.EVERY_MODEL,
-    after=("accelerate-nested-map",),
-    targets=(
-        Target(
-            module="accelerate.hooks",
-            name="attach_align_device_hook_on_blocks",
-            replacement=attach_align_device_hook_on_blocks,
-        ),
-    ),
-    reproduce=reproduce,
-)

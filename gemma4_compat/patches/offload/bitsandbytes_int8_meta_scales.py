@@ -24,20 +24,19 @@ Remove when: bitsandbytes keeps ``Int8Params.SCB`` on a move to meta; no release
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import quant_states
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F28", severity="crash", affected=">=0.48.2", acts_on="every model", needs=("accelerate-int8-offload",))
 
 # A tensor of scales has the same attributes as a 4-bit weight's quantization state.
 PRISTINE, ORIGIN = quant_states.PRISTINE, quant_states.ORIGIN
 
 
-def int8params_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("bitsandbytes.nn.modules", "Int8Params.to")
+def int8params_to(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     import torch
 
     device = torch._C._nn._parse_to(*args, **kwargs)[0]
@@ -93,17 +92,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     reloaded = type(model).from_pretrained(saved, device_map={"": workspace.main}).eval()
     found = difference(reference, workspace.outputs(reloaded))
     return Outcome.of_parity(found, "an offloaded 8-bit model, saved and loaded again")
-
-
-PATCH = Patch(
-    id="bitsandbytes-int8-meta-scales",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F28",),
-    distribution="bitsandbytes",
-    affected=">=0.48.2",
-    acts_on=ActsOn.EVERY_MODEL,
-    needs=("accelerate-int8-offload",),
-    targets=(Target(module="bitsandbytes.nn.modules", name="Int8Params.to", replacement=int8params_to),),
-    reproduce=reproduce,
-)

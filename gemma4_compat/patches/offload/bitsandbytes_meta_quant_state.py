@@ -24,16 +24,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import quant_states
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F2",
+    severity="crash",
+    affected=">=0.48.2",
+    acts_on="every model",
+    bug=("https://github.com/huggingface/transformers/issues/43873",),
+)
 
 
-def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("bitsandbytes.nn.modules", "Params4bit.to")
+def params4bit_to(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     import torch
 
     device = torch._C._nn._parse_to(*args, **kwargs)[0]
@@ -60,7 +66,8 @@ def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     return new
 
 
-def params4bit_deepcopy(original: Callable[..., Any], self: Any, memo: dict[int, Any]) -> Any:
+@PATCH.replaces("bitsandbytes.nn.modules", "Params4bit.__deepcopy__")
+def params4bit_deepcopy(original: Original, self: Any, memo: dict[int, Any]) -> Any:
     import torch
 
     if self.data.device.type != "meta":
@@ -72,7 +79,8 @@ def params4bit_deepcopy(original: Callable[..., Any], self: Any, memo: dict[int,
     return new
 
 
-def quant_state_to(original: Callable[..., None], self: Any, device: Any) -> None:
+@PATCH.replaces("bitsandbytes.functional", "QuantState.to")
+def quant_state_to(original: Original, self: Any, device: Any) -> None:
     import torch
 
     if device is not None and torch.device(device).type == "meta":
@@ -83,6 +91,7 @@ def quant_state_to(original: Callable[..., None], self: Any, device: Any) -> Non
     original(self, device)
 
 
+@PATCH.replaces("bitsandbytes.functional", "QuantState.as_dict")
 def quant_state_as_dict(
     original: Callable[..., dict[str, Any]], self: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
@@ -101,22 +110,3 @@ def reproduce(workspace: Workspace) -> Outcome:
             vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
         found.append(difference(reference, workspace.outputs(workspace.dispatch(model))))
     return Outcome.of_parity(max(found), "4-bit layers offloaded, single and double quantization")
-
-
-PATCH = Patch(
-    id="bitsandbytes-meta-quant-state",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F2",),
-    distribution="bitsandbytes",
-    affected=">=0.48.2",
-    acts_on=ActsOn.EVERY_MODEL,
-    bug=("https://github.com/huggingface/transformers/issues/43873",),
-    targets=(
-        Target(module="bitsandbytes.nn.modules", name="Params4bit.to", replacement=params4bit_to),
-        Target(module="bitsandbytes.nn.modules", name="Params4bit.__deepcopy__", replacement=params4bit_deepcopy),
-        Target(module="bitsandbytes.functional", name="QuantState.to", replacement=quant_state_to),
-        Target(module="bitsandbytes.functional", name="QuantState.as_dict", replacement=quant_state_as_dict),
-    ),
-    reproduce=reproduce,
-)

@@ -20,23 +20,34 @@ Remove when: ``ModuleUtilsMixin.device`` of transformers takes accelerate's hook
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import hooked
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import inspection
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F37",
+    severity="crash",
+    affected=">=5.5",
+    acts_on="every model",
+    requires=("accelerate",),
+    needs=("transformers-offloaded-embedding",),
+)
+PATCH.replaces(**hooked.ADD_HOOK, group="model.device")(hooked.activator(PATCH.id))
 
 
-def device(original: Callable[..., Any], self: Any) -> Any:
+@PATCH.replaces(
+    "transformers.modeling_utils", "ModuleUtilsMixin.device", dormant=hooked.no_hooks, group="model.device"
+)
+def device(original: Original, self: Any) -> Any:
     found = original(self)
     if found.type != "meta":
         return found
     return inspection.device_of_offloaded(self) or found
 
 
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._valid_auto_compile_criteria", group="compilation")
 def valid_auto_compile_criteria(
     original: Callable[..., bool], self: Any, model_kwargs: Any, generation_config: Any, *args: Any, **kwargs: Any
 ) -> bool:
@@ -64,35 +75,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     with torch.no_grad():
         model.generate(**batch, max_new_tokens=2, do_sample=False)
     return Outcome.of_parity(difference(expected, workspace.outputs(model)), f"inputs moved to {model.device}")
-
-
-_ID = "transformers-model-device"
-
-PATCH = Patch(
-    id=_ID,
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F37",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("accelerate",),
-    needs=("transformers-offloaded-embedding",),
-    targets=(
-        hooked.waker(_ID, "model.device"),
-        Target(
-            module="transformers.modeling_utils",
-            name="ModuleUtilsMixin.device",
-            replacement=device,
-            asleep=hooked.asleep,
-            group="model.device",
-        ),
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._valid_auto_compile_criteria",
-            replacement=valid_auto_compile_criteria,
-            group="compilation",
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -20,20 +20,23 @@ forward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from gemma4_compat._accelerate import hooked
 from gemma4_compat._accelerate.module_hooks import execution_device, offload_hook
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import padding_row, walk
 from gemma4_compat._offload import host_memory
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F11 F38 F42", severity="crash", affected=">=5.5", requires=("accelerate",), needs=("accelerate-tied-on-disk",)
+)
+PATCH.replaces(**hooked.ADD_HOOK)(hooked.activator(PATCH.id))
 
 
-def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.forward", dormant=hooked.no_hooks)
+def model_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     embedding = walk.in_use(self.language_model.embed_tokens)
     config = self.config.text_config
     # A QAT checkpoint's embedding has no weight of its own; another patch covers it.
@@ -46,7 +49,8 @@ def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
         return original(self, *args, **kwargs)
 
 
-def get_per_layer_inputs(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.get_per_layer_inputs", dormant=hooked.no_hooks)
+def get_per_layer_inputs(original: Original, self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     embedding = walk.in_use(self.embed_tokens) if input_ids is None else None
     if embedding is None or offload_hook(embedding) is None or "weight" not in embedding._parameters:
         return original(self, input_ids, *args, **kwargs)
@@ -84,31 +88,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     placement["model.language_model.embed_tokens"] = placement["lm_head"] = workspace.offloaded
     model = workspace.dispatch_map(model, placement)
     return Outcome.of_parity(difference(reference, workspace.outputs(model)), "embed_tokens offloaded")
-
-
-_MODELING = "transformers.models.gemma4.modeling_gemma4"
-
-_ID = "transformers-offloaded-embedding"
-
-PATCH = Patch(
-    id=_ID,
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F11", "F38", "F42"),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    requires=("accelerate",),
-    needs=("accelerate-tied-on-disk",),
-    targets=(
-        hooked.waker(_ID),
-        Target(module=_MODELING, name="Gemma4Model.forward", replacement=model_forward, asleep=hooked.asleep),
-        Target(
-            module=_MODELING,
-            name="Gemma4TextModel.get_per_layer_inputs",
-            replacement=get_per_layer_inputs,
-            asleep=hooked.asleep,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -15,18 +15,24 @@ Remove when: ``Pipeline.__init__`` of transformers uses the execution device of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F37",
+    severity="crash",
+    affected=">=5.5",
+    acts_on="every model",
+    requires=("accelerate",),
+    needs=("transformers-model-device",),
+)
 
 
-def init(original: Callable[..., None], self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+@PATCH.replaces("transformers.pipelines.base", "Pipeline.__init__")
+def init(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     owner = module_hooks.map_owner(model)
     if owner is None:
         return original(self, model, *args, **kwargs)
@@ -66,18 +72,3 @@ def _tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0})), pad_token="<pad>")
-
-
-PATCH = Patch(
-    id="transformers-pipeline-device",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F37",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("accelerate",),
-    needs=("transformers-model-device",),
-    targets=(Target(module="transformers.pipelines.base", name="Pipeline.__init__", replacement=init),),
-    reproduce=reproduce,
-)

@@ -22,20 +22,26 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import device_maps
 from gemma4_compat._common import notice
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F26 F27",
+    kind="refusal",
+    severity="memory",
+    affected=">=1.12",
+    requires=("transformers>=5.5",),
+    after=("accelerate-move-offloaded",),
+)
 
 
-def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("accelerate.big_modeling", "dispatch_model")
+def dispatch_model(original: Original, *args: Any, **kwargs: Any) -> Any:
     if not family.is_gemma4(args[0] if args else kwargs.get("model")):
         return original(*args, **kwargs)
     signature = inspect.signature(original)
@@ -84,18 +90,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if any("model.embed_vision" in text for text in warned):
         return Outcome(False, f"one warning: {warned[0]}")
     return Outcome(True, f"the entry is ignored; {warned[0] if warned else 'no warning'}")
-
-
-PATCH = Patch(
-    id="accelerate-map-check",
-    kind=Kind.REFUSAL,
-    severity=Severity.MEMORY,
-    failure_points=("F26", "F27"),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.GEMMA4,
-    requires=("transformers>=5.5",),
-    after=("accelerate-move-offloaded",),
-    targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),
-    reproduce=reproduce,
-)

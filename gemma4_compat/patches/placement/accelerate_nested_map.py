@@ -22,21 +22,21 @@ Remove when: accelerate reads a nested device map as its most specific entries.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from gemma4_compat._accelerate import device_maps
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F14", severity="crash", affected=">=1.12", acts_on="every model", after=("accelerate-skip-keys",))
 
 # The map of the dispatch running in this thread, for the function that collects the weights to offload.
 _dispatched: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("dispatched", default=None)
 
 
+@PATCH.replaces("accelerate.big_modeling", "dispatch_model")
 def dispatch_model(
-    original: Callable[..., Any], model: Any, device_map: Any, main_device: Any = None, *args: Any, **kwargs: Any
+    original: Original, model: Any, device_map: Any, main_device: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     if main_device is None and device_map.get("", "cpu") not in ("cpu", "disk"):
         main_device = device_map[""]
@@ -47,8 +47,9 @@ def dispatch_model(
         _dispatched.reset(token)
 
 
+@PATCH.replaces("accelerate.utils.offload", "extract_submodules_state_dict")
 def extract_submodules_state_dict(
-    original: Callable[..., Any], state_dict: Mapping[str, Any], submodule_names: list[str]
+    original: Original, state_dict: Mapping[str, Any], submodule_names: list[str]
 ) -> Any:
     placement = _dispatched.get()
     if placement is None or not (device_maps.is_nested(placement) or "" in submodule_names):
@@ -57,8 +58,9 @@ def extract_submodules_state_dict(
     return {name: value for name, value in state_dict.items() if device_maps.entry_for(name, placement) in wanted}
 
 
+@PATCH.replaces("accelerate.hooks", "attach_align_device_hook_on_blocks")
 def attach_align_device_hook_on_blocks(
-    original: Callable[..., None],
+    original: Original,
     module: Any,
     execution_device: Any = None,
     offload: Any = False,
@@ -163,29 +165,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if wrong:
         return Outcome(True, f"{len(wrong)} parameters are not where the map puts them, {wrong[0]} among them")
     return Outcome.of_parity(difference(reference, workspace.outputs(model)), "catch-all entry, parts of it on disk")
-
-
-PATCH = Patch(
-    id="accelerate-nested-map",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F14",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.EVERY_MODEL,
-    after=("accelerate-skip-keys",),
-    targets=(
-        Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),
-        Target(
-            module="accelerate.hooks",
-            name="attach_align_device_hook_on_blocks",
-            replacement=attach_align_device_hook_on_blocks,
-        ),
-        Target(
-            module="accelerate.utils.offload",
-            name="extract_submodules_state_dict",
-            replacement=extract_submodules_state_dict,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -18,18 +18,17 @@ Remove when: ``dispatch_model`` takes the model's own list by default, or the ol
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._engine import versions
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F5", severity="crash", affected=">=1.12", requires=("transformers>=5.5.3,<5.23",))
 
 
-def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("accelerate.big_modeling", "dispatch_model")
+def dispatch_model(original: Original, *args: Any, **kwargs: Any) -> Any:
     call = inspect.signature(original).bind(*args, **kwargs)
     if call.arguments.get("skip_keys") is None and (keys := _own_skip_keys(call.arguments["model"])):
         call.arguments["skip_keys"] = keys
@@ -66,17 +65,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         # 5.5.2: see transformers-shared-kv.
         return Outcome(False, f"KeyError: {error}; the model's own list lacks shared_kv_states", applicable=False)
     return Outcome.of_parity(difference(reference, outputs), "dispatch_model without skip_keys")
-
-
-PATCH = Patch(
-    id="accelerate-skip-keys",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F5",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.GEMMA4,
-    requires=("transformers>=5.5.3,<5.23",),
-    targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),
-    reproduce=reproduce,
-)

@@ -16,23 +16,24 @@ Remove when: ``infer_auto_device_map`` in accelerate keeps the buffers of a modu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from gemma4_compat._accelerate import device_maps
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F65", severity="crash", affected=">=1.12")
 
 
-def infer_auto_device_map(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("accelerate.utils.modeling", "infer_auto_device_map")
+def infer_auto_device_map(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
     placement = original(model, *args, **kwargs)
     return device_maps.with_buffers(model, placement) if family.is_gemma4(model) else placement
 
 
-def check_device_map(original: Callable[..., Any], model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("accelerate.utils.modeling", "check_device_map")
+def check_device_map(original: Original, model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
     if family.is_gemma4(model):
         device_map = _without_tensors(model, device_map)
     return original(model, device_map, *args, **kwargs)
@@ -68,19 +69,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     except ValueError as error:
         return Outcome(True, f"ValueError: {error}")
     return Outcome.of_parity(difference(reference, workspace.outputs(model)), "a decoder layer on two devices")
-
-
-PATCH = Patch(
-    id="accelerate-split-buffers",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F65",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(module="accelerate.utils.modeling", name="infer_auto_device_map", replacement=infer_auto_device_map),
-        Target(module="accelerate.utils.modeling", name="check_device_map", replacement=check_device_map),
-    ),
-    reproduce=reproduce,
-)

@@ -15,18 +15,17 @@ Remove when: ``retie_parameters`` leaves no module with a weight on another devi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import walk
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F82", severity="crash", affected=">=1.12", acts_on="every model")
 
 
-def retie_parameters(original: Callable[..., None], model: Any, tied_params: Any) -> None:
+@PATCH.replaces("accelerate.utils.modeling", "retie_parameters")
+def retie_parameters(original: Original, model: Any, tied_params: Any) -> None:
     main = module_hooks.hook_device(model)
     if main is None:
         original(model, tied_params)
@@ -72,16 +71,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         model = tiny.dispatch_to_two(tiny.load(workspace.checkpoint), second_device.DEVICE, ["lm_head"])
         found = difference(expected, workspace.outputs(model, device="cpu"))
     return Outcome.of_parity(found, "a head on another device than the embedding tied to it")
-
-
-PATCH = Patch(
-    id="accelerate-tied-devices",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F82",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.EVERY_MODEL,
-    targets=(Target(module="accelerate.utils.modeling", name="retie_parameters", replacement=retie_parameters),),
-    reproduce=reproduce,
-)

@@ -30,23 +30,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import device_maps
 from gemma4_compat._common import in_place
 from gemma4_compat._common.text import size_text
 from gemma4_compat._engine import versions
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._memory import formulas, layout
+from gemma4_compat._memory.blueprint import describe
 from gemma4_compat._models import family
-from gemma4_compat._planner import layout, memory
-from gemma4_compat._planner.blueprint import describe
 from gemma4_compat._quantization import offloaded
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F17 F50",
+    severity="crash",
+    affected=">=5.5",
+    requires=("accelerate",),
+    needs=("accelerate-embedding-lookup", "transformers-quantize-offloaded"),
+)
 
 _LOGGER = logging.getLogger("gemma4_compat")
 _OFFLOADED = offloaded.OFFLOADED
@@ -59,8 +64,9 @@ _MIB = 1 << 20
 _BUDGET = 22 << 20
 
 
+@PATCH.replaces("transformers.integrations.accelerate", "_get_device_map")
 def get_device_map(
-    original: Callable[..., Any],
+    original: Original,
     model: Any,
     device_map: Any,
     max_memory: Any = None,
@@ -191,13 +197,13 @@ def _loads(model: Any, blueprint: Any) -> Iterator[Any]:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _CONTEXTS[0]
     contexts = dict.fromkeys(min(context, longest) for context in _CONTEXTS)
     for context in contexts:
-        yield memory.Load(context=context, attention=attention, **modalities)
+        yield formulas.Load(context=context, attention=attention, **modalities)
     if any(modalities.values()):
         for context in contexts:
-            yield memory.Load(context=context, attention=attention)
+            yield formulas.Load(context=context, attention=attention)
     shortest = min(contexts)
-    yield memory.Load(context=shortest, attention=attention, **modalities, weights_only=True)
-    yield memory.Load(context=shortest, attention=attention, weights_only=True)
+    yield formulas.Load(context=shortest, attention=attention, **modalities, weights_only=True)
+    yield formulas.Load(context=shortest, attention=attention, weights_only=True)
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -225,23 +231,3 @@ def reproduce(workspace: Workspace) -> Outcome:
             where = ", ".join(sorted(layers))
             return Outcome(True, f"decoder layers are on {where}; all fit on {workspace.main}")
     return Outcome.of_parity(max(found), "device_map='auto' with room for all but the per-layer embeddings")
-
-
-PATCH = Patch(
-    id="transformers-auto-map",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F17", "F50"),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    requires=("accelerate",),
-    needs=(
-        "accelerate-embedding-lookup",
-        "transformers-quantize-offloaded",
-    ),
-    targets=(
-        Target(module="transformers.integrations.accelerate", name="_get_device_map", replacement=get_device_map),
-    ),
-    reproduce=reproduce,
-)

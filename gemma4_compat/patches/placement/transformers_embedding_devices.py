@@ -20,28 +20,30 @@ embeddings to that of the hidden state.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import hooked, module_hooks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import walk
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F81", severity="crash", affected=">=5.5.0", acts_on="every model", requires=("accelerate",))
+PATCH.replaces(**hooked.ADD_HOOK)(hooked.activator(PATCH.id))
 
 _INPUTS = ("input_ids", "inputs_embeds")
 
 
-def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.forward", dormant=hooked.no_hooks)
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedModel.forward", group="gemma4_unified")
+def model_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return _called(original, self, self.language_model.embed_tokens, args, kwargs)
 
 
-def get_per_layer_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.get_per_layer_inputs", dormant=hooked.no_hooks)
+def get_per_layer_inputs(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return _called(original, self, self.embed_tokens, args, kwargs)
 
 
-def _called(original: Callable[..., Any], model: Any, embedding: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _called(original: Original, model: Any, embedding: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     device = module_hooks.hook_device(walk.innermost(embedding))
     if device is None:
         return original(model, *args, **kwargs)
@@ -55,7 +57,11 @@ def _called(original: Callable[..., Any], model: Any, embedding: Any, args: Any,
     return original(*given.args, **given.kwargs)
 
 
-def candidate_generator(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+# From 5.8.0 on.
+@PATCH.replaces(
+    "transformers.generation.candidate_generator", "SinglePositionMultiTokenCandidateGenerator.__init__", optional=True
+)
+def candidate_generator(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     embedding = self.target_model_input_embeddings
     if module_hooks.hook_device(walk.innermost(embedding)) is not None:
@@ -94,42 +100,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         found = difference(expected, workspace.outputs(model, device="cpu"))
         found = max(found, (of_embeddings(model) - logits).abs().max().item())
     return Outcome.of_parity(found, "an embedding on another device than the inputs")
-
-
-_MODELING = "transformers.models.gemma4.modeling_gemma4"
-
-_ID = "transformers-embedding-devices"
-
-PATCH = Patch(
-    id=_ID,
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F81",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("accelerate",),
-    targets=(
-        hooked.waker(_ID),
-        Target(module=_MODELING, name="Gemma4Model.forward", replacement=model_forward, asleep=hooked.asleep),
-        Target(
-            module=_MODELING,
-            name="Gemma4TextModel.get_per_layer_inputs",
-            replacement=get_per_layer_inputs,
-            asleep=hooked.asleep,
-        ),
-        Target(
-            module="transformers.models.gemma4_unified.modeling_gemma4_unified",
-            name="Gemma4UnifiedModel.forward",
-            replacement=model_forward,
-            group="gemma4_unified",
-        ),
-        Target(
-            module="transformers.generation.candidate_generator",
-            name="SinglePositionMultiTokenCandidateGenerator.__init__",
-            replacement=candidate_generator,
-            optional=True,  # from 5.8.0 on
-        ),
-    ),
-    reproduce=reproduce,
-)

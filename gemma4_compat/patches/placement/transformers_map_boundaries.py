@@ -16,17 +16,24 @@ Remove when: ``expand_device_map`` in transformers matches device-map entries at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from gemma4_compat._accelerate import device_maps
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F14",
+    severity="wrong_result",
+    affected=">=5.5",
+    acts_on="every model",
+    requires=("accelerate",),
+    needs=("accelerate-nested-map",),
+)
 
 
-def expand_device_map(original: Callable[..., Any], device_map: Any, param_names: Iterable[str]) -> Any:
+@PATCH.replaces("transformers.integrations.accelerate", "expand_device_map")
+def expand_device_map(original: Original, device_map: Any, param_names: Iterable[str]) -> Any:
     if device_map is None:
         return original(device_map, param_names)
     entries = {name: device_maps.entry_for(name, device_map) for name in param_names}
@@ -53,20 +60,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         return Outcome(True, f"{len(wrong)} parameters are not where the map puts them, {wrong[0]} among them")
     found = difference(reference, workspace.outputs(model, text_only=True))
     return Outcome.of_parity(found, "layer 1 of 12 on disk")
-
-
-PATCH = Patch(
-    id="transformers-map-boundaries",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F14",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("accelerate",),
-    needs=("accelerate-nested-map",),
-    targets=(
-        Target(module="transformers.integrations.accelerate", name="expand_device_map", replacement=expand_device_map),
-    ),
-    reproduce=reproduce,
-)

@@ -14,19 +14,17 @@ Remove when: ``project_per_layer_inputs`` brings both to one device in all suppo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import hooked, module_hooks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F79", severity="crash", affected=">=5.5.0", requires=("accelerate",))
+PATCH.replaces(**hooked.ADD_HOOK)(hooked.activator(PATCH.id))
 
 
-def project_per_layer_inputs(
-    original: Callable[..., Any], self: Any, inputs_embeds: Any, per_layer_inputs: Any = None
-) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.project_per_layer_inputs", dormant=hooked.no_hooks)
+def project_per_layer_inputs(original: Original, self: Any, inputs_embeds: Any, per_layer_inputs: Any = None) -> Any:
     if per_layer_inputs is not None:
         device = module_hooks.hook_device(self.per_layer_projection_norm)
         if device is not None and device != per_layer_inputs.device:
@@ -49,27 +47,3 @@ def reproduce(workspace: Workspace) -> Outcome:
             model = tiny.dispatch_to_two(tiny.load(workspace.checkpoint), second_device.DEVICE, there)
             found = max(found, difference(expected, workspace.outputs(model, device="cpu")))
     return Outcome.of_parity(found, "a per-layer embedding on another device than its projection")
-
-
-_ID = "transformers-per-layer-devices"
-
-PATCH = Patch(
-    id=_ID,
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F79",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    requires=("accelerate",),
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        hooked.waker(_ID),
-        Target(
-            module="transformers.models.gemma4.modeling_gemma4",
-            name="Gemma4TextModel.project_per_layer_inputs",
-            replacement=project_per_layer_inputs,
-            asleep=hooked.asleep,
-        ),
-    ),
-    reproduce=reproduce,
-)

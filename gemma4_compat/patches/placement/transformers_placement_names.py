@@ -21,21 +21,20 @@ Remove when: transformers names the nearest modules of an entry that matches non
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import device_maps
 from gemma4_compat._engine import versions
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
 from gemma4_compat._offload import host_room
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F26", kind="notice", severity="memory", affected=">=5.5", requires=("accelerate",))
 
 
-def get_device_map(original: Callable[..., Any], model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.integrations.accelerate", "_get_device_map")
+def get_device_map(original: Original, model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
     # Upstream checks a map's completeness only if it has several devices; otherwise the model stays where it was
     # loaded.
     ours = family.is_gemma4(model)
@@ -57,8 +56,9 @@ def _refuse_whole_model_on_disk(device_map: dict[str, Any]) -> None:
         )
 
 
+@PATCH.replaces("transformers.quantizers.base", "HfQuantizer.get_modules_to_not_convert")
 def get_modules_to_not_convert(
-    original: Callable[..., Any], model: Any, skip_modules: Any = None, *args: Any, **kwargs: Any
+    original: Original, model: Any, skip_modules: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     if skip_modules and family.is_gemma4(model):
         should_convert = vars(sys.modules["transformers.quantizers.quantizers_utils"])["should_convert_module"]
@@ -90,24 +90,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if len(warned) == 2:
         return Outcome(False, f"one warning for each: {warned[0]}")
     return Outcome(True, "entries that match nothing are ignored; what was meant is not named")
-
-
-PATCH = Patch(
-    id="transformers-placement-names",
-    kind=Kind.NOTICE,
-    severity=Severity.MEMORY,
-    failure_points=("F26",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    requires=("accelerate",),
-    targets=(
-        Target(module="transformers.integrations.accelerate", name="_get_device_map", replacement=get_device_map),
-        Target(
-            module="transformers.quantizers.base",
-            name="HfQuantizer.get_modules_to_not_convert",
-            replacement=get_modules_to_not_convert,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -20,19 +20,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._offload import gathered_weights, idle_hooks
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F40",
+    severity="wrong_result",
+    affected=">=5.5",
+    requires=("accelerate",),
+    needs=("transformers-offloaded-embedding", "transformers-tied-split", "accelerate-tied-on-disk"),
+)
 
 _log = logging.getLogger("gemma4_compat")
 
 
-def resize_token_embeddings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel._resize_token_embeddings")
+def resize_token_embeddings(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if not family.is_gemma4(self):
         return original(self, *args, **kwargs)
     head = self.get_output_embeddings()
@@ -42,15 +48,14 @@ def resize_token_embeddings(original: Callable[..., Any], self: Any, *args: Any,
     return found
 
 
-def resize_per_layer_embeddings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4PreTrainedModel._resize_per_layer_embeddings", optional=True)
+def resize_per_layer_embeddings(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if not self.config.get_text_config().hidden_size_per_layer_input:  # there are none
         return original(self, *args, **kwargs)
     return _gathered(self, [self.get_per_layer_input_embeddings], original, *args, **kwargs)
 
 
-def _gathered(
-    model: Any, getters: list[Callable[[], Any]], original: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _gathered(model: Any, getters: list[Callable[[], Any]], original: Original, *args: Any, **kwargs: Any) -> Any:
     import torch
 
     try:
@@ -82,30 +87,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     model = workspace.dispatch_map(model, placement)
     found = difference(reference, workspace.outputs(resized(model), text_only=True))
     return Outcome.of_parity(found, "44 tokens added")
-
-
-PATCH = Patch(
-    id="transformers-resize-offloaded",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F40",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    requires=("accelerate",),
-    needs=("transformers-offloaded-embedding", "transformers-tied-split", "accelerate-tied-on-disk"),
-    targets=(
-        Target(
-            module="transformers.modeling_utils",
-            name="PreTrainedModel._resize_token_embeddings",
-            replacement=resize_token_embeddings,
-        ),
-        Target(
-            module="transformers.models.gemma4.modeling_gemma4",
-            name="Gemma4PreTrainedModel._resize_per_layer_embeddings",
-            replacement=resize_per_layer_embeddings,
-            optional=True,
-        ),
-    ),
-    reproduce=reproduce,
-)

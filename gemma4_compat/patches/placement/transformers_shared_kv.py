@@ -25,17 +25,23 @@ no longer supported: 5.23.0 has a container that hooks pass on unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import shared_kv
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F5 F30 F33",
+    severity="crash",
+    affected=">=5.5.2,<5.23.0",
+    bug=("https://github.com/huggingface/transformers/issues/45663",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/47290",
+)
 
 
-def decoder_layer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextDecoderLayer.__call__", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedTextDecoderLayer.__call__", group="gemma4_unified")
+def decoder_layer(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return shared_kv.decoder_layer(original, self, *args, **kwargs)
 
 
@@ -86,35 +92,5 @@ def _unified(workspace: Workspace) -> Outcome:
     return Outcome.of_parity(found, "dispatch_model without skip_keys")
 
 
-_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
-_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
-
-PATCH = Patch(
-    id="transformers-shared-kv",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F5", "F30", "F33"),
-    distribution="transformers",
-    affected=">=5.5.2,<5.23.0",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.23.0",
-    bug=("https://github.com/huggingface/transformers/issues/45663",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/47290",
-    targets=(
-        Target(module=_GEMMA4, name="Gemma4TextDecoderLayer.__call__", replacement=decoder_layer, group="gemma4"),
-        Target(module=_GEMMA4, name="Gemma4TextModel.forward", replacement=shared_kv.text_model, group="gemma4"),
-        Target(
-            module=_UNIFIED,
-            name="Gemma4UnifiedTextDecoderLayer.__call__",
-            replacement=decoder_layer,
-            group="gemma4_unified",
-        ),
-        Target(
-            module=_UNIFIED,
-            name="Gemma4UnifiedTextModel.forward",
-            replacement=shared_kv.text_model,
-            group="gemma4_unified",
-        ),
-    ),
-    reproduce=reproduce,
-)
+PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.forward", group="gemma4")(shared_kv.text_model)
+PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedTextModel.forward", group="gemma4_unified")(shared_kv.text_model)

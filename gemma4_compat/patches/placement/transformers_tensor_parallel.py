@@ -16,19 +16,19 @@ Remove when: ``Gemma4Model.forward`` calls the embedding instead of reading its 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import padding_row, walk
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F64", severity="crash", affected=">=5.5")
 
 _WHOLE = ("Parameter", "Params4bit", "Int8Params")  # what most weights are: no further look
 
 
-def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.forward")
+def model_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     # For each token: past torch's `__getattr__` where that finds nothing else.
     text = self._modules["language_model"] if "language_model" in self._modules else self.language_model  # noqa: SIM401
     embedding = text._modules["embed_tokens"] if "embed_tokens" in text._modules else text.embed_tokens  # noqa: SIM401
@@ -83,22 +83,3 @@ def _one_process() -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
-
-
-PATCH = Patch(
-    id="transformers-tensor-parallel",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F64",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(
-            module="transformers.models.gemma4.modeling_gemma4",
-            name="Gemma4Model.forward",
-            replacement=model_forward,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -28,16 +28,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import device_maps
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._offload import tied_weights
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F15 F44",
+    severity="crash",
+    affected=">=5.5",
+    acts_on="every model",
+    requires=("accelerate",),
+    needs=("transformers-offloaded-embedding", "accelerate-tied-on-disk"),
+)
 
 
+@PATCH.replaces("transformers.integrations.accelerate", "accelerate_disk_offload")
 def accelerate_disk_offload(
     original: Callable[..., dict[str, Any]],
     model: Any,
@@ -61,8 +68,9 @@ def accelerate_disk_offload(
     return index
 
 
+@PATCH.replaces("transformers.integrations.accelerate", "accelerate_dispatch")
 def accelerate_dispatch(
-    original: Callable[..., None],
+    original: Original,
     model: Any,
     hf_quantizer: Any,
     device_map: Any,
@@ -76,9 +84,8 @@ def accelerate_dispatch(
     original(model, hf_quantizer, device_map, offload_folder, offload_index, offload_buffers)
 
 
-def tie_weights(
-    original: Callable[..., Any], self: Any, missing_keys: set[str] | None = None, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel.tie_weights")
+def tie_weights(original: Original, self: Any, missing_keys: set[str] | None = None, *args: Any, **kwargs: Any) -> Any:
     # A checkpoint in torch's own format has both names. Upstream compares their values, which meta lacks.
     if missing_keys is None:
         with tied_weights.tied_apart(self):
@@ -150,27 +157,3 @@ def reproduce(workspace: Workspace) -> Outcome:
             return Outcome(True, f"hf_device_map became {model.hf_device_map}")
         found.append(difference(reference, workspace.outputs(model)))
     return Outcome.of_parity(max(found), "tied head and embedding apart, one of them on disk")
-
-
-_MODULE = "transformers.integrations.accelerate"
-
-PATCH = Patch(
-    id="transformers-tied-split",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F15", "F44"),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("accelerate",),
-    needs=(
-        "transformers-offloaded-embedding",
-        "accelerate-tied-on-disk",
-    ),
-    targets=(
-        Target(module="transformers.modeling_utils", name="PreTrainedModel.tie_weights", replacement=tie_weights),
-        Target(module=_MODULE, name="accelerate_disk_offload", replacement=accelerate_disk_offload),
-        Target(module=_MODULE, name="accelerate_dispatch", replacement=accelerate_dispatch),
-    ),
-    reproduce=reproduce,
-)

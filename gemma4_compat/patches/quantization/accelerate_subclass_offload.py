@@ -17,23 +17,22 @@ Remove when: accelerate offloads tensor subclasses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
 from gemma4_compat._quantization import compressed
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F66", kind="refusal", severity="crash", affected=">=1.12", requires=("transformers>=5.5",))
 
 #: Module of the classes -> the library, and the places to which their weights cannot be offloaded.
 _LIBRARIES = {"torchao": ("torchao", ("disk",)), "optimum": ("quanto", ("disk", "cpu"))}
 
 
-def dispatch_model(original: Callable[..., Any], model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("accelerate.big_modeling", "dispatch_model")
+def dispatch_model(original: Original, model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
     if family.is_gemma4(model):
         main = kwargs.get("main_device", args[0] if args else None)
         _refuse(model, device_map, main)
@@ -107,17 +106,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if not refused:
         return Outcome(False, "neither torchao nor quanto is installed", applicable=False)
     return Outcome(False, "; ".join(refused))
-
-
-PATCH = Patch(
-    id="accelerate-subclass-offload",
-    kind=Kind.REFUSAL,
-    severity=Severity.CRASH,
-    failure_points=("F66",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.GEMMA4,
-    requires=("transformers>=5.5",),
-    targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),
-    reproduce=reproduce,
-)

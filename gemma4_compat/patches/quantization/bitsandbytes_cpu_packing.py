@@ -21,25 +21,32 @@ Remove when: bitsandbytes restores the original scales when it unpacks, exactly 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._common import notice
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import host, quant_states
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F18",
+    severity="wrong_result",
+    affected=">=0.49.0",
+    acts_on="every model",
+    after=("bitsandbytes-meta-quant-state",),
+)
+detect = host.packs_for_cpu
 
 
-def pack(original: Callable[..., Any], qweight: Any, quant_state: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("bitsandbytes.functional", "_convert_weight_packed_for_cpu")
+def pack(original: Original, qweight: Any, quant_state: Any, *args: Any, **kwargs: Any) -> Any:
     before = dict(vars(quant_state))
     packed = original(qweight, quant_state, *args, **kwargs)
     setattr(quant_state, quant_states.UNPACKED, before)
     return packed
 
 
-def unpack(original: Callable[..., Any], packed_weight: Any, quant_state: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("bitsandbytes.functional", "_convert_weight_packed_for_cpu_inverse")
+def unpack(original: Original, packed_weight: Any, quant_state: Any, *args: Any, **kwargs: Any) -> Any:
     before = vars(quant_state).get(quant_states.UNPACKED)
     qweight, recovered = original(packed_weight, quant_state, *args, **kwargs)
     if before is None:
@@ -53,7 +60,8 @@ def unpack(original: Callable[..., Any], packed_weight: Any, quant_state: Any, *
     return qweight, recovered
 
 
-def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("bitsandbytes.nn.modules", "Params4bit.to")
+def params4bit_to(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     import torch
 
     device = torch._C._nn._parse_to(*args, **kwargs)[0]
@@ -71,7 +79,8 @@ def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     return original(self, *args, **kwargs)
 
 
-def linear4bit_forward(original: Callable[..., Any], self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("bitsandbytes.nn.modules", "Linear4bit.forward")
+def linear4bit_forward(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if self.training or x.requires_grad:
         # FSDP2 gives the layer a plain parameter; the original function makes it a Params4bit again.
         weight = self.weight
@@ -80,8 +89,9 @@ def linear4bit_forward(original: Callable[..., Any], self: Any, x: Any, *args: A
     return original(self, x, *args, **kwargs)
 
 
+@PATCH.replaces("bitsandbytes.functional", "dequantize_4bit")
 def dequantize_4bit(
-    original: Callable[..., Any],
+    original: Original,
     A: Any,  # noqa: N803  (upstream's name; callers may use it as a keyword)
     quant_state: Any = None,
     *args: Any,
@@ -125,27 +135,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if worst:
         return Outcome(True, f"weights change by {worst:.3g} in an eval forward and state_dict()")
     return Outcome(False, "weights are bit-equal after an eval forward and state_dict()")
-
-
-_MODULES = "bitsandbytes.nn.modules"
-_FUNCTIONAL = "bitsandbytes.functional"
-
-PATCH = Patch(
-    id="bitsandbytes-cpu-packing",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F18",),
-    distribution="bitsandbytes",
-    affected=">=0.49.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    after=("bitsandbytes-meta-quant-state",),
-    detect=host.packs_for_cpu,
-    targets=(
-        Target(module=_FUNCTIONAL, name="_convert_weight_packed_for_cpu", replacement=pack),
-        Target(module=_FUNCTIONAL, name="_convert_weight_packed_for_cpu_inverse", replacement=unpack),
-        Target(module=_FUNCTIONAL, name="dequantize_4bit", replacement=dequantize_4bit),
-        Target(module=_MODULES, name="Params4bit.to", replacement=params4bit_to),
-        Target(module=_MODULES, name="Linear4bit.forward", replacement=linear4bit_forward),
-    ),
-    reproduce=reproduce,
-)

@@ -18,18 +18,18 @@ release since 0.49.0, which introduced the kernel, does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import host
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F10 F18", severity="wrong_result", affected=">=0.49.0", acts_on="every model")
+detect = host.packs_for_cpu
 
 
+@PATCH.replaces("bitsandbytes.functional", "gemv_4bit")
 def gemv_4bit(
-    original: Callable[..., Any],
+    original: Original,
     A: Any,  # noqa: N803  (upstream's name; callers may use it as a keyword)
     B: Any,  # noqa: N803
     out: Any = None,
@@ -61,17 +61,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if not functional.has_avx512bf16():
         return Outcome(False, "this CPU has no AVX512-BF16: the fused kernel does not run", applicable=False)
     return transposed(tiny.load(workspace.checkpoint, "4bit").model.language_model.layers[0].mlp.up_proj)
-
-
-PATCH = Patch(
-    id="bitsandbytes-cpu-strides",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F10", "F18"),
-    distribution="bitsandbytes",
-    affected=">=0.49.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    detect=host.packs_for_cpu,
-    targets=(Target(module="bitsandbytes.functional", name="gemv_4bit", replacement=gemv_4bit),),
-    reproduce=reproduce,
-)

@@ -18,21 +18,27 @@ Remove when: bitsandbytes dequantizes weights with nested scales in one kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._kernels.fuse import dequantizing
 from gemma4_compat._kernels.specs.dequantizing_source import Format
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F105",
+    kind="speed",
+    severity="speed",
+    affected=">=0.48.2",
+    acts_on="every model",
+    after=("bitsandbytes-cpu-packing",),
+)
 
 _NESTED = 256  # bitsandbytes' only block size of nested scales
 
 
+@PATCH.replaces("bitsandbytes.functional", "dequantize_4bit")
 def dequantize_4bit(
-    original: Callable[..., Any],
+    original: Original,
     A: Any,  # noqa: N803  (upstream's name; callers may use it as a keyword)
     quant_state: Any = None,
     *args: Any,
@@ -42,8 +48,10 @@ def dequantize_4bit(
     return original(A, quant_state, *args, **kwargs) if found is None else found
 
 
+# Imported where there is a GPU.
+@PATCH.replaces("bitsandbytes.backends.cuda.ops", "_dequant_linear_fallback", affected=">=0.50", group="products")
 def dequantized_linear(
-    original: Callable[..., Any],
+    original: Original,
     A: Any,  # noqa: N803
     B: Any,  # noqa: N803
     shapeB: Any,  # noqa: N803
@@ -92,26 +100,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     kernels_of_scales = "two kernels and two tensors more for its scales" if calls else "no kernel for its scales"
     off = (found.float() - expected.float()).abs().max().item()
     return Outcome(calls > 0, f"a nested 4-bit weight is dequantized with {kernels_of_scales}", parity=off)
-
-
-PATCH = Patch(
-    id="bitsandbytes-fused-dequantization",
-    kind=Kind.SPEED,
-    severity=Severity.SPEED,
-    failure_points=("F105",),
-    distribution="bitsandbytes",
-    affected=">=0.48.2",
-    acts_on=ActsOn.EVERY_MODEL,
-    after=("bitsandbytes-cpu-packing",),
-    targets=(
-        Target(module="bitsandbytes.functional", name="dequantize_4bit", replacement=dequantize_4bit),
-        Target(
-            module="bitsandbytes.backends.cuda.ops",  # imported where there is a GPU
-            name="_dequant_linear_fallback",
-            replacement=dequantized_linear,
-            affected=">=0.50",
-            group="products",
-        ),
-    ),
-    reproduce=reproduce,
-)

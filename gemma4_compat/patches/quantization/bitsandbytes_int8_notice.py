@@ -16,13 +16,11 @@ Remove when: in all supported releases bitsandbytes says it once, or not at all.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F100", kind="notice", severity="speed", affected=">=0.50.0", acts_on="every model")
 
 _MODULE = "bitsandbytes.autograd._functions"
 _SENTENCE = "MatMul8bitLt: inputs will be cast"
@@ -46,7 +44,8 @@ class _Once(logging.Filter):
 _once = _Once()
 
 
-def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("bitsandbytes.autograd._functions", "MatMul8bitLt.forward")
+def forward(original: Original, *args: Any, **kwargs: Any) -> Any:
     import torch
 
     if torch.compiler.is_compiling():  # nothing is logged then
@@ -76,16 +75,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         logger.removeHandler(handler)
     said = sum(line.startswith(_SENTENCE) for line in lines)
     return Outcome(said > 1, f"one forward logs {said} times: {_SENTENCE}" if said else "nothing is logged")
-
-
-PATCH = Patch(
-    id="bitsandbytes-int8-notice",
-    kind=Kind.NOTICE,
-    severity=Severity.SPEED,
-    failure_points=("F100",),
-    distribution="bitsandbytes",
-    affected=">=0.50.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    targets=(Target(module=_MODULE, name="MatMul8bitLt.forward", replacement=forward),),
-    reproduce=reproduce,
-)

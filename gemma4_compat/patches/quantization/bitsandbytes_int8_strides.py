@@ -15,17 +15,24 @@ Remove when: bitsandbytes makes the input of ``int8_vectorwise_quant`` contiguou
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._quantization.host import has_cuda
+from gemma4_compat._quantization import host
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F10",
+    severity="wrong_result",
+    affected=">=0.48.2",
+    acts_on="every model",
+    bug=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1690",),
+)
+detect = host.has_cuda
 
 
-def quantize(original: Callable[..., Any], A: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N803  (upstream's name)
+@PATCH.replaces("bitsandbytes.functional", "int8_vectorwise_quant")
+@PATCH.replaces("bitsandbytes.functional", "int8_double_quant")
+def quantize(original: Original, A: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N803  (upstream's name)
     return original(A.contiguous(), *args, **kwargs)
 
 
@@ -37,21 +44,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if not torch.cuda.is_available():
         return Outcome(False, "no CUDA device: its kernel does not run", applicable=False)
     return transposed(workspace.load("8bit").model.language_model.layers[0].mlp.up_proj)
-
-
-PATCH = Patch(
-    id="bitsandbytes-int8-strides",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F10",),
-    distribution="bitsandbytes",
-    affected=">=0.48.2",
-    acts_on=ActsOn.EVERY_MODEL,
-    bug=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1690",),
-    detect=has_cuda,
-    targets=(
-        Target(module="bitsandbytes.functional", name="int8_vectorwise_quant", replacement=quantize),
-        Target(module="bitsandbytes.functional", name="int8_double_quant", replacement=quantize),
-    ),
-    reproduce=reproduce,
-)

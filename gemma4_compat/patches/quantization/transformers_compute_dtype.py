@@ -15,21 +15,18 @@ Remove when: transformers takes the model's dtype for 4-bit computation, or says
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F61", kind="notice", severity="speed", affected=">=5.5", requires=("bitsandbytes",))
 
 _log = logging.getLogger("gemma4_compat")
 
 
-def process_model_after_weight_loading(
-    original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces("transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer._process_model_after_weight_loading")
+def process_model_after_weight_loading(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     loaded = original(self, model, *args, **kwargs)
     if family.is_gemma4(model):
         _say(model, self.quantization_config.bnb_4bit_compute_dtype)
@@ -74,23 +71,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     return Outcome(
         not lines, f"a bfloat16 model in 4 bits computes in float32, and {len(lines) or 'no'} line of the log says so"
     )
-
-
-PATCH = Patch(
-    id="transformers-compute-dtype",
-    kind=Kind.NOTICE,
-    severity=Severity.SPEED,
-    failure_points=("F61",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    requires=("bitsandbytes",),
-    targets=(
-        Target(
-            module="transformers.quantizers.quantizer_bnb_4bit",
-            name="Bnb4BitHfQuantizer._process_model_after_weight_loading",
-            replacement=process_model_after_weight_loading,
-        ),
-    ),
-    reproduce=reproduce,
-)

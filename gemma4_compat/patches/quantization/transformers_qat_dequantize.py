@@ -18,19 +18,18 @@ Remove when: ``GemmaQuantizer`` implements ``_dequantize``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError, OffloadedWeightsError
 from gemma4_compat._quantization import qat
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F56", severity="crash", affected=">=5.11", acts_on="QAT checkpoints")
 
 
-def dequantize(original: Callable[..., Any], self: Any, model: Any, dtype: Any = None, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.quantizers.base", "HfQuantizer._dequantize")
+def dequantize(original: Original, self: Any, model: Any, dtype: Any = None, **kwargs: Any) -> Any:
     if type(self).__name__ != "GemmaQuantizer":
         return original(self, model, *([] if dtype is None else [dtype]), **kwargs)
     _refuse(model)
@@ -68,16 +67,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     expected = workspace.outputs(model)
     model.dequantize()
     return Outcome.of_parity(difference(expected, workspace.outputs(model)), "a dequantized QAT model")
-
-
-PATCH = Patch(
-    id="transformers-qat-dequantize",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F56",),
-    distribution="transformers",
-    affected=">=5.11",
-    acts_on=ActsOn.QAT,
-    targets=(Target(module="transformers.quantizers.base", name="HfQuantizer._dequantize", replacement=dequantize),),
-    reproduce=reproduce,
-)

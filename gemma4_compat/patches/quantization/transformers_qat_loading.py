@@ -20,23 +20,21 @@ Remove when: transformers prepares scales of the shape that the checkpoint has, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._checkpoint.header import header
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import qat
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F56", severity="crash", affected=">=5.11", acts_on="QAT checkpoints", requires=("accelerate",))
 
 _SCALE = "embedding_scale"
 
 
-def process_model_before_weight_loading(
-    original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces("transformers.quantizers.quantizer_gemma", "GemmaQuantizer._process_model_before_weight_loading")
+def process_model_before_weight_loading(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     dtype = model.dtype  # scales are float32 in any model
     named = qat.below_multimodal_names(model, self.quantization_config)
     result = original(self, named, *args, **kwargs)
@@ -86,23 +84,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     model = tiny.load(checkpoint, device_map=placement, offload_folder=workspace.folder / "qat-offload")
     found = difference(workspace.outputs(reference), workspace.outputs(model))
     return Outcome.of_parity(found, "layers of a QAT checkpoint loaded to disk")
-
-
-PATCH = Patch(
-    id="transformers-qat-loading",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F56",),
-    distribution="transformers",
-    affected=">=5.11",
-    acts_on=ActsOn.QAT,
-    requires=("accelerate",),
-    targets=(
-        Target(
-            module="transformers.quantizers.quantizer_gemma",
-            name="GemmaQuantizer._process_model_before_weight_loading",
-            replacement=process_model_before_weight_loading,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -20,16 +20,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import walk
 from gemma4_compat._offload import host_memory
 from gemma4_compat._quantization import qat
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F56", severity="speed", affected=">=5.11", acts_on="QAT checkpoints")
 
 _PARTS = ("embedding_quantized", "embedding_scale")
 
@@ -44,7 +43,8 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def model_forward(original: Callable[..., Any], self: Any, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.forward")
+def model_forward(original: Original, self: Any, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
     import torch
 
     embedding = walk.in_use(self.language_model.embed_tokens)
@@ -67,6 +67,7 @@ def _one_row(embedding: Any, token: int) -> Iterator[None]:
         _running.tokens = before
 
 
+@PATCH.replaces("transformers.integrations.gemma_quant", "QuantizedEmbedding.weight")
 def weight(original: Callable[[Any], Any], self: Any) -> Any:
     token = _running.tokens.get(id(self)) if _running.tokens else None
     hook = module_hooks.offload_hook(self)
@@ -120,23 +121,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     layout = tiny.device_map(split, "none", main=workspace.main, offloaded=workspace.offloaded)
     split = workspace.dispatch_map(split, {**layout, name: workspace.offloaded})
     return Outcome.of_parity(difference(reference, workspace.outputs(split)), "the embedding offloaded")
-
-
-PATCH = Patch(
-    id="transformers-qat-padding-row",
-    kind=Kind.REPAIR,
-    severity=Severity.SPEED,
-    failure_points=("F56",),
-    distribution="transformers",
-    affected=">=5.11",
-    acts_on=ActsOn.QAT,
-    targets=(
-        Target(module="transformers.integrations.gemma_quant", name="QuantizedEmbedding.weight", replacement=weight),
-        Target(
-            module="transformers.models.gemma4.modeling_gemma4",
-            name="Gemma4Model.forward",
-            replacement=model_forward,
-        ),
-    ),
-    reproduce=reproduce,
-)

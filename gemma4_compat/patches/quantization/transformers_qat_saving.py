@@ -17,14 +17,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F56", severity="crash", affected=">=5.11", acts_on="QAT checkpoints")
 
 
+@PATCH.replaces("transformers.quantizers.quantizer_gemma", "GemmaQuantizer.is_serializable")
 def is_serializable(original: Callable[[Any], Any], self: Any) -> Callable[[], bool]:
     found = original(self)
     return lambda: bool(found)
@@ -40,22 +40,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     model.save_pretrained(folder)
     again = tiny.load(folder, device=workspace.main)
     return Outcome.of_parity(difference(workspace.outputs(model), workspace.outputs(again)), "a QAT model saved")
-
-
-PATCH = Patch(
-    id="transformers-qat-saving",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F56",),
-    distribution="transformers",
-    affected=">=5.11",
-    acts_on=ActsOn.QAT,
-    targets=(
-        Target(
-            module="transformers.quantizers.quantizer_gemma",
-            name="GemmaQuantizer.is_serializable",
-            replacement=is_serializable,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -28,16 +28,21 @@ Remove when: transformers can quantize what it offloads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import attached
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
 from gemma4_compat._quantization import offloaded, opt_in
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F32",
+    severity="wrong_result",
+    affected=">=5.5",
+    requires=("accelerate", "bitsandbytes"),
+    needs=("bitsandbytes-meta-quant-state", "bitsandbytes-int8-meta-scales", "accelerate-int8-offload"),
+)
 
 # Attributes of a quantizer, which belongs to a single load. The first is unknown before it sees the model.
 _GEMMA4, _REFUSED, _PLACEMENT = attached.IS_GEMMA4, attached.REFUSED, attached.PLACEMENT
@@ -45,7 +50,9 @@ _TO_WRITE = attached.TO_WRITE  # of a weight
 _BITSANDBYTES = ("Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer")
 
 
-def validate_environment(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+@PATCH.replaces("transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer.validate_environment")
+@PATCH.replaces("transformers.quantizers.quantizer_bnb_8bit", "Bnb8BitHfQuantizer.validate_environment")
+def validate_environment(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     # Upstream refuses maps with offloaded modules unless the flag allows them to stay unquantized.
     gemma4 = vars(self).get(_GEMMA4)
     if gemma4 is False or not opt_in.OFFLOADED.is_enabled() or not isinstance(kwargs.get("device_map"), dict):
@@ -56,9 +63,13 @@ def validate_environment(original: Callable[..., None], self: Any, *args: Any, *
         vars(self)[_REFUSED] = (args, kwargs)
 
 
-def process_model_before_weight_loading(
-    original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces(
+    "transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer._process_model_before_weight_loading"
+)
+@PATCH.replaces(
+    "transformers.quantizers.quantizer_bnb_8bit", "Bnb8BitHfQuantizer._process_model_before_weight_loading"
+)
+def process_model_before_weight_loading(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     gemma4 = vars(self)[_GEMMA4] = family.is_gemma4(model)
     again = vars(self).pop(_REFUSED, None)
     if not gemma4:
@@ -72,8 +83,9 @@ def process_model_before_weight_loading(
     return original(self, model, **{**kwargs, "device_map": None})  # upstream skips what the map puts on cpu or disk
 
 
+@PATCH.replaces("transformers.integrations.accelerate", "_get_device_map")
 def get_device_map(
-    original: Callable[..., Any],
+    original: Original,
     model: Any,
     device_map: Any,
     max_memory: Any = None,
@@ -92,6 +104,9 @@ def get_device_map(
     return placement
 
 
+# Imported by the first load that quantizes, after it has checked the map.
+@PATCH.replaces("transformers.integrations.bitsandbytes", "Bnb4bitQuantize.convert", optional=True)
+@PATCH.replaces("transformers.integrations.bitsandbytes", "Bnb8bitQuantize.convert", optional=True)
 def quantize(
     original: Callable[..., dict[str, Any]], self: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
@@ -115,6 +130,9 @@ def quantize(
     return result
 
 
+# Imported by the first load that quantizes, after it has checked the map.
+@PATCH.replaces("transformers.integrations.bitsandbytes", "Bnb4bitDeserialize.convert", optional=True)
+@PATCH.replaces("transformers.integrations.bitsandbytes", "Bnb8bitDeserialize.convert", optional=True)
 def deserialize(
     original: Callable[..., dict[str, Any]], self: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
@@ -145,8 +163,9 @@ def _leave_on_meta(model: Any, name: str, weight: Any) -> None:
         module.quant_state = module._parameters[last].quant_state
 
 
+@PATCH.replaces("transformers.core_model_loading", "offload_and_maybe_resave_param")
 def offload_and_maybe_resave_param(
-    original: Callable[..., Any],
+    original: Original,
     target_name: str,
     param: Any,
     loading_info: Any,
@@ -165,8 +184,9 @@ def offload_and_maybe_resave_param(
     return original(target_name, param, loading_info, disk_offload_folder, disk_offload_index, applied_ops)
 
 
+@PATCH.replaces("transformers.integrations.accelerate", "accelerate_dispatch")
 def accelerate_dispatch(
-    original: Callable[..., Any], model: Any, hf_quantizer: Any, device_map: Any, *args: Any, **kwargs: Any
+    original: Original, model: Any, hf_quantizer: Any, device_map: Any, *args: Any, **kwargs: Any
 ) -> Any:
     if hf_quantizer is not None and (placement := vars(hf_quantizer).pop(_PLACEMENT, None)) is not None:
         offloaded.report(model, placement, hf_quantizer.quantization_config.llm_int8_skip_modules or ())
@@ -188,76 +208,3 @@ def reproduce(workspace: Workspace) -> Outcome:
             model = tiny.load(workspace.checkpoint, quantization, device_map=placement, offload_folder=folder)
         found.append(difference(workspace.reference(quantization), workspace.outputs(model)))
     return Outcome.of_parity(max(found), "4-bit and 8-bit decoder layers offloaded by a device map")
-
-
-PATCH = Patch(
-    id="transformers-quantize-offloaded",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F32",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    requires=("accelerate", "bitsandbytes"),
-    needs=(
-        "bitsandbytes-meta-quant-state",
-        "bitsandbytes-int8-meta-scales",
-        "accelerate-int8-offload",
-    ),
-    targets=(
-        Target(
-            module="transformers.quantizers.quantizer_bnb_4bit",
-            name="Bnb4BitHfQuantizer.validate_environment",
-            replacement=validate_environment,
-        ),
-        Target(
-            module="transformers.quantizers.quantizer_bnb_8bit",
-            name="Bnb8BitHfQuantizer.validate_environment",
-            replacement=validate_environment,
-        ),
-        Target(
-            module="transformers.quantizers.quantizer_bnb_4bit",
-            name="Bnb4BitHfQuantizer._process_model_before_weight_loading",
-            replacement=process_model_before_weight_loading,
-        ),
-        Target(
-            module="transformers.quantizers.quantizer_bnb_8bit",
-            name="Bnb8BitHfQuantizer._process_model_before_weight_loading",
-            replacement=process_model_before_weight_loading,
-        ),
-        Target(
-            module="transformers.integrations.bitsandbytes",
-            name="Bnb4bitQuantize.convert",
-            replacement=quantize,
-            optional=True,  # imported by the first load that quantizes, after it has checked the map
-        ),
-        Target(
-            module="transformers.integrations.bitsandbytes",
-            name="Bnb8bitQuantize.convert",
-            replacement=quantize,
-            optional=True,  # imported by the first load that quantizes, after it has checked the map
-        ),
-        Target(
-            module="transformers.integrations.bitsandbytes",
-            name="Bnb4bitDeserialize.convert",
-            replacement=deserialize,
-            optional=True,  # imported by the first load that quantizes, after it has checked the map
-        ),
-        Target(
-            module="transformers.integrations.bitsandbytes",
-            name="Bnb8bitDeserialize.convert",
-            replacement=deserialize,
-            optional=True,  # imported by the first load that quantizes, after it has checked the map
-        ),
-        Target(
-            module="transformers.core_model_loading",
-            name="offload_and_maybe_resave_param",
-            replacement=offload_and_maybe_resave_param,
-        ),
-        Target(module="transformers.integrations.accelerate", name="_get_device_map", replacement=get_device_map),
-        Target(
-            module="transformers.integrations.accelerate", name="accelerate_dispatch", replacement=accelerate_dispatch
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -23,10 +23,9 @@ Remove when: transformers can quantize experts with bitsandbytes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import attached
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._quantization import config as quantization_config
 from gemma4_compat._quantization import expert_forward, expert_storage, opt_in
@@ -40,16 +39,17 @@ from gemma4_compat._quantization.experts import (
     report,
     tail_of,
 )
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F21", severity="memory", affected=">=5.5", requires=("accelerate", "bitsandbytes"))
 
 _STORED = attached.STORED_EXPERTS
 
 
-def process_model_before_weight_loading(
-    original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces(
+    "transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer._process_model_before_weight_loading"
+)
+def process_model_before_weight_loading(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, model, *args, **kwargs)
     if not is_moe(model):
         return result
@@ -64,6 +64,7 @@ def process_model_before_weight_loading(
     return result
 
 
+@PATCH.replaces("transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer.param_needs_quantization")
 def param_needs_quantization(
     original: Callable[..., bool], self: Any, model: Any, param_name: str, **kwargs: Any
 ) -> bool:
@@ -73,6 +74,8 @@ def param_needs_quantization(
     return original(self, model, param_name, **kwargs)
 
 
+# Imported by the first load that quantizes.
+@PATCH.replaces("transformers.integrations.bitsandbytes", "Bnb4bitQuantize.convert", optional=True)
 def quantize(
     original: Callable[..., dict[str, Any]], self: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
@@ -87,6 +90,7 @@ def quantize(
     return {name: expert_storage.quantized(value, like)}
 
 
+@PATCH.replaces("transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer.get_weight_conversions")
 def get_weight_conversions(original: Callable[..., list[Any]], self: Any) -> list[Any]:
     conversions = original(self)
     stored = vars(self).get(_STORED)
@@ -105,6 +109,8 @@ def get_weight_conversions(original: Callable[..., list[Any]], self: Any) -> lis
     return conversions
 
 
+# Imported by the first load that quantizes.
+@PATCH.replaces("transformers.integrations.bitsandbytes", "Bnb4bitDeserialize.convert", optional=True)
 def deserialize(
     original: Callable[..., dict[str, Any]], self: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
@@ -121,22 +127,24 @@ def deserialize(
     return {target: expert_storage.from_checkpoint(tensors)}
 
 
-def process_model_after_weight_loading(
-    original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces("transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer._process_model_after_weight_loading")
+@PATCH.replaces("transformers.quantizers.quantizer_bnb_8bit", "Bnb8BitHfQuantizer._process_model_after_weight_loading")
+def process_model_after_weight_loading(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if family.is_gemma4(model):
         report(model, 4 if type(self).__name__ == "Bnb4BitHfQuantizer" else 8)
     return original(self, model, *args, **kwargs)
 
 
-def dequantize(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer._dequantize")
+def dequantize(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     model = original(self, model, *args, **kwargs)
     for module in all_experts(model).values():
         expert_storage.dequantize_module(module, kwargs.get("dtype"))
     return model
 
 
-def experts_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextExperts.forward")
+def experts_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return expert_forward.forward(original, self, *args, **kwargs)
 
 
@@ -174,65 +182,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         outputs = [workspace.outputs(one, text_only=True) for one in (by_hand(reference, quantization), model)]
         found.append(difference(*outputs))
     return Outcome.of_parity(max(found), "experts in 4 bits, single and double quantization")
-
-
-PATCH = Patch(
-    id="transformers-quantized-experts",
-    kind=Kind.REPAIR,
-    severity=Severity.MEMORY,
-    failure_points=("F21",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    requires=("accelerate", "bitsandbytes"),
-    targets=(
-        Target(
-            module="transformers.quantizers.quantizer_bnb_4bit",
-            name="Bnb4BitHfQuantizer._process_model_before_weight_loading",
-            replacement=process_model_before_weight_loading,
-        ),
-        Target(
-            module="transformers.quantizers.quantizer_bnb_4bit",
-            name="Bnb4BitHfQuantizer._process_model_after_weight_loading",
-            replacement=process_model_after_weight_loading,
-        ),
-        Target(
-            module="transformers.quantizers.quantizer_bnb_8bit",
-            name="Bnb8BitHfQuantizer._process_model_after_weight_loading",
-            replacement=process_model_after_weight_loading,
-        ),
-        Target(
-            module="transformers.quantizers.quantizer_bnb_4bit",
-            name="Bnb4BitHfQuantizer.param_needs_quantization",
-            replacement=param_needs_quantization,
-        ),
-        Target(
-            module="transformers.quantizers.quantizer_bnb_4bit",
-            name="Bnb4BitHfQuantizer.get_weight_conversions",
-            replacement=get_weight_conversions,
-        ),
-        Target(
-            module="transformers.quantizers.quantizer_bnb_4bit",
-            name="Bnb4BitHfQuantizer._dequantize",
-            replacement=dequantize,
-        ),
-        Target(
-            module="transformers.integrations.bitsandbytes",
-            name="Bnb4bitQuantize.convert",
-            replacement=quantize,
-            optional=True,  # imported by the first load that quantizes
-        ),
-        Target(
-            module="transformers.integrations.bitsandbytes",
-            name="Bnb4bitDeserialize.convert",
-            replacement=deserialize,
-            optional=True,  # imported by the first load that quantizes
-        ),
-        Target(
-            module="transformers.models.gemma4.modeling_gemma4",
-            name="Gemma4TextExperts.forward",
-            replacement=experts_forward,
-        ),
-    ),
-    reproduce=reproduce,
-)

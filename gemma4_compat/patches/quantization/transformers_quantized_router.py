@@ -16,22 +16,24 @@ Remove when: transformers leaves routers unquantized.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._quantization import config
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F21", severity="wrong_result", affected=">=5.5", requires=("accelerate", "bitsandbytes"))
 
 _ROUTER = "router.proj"
 
 
-def process_model_before_weight_loading(
-    original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces(
+    "transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer._process_model_before_weight_loading"
+)
+@PATCH.replaces(
+    "transformers.quantizers.quantizer_bnb_8bit", "Bnb8BitHfQuantizer._process_model_before_weight_loading"
+)
+def process_model_before_weight_loading(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if not self.pre_quantized and family.is_gemma4(model):
         routers = [name for name, _ in model.named_modules() if name.endswith(f".{_ROUTER}")]
         skip = self.quantization_config.llm_int8_skip_modules
@@ -84,28 +86,3 @@ def reproduce(workspace: Workspace) -> Outcome:
             difference(workspace.outputs(reference, text_only=True), workspace.outputs(model, text_only=True))
         )
     return Outcome.of_parity(max(found), "4-bit and 8-bit models whose routers are in bf16")
-
-
-PATCH = Patch(
-    id="transformers-quantized-router",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F21",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    requires=("accelerate", "bitsandbytes"),
-    targets=(
-        Target(
-            module="transformers.quantizers.quantizer_bnb_4bit",
-            name="Bnb4BitHfQuantizer._process_model_before_weight_loading",
-            replacement=process_model_before_weight_loading,
-        ),
-        Target(
-            module="transformers.quantizers.quantizer_bnb_8bit",
-            name="Bnb8BitHfQuantizer._process_model_before_weight_loading",
-            replacement=process_model_before_weight_loading,
-        ),
-    ),
-    reproduce=reproduce,
-)

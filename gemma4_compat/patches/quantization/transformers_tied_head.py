@@ -20,22 +20,25 @@ from __future__ import annotations
 
 import copy
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._checkpoint.header import header
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._quantization import config
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F36", severity="crash", affected=">=5.5", requires=("accelerate", "bitsandbytes"))
 
 
-def process_model_before_weight_loading(
-    original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
-) -> Any:
+@PATCH.replaces(
+    "transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer._process_model_before_weight_loading"
+)
+@PATCH.replaces(
+    "transformers.quantizers.quantizer_bnb_8bit", "Bnb8BitHfQuantizer._process_model_before_weight_loading"
+)
+def process_model_before_weight_loading(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     skip = self.quantization_config.llm_int8_skip_modules
     if skip is not None and family.is_gemma4(model):
         heads = sorted(filter(config.converts(skip), config.tied_linears(model)))
@@ -92,28 +95,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         )
         found.append(difference(workspace.reference(quantization), workspace.outputs(model.eval())))
     return Outcome.of_parity(max(found), "4-bit and 8-bit models that skip lm_head by name")
-
-
-PATCH = Patch(
-    id="transformers-tied-head",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F36",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    requires=("accelerate", "bitsandbytes"),
-    targets=(
-        Target(
-            module="transformers.quantizers.quantizer_bnb_4bit",
-            name="Bnb4BitHfQuantizer._process_model_before_weight_loading",
-            replacement=process_model_before_weight_loading,
-        ),
-        Target(
-            module="transformers.quantizers.quantizer_bnb_8bit",
-            name="Bnb8BitHfQuantizer._process_model_before_weight_loading",
-            replacement=process_model_before_weight_loading,
-        ),
-    ),
-    reproduce=reproduce,
-)

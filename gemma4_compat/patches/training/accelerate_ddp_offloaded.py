@@ -15,15 +15,13 @@ Remove when: accelerate tells DDP what it has offloaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._engine.patch import FORWARDS, ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat.patches.api import FORWARDS, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F34", severity="crash", affected=">=1.12", acts_on="every model")
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # names relative to the module that DDP wraps
 
@@ -32,7 +30,22 @@ class _TrainedError(Gemma4CompatError, ValueError):
     """An offloaded weight is to be trained: in torch a ``ValueError``."""
 
 
-def wrap(original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(
+    "torch.nn.parallel.distributed",
+    "DistributedDataParallel.__init__",
+    codes={
+        "c2959b67ae55": "torch 2.15",
+        "abd5b59bbd28": "torch 2.13 to 2.14",
+        "4ea651de3b75": "torch 2.12",
+        "800daaa48ef7": "torch 2.11",
+        "97fdf7dd8138": "torch 2.10",
+        "2fbd02519363": "torch 2.8 to 2.9",
+        "4b3b017cc02f": "torch 2.7",
+        "66b1c9d14f61": "torch 2.5 to 2.6",
+        "04e7c5112f2c": "torch 2.4",
+    },
+)
+def wrap(original: Original, self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     theirs = set(getattr(module, _IGNORED, ()))
     offloaded = {name: value for name, value in _offloaded(module).items() if name not in theirs}
     if not offloaded:
@@ -98,33 +111,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         torch.distributed.destroy_process_group()
     worst = max((a.float() - b.float()).abs().max().item() for a, b in zip(right, found, strict=True))
     return Outcome(worst > 0, f"losses and gradients of {FORWARDS} steps differ by {worst:.3g}", worst)
-
-
-PATCH = Patch(
-    id="accelerate-ddp-offloaded",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F34",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.EVERY_MODEL,
-    targets=(
-        Target(
-            module="torch.nn.parallel.distributed",
-            name="DistributedDataParallel.__init__",
-            replacement=wrap,
-            codes={
-                "c2959b67ae55": "torch 2.15",
-                "abd5b59bbd28": "torch 2.13 to 2.14",
-                "4ea651de3b75": "torch 2.12",
-                "800daaa48ef7": "torch 2.11",
-                "97fdf7dd8138": "torch 2.10",
-                "2fbd02519363": "torch 2.8 to 2.9",
-                "4b3b017cc02f": "torch 2.7",
-                "66b1c9d14f61": "torch 2.5 to 2.6",
-                "04e7c5112f2c": "torch 2.4",
-            },
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -26,20 +26,27 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._common import in_place, notice
-from gemma4_compat._engine.patch import FORWARDS, ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import OffloadedWeightsError
 from gemma4_compat._models import family
+from gemma4_compat.patches.api import FORWARDS, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F34",
+    severity="crash",
+    affected=">=1.12",
+    requires=("peft",),
+    needs=("peft-keep-dispatch", "bitsandbytes-meta-quant-state", "accelerate-int8-offload"),
+    after=("accelerate-offload-folder",),
+)
 
 
-def prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("accelerate.accelerator", "Accelerator.prepare")
+def prepare(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     import torch
 
     models = [value for value in (*args, *self._models) if isinstance(value, torch.nn.Module)]
@@ -48,8 +55,9 @@ def prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
     return original(self, *args, **kwargs)
 
 
+@PATCH.replaces("accelerate.accelerator", "Accelerator.prepare_model")
 def prepare_model(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     model: Any,
     device_placement: bool | None = None,
@@ -62,14 +70,16 @@ def prepare_model(
         return original(self, model, device_placement, evaluation_mode)
 
 
-def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("accelerate.big_modeling", "dispatch_model")
+def dispatch_model(original: Original, *args: Any, **kwargs: Any) -> Any:
     model = original(*args, **kwargs)
     if module_hooks.map_owner(model) is model and family.is_gemma4(model):
         _watch(model)
     return model
 
 
-def backward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("accelerate.accelerator", "Accelerator.backward")
+def backward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Warn once about what :func:`prepare` cannot see: an optimizer not prepared, or prepared separately."""
     training = [model for model in self._models if model.training and model not in _asked]
     if training:
@@ -185,28 +195,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     right, found = losses(workspace.load("4bit")), losses(workspace.split("4bit"))
     worst = max(abs(a - b) for a, b in zip(right, found, strict=True))
     return Outcome(worst > 0, f"losses of {FORWARDS} steps on a split model differ by {worst:.3g}", worst)
-
-
-PATCH = Patch(
-    id="accelerate-train-offloaded",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F34",),
-    distribution="accelerate",
-    affected=">=1.12",
-    acts_on=ActsOn.GEMMA4,
-    requires=("peft",),
-    needs=(
-        "peft-keep-dispatch",
-        "bitsandbytes-meta-quant-state",
-        "accelerate-int8-offload",
-    ),
-    after=("accelerate-offload-folder",),
-    targets=(
-        Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),
-        Target(module="accelerate.accelerator", name="Accelerator.prepare", replacement=prepare),
-        Target(module="accelerate.accelerator", name="Accelerator.prepare_model", replacement=prepare_model),
-        Target(module="accelerate.accelerator", name="Accelerator.backward", replacement=backward),
-    ),
-    reproduce=reproduce,
-)

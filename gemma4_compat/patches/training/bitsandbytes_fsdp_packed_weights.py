@@ -18,15 +18,20 @@ releases.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
-
-_FSDP = "torch.distributed.fsdp._fully_shard"
+PATCH = Patch(
+    "F72",
+    severity="wrong_result",
+    affected=">=0.48.2",
+    acts_on="every model",
+    bug=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945",
+        "https://github.com/pytorch/pytorch/issues/159333",
+    ),
+)
 
 
 class _AsBytes(list[Any]):
@@ -41,7 +46,12 @@ def _is_packed(parameter: Any) -> bool:
     return info.param_name == "weight" and any("4bit" in kind.__name__ for kind in type(info.module).__mro__)
 
 
-def all_gather_inputs(original: Callable[..., Any], fsdp_params: Any) -> Any:
+@PATCH.replaces(
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+    "_get_param_all_gather_inputs",
+    codes={"d1ee5c56f62a": "torch 2.12 to 2.15", "c9cf8d36aaed": "torch 2.6 to 2.11"},
+)
+def all_gather_inputs(original: Original, fsdp_params: Any) -> Any:
     inputs = original(fsdp_params)
     for parameter, tensors in zip(fsdp_params, inputs):
         if tensors and _is_two_bytes(tensors[0].dtype) and _is_packed(parameter):
@@ -54,14 +64,30 @@ def _is_two_bytes(dtype: Any) -> bool:
     return bool(dtype.is_floating_point and dtype.itemsize == 2)
 
 
-def all_gather_metadata(original: Callable[..., Any], param_all_gather_inputs: Any) -> Any:
+@PATCH.replaces(
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+    "_get_all_gather_input_metadatas",
+    codes={"66ee33b1fed5": "torch 2.4 to 2.15"},
+)
+def all_gather_metadata(original: Original, param_all_gather_inputs: Any) -> Any:
     import torch
 
     dtypes, numels, dtype = original(param_all_gather_inputs)
     return dtypes, numels, torch.uint8 if isinstance(param_all_gather_inputs, _AsBytes) else dtype
 
 
-def dtype_attributes(original: Callable[..., Any], self: Any, mp_policy: Any) -> None:
+@PATCH.replaces(
+    "torch.distributed.fsdp._fully_shard._fsdp_param",
+    "FSDPParam.init_dtype_attrs",
+    group="casts",
+    codes={
+        "fe40a2505b02": "torch 2.15",
+        "a62959eda894": "torch 2.12 to 2.14",
+        "84429f3ae7f4": "torch 2.7 to 2.11",
+        "aeb756bc2951": "torch 2.4 to 2.6",
+    },
+)
+def dtype_attributes(original: Original, self: Any, mp_policy: Any) -> None:
     original(self, mp_policy)
     if _is_packed(self):
         self.param_dtype = None  # so that it is not cast, like integers
@@ -75,45 +101,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     with sharding.copies(workspace.main) as name, sharding.two_ranks(workspace.main) as mesh:
         changed, count = sharding.gathered(sharding.packed(workspace), mesh)
     return Outcome(changed > 0, f"{changed} of {count} packed bytes are others after FSDP2 gathered them ({name})")
-
-
-PATCH = Patch(
-    id="bitsandbytes-fsdp-packed-weights",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F72",),
-    distribution="bitsandbytes",
-    affected=">=0.48.2",
-    acts_on=ActsOn.EVERY_MODEL,
-    bug=(
-        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945",
-        "https://github.com/pytorch/pytorch/issues/159333",
-    ),
-    targets=(
-        Target(
-            module=f"{_FSDP}._fsdp_collectives",
-            name="_get_param_all_gather_inputs",
-            replacement=all_gather_inputs,
-            codes={"d1ee5c56f62a": "torch 2.12 to 2.15", "c9cf8d36aaed": "torch 2.6 to 2.11"},
-        ),
-        Target(
-            module=f"{_FSDP}._fsdp_collectives",
-            name="_get_all_gather_input_metadatas",
-            replacement=all_gather_metadata,
-            codes={"66ee33b1fed5": "torch 2.4 to 2.15"},
-        ),
-        Target(
-            module=f"{_FSDP}._fsdp_param",
-            name="FSDPParam.init_dtype_attrs",
-            replacement=dtype_attributes,
-            group="casts",
-            codes={
-                "fe40a2505b02": "torch 2.15",
-                "a62959eda894": "torch 2.12 to 2.14",
-                "84429f3ae7f4": "torch 2.7 to 2.11",
-                "aeb756bc2951": "torch 2.4 to 2.6",
-            },
-        ),
-    ),
-    reproduce=reproduce,
-)

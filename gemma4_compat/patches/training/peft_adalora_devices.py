@@ -13,16 +13,16 @@ Remove when: ``AdaLoraModel.forward`` brings all terms to one device in all supp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F83", severity="crash", affected=">=0.18.0", acts_on="every model")
 
 
-def adalora_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.tuners.adalora.model", "AdaLoraModel.forward")
+def adalora_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Without labels there is no loss, and the weights are not used."""
     if kwargs.get("labels") is None:
         return original(self, *args, **kwargs)
@@ -87,16 +87,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if off > 0.0:
         return Outcome(True, f"the loss of AdaLoRA on two devices and its gradients are off by {off:.3g}")
     return Outcome.of_parity(difference(whole, several), "AdaLoRA on two devices, with its loss and gradients")
-
-
-PATCH = Patch(
-    id="peft-adalora-devices",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F83",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    targets=(Target(module="peft.tuners.adalora.model", name="AdaLoraModel.forward", replacement=adalora_forward),),
-    reproduce=reproduce,
-)

@@ -15,16 +15,15 @@ Remove when: ``RankAllocator.update_ipt`` skips weights without gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F4", severity="crash", affected=">=0.18.0", acts_on="every model", requires=("transformers>=5.5",))
 
 
-def update_ipt(original: Callable[..., Any], self: Any, model: Any) -> Any:
+@PATCH.replaces("peft.tuners.adalora.layer", "RankAllocator.update_ipt")
+def update_ipt(original: Original, self: Any, model: Any) -> Any:
     import torch
 
     unused = [
@@ -58,17 +57,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if not unused or lost:
         return Outcome(True, f"{len(lost)} of {len(unused)} weights without a gradient have an importance")
     return Outcome(False, f"{len(unused)} weights without a gradient have no importance", 0.0)
-
-
-PATCH = Patch(
-    id="peft-adalora-unused",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F4",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    requires=("transformers>=5.5",),
-    targets=(Target(module="peft.tuners.adalora.layer", name="RankAllocator.update_ipt", replacement=update_ipt),),
-    reproduce=reproduce,
-)

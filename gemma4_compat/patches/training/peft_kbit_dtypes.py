@@ -24,20 +24,20 @@ Remove when: PEFT casts norms only.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F20", severity="memory", affected=">=0.18.0")
 
 _PER_LAYER = "embed_tokens_per_layer"
 
 
-def prepare_model_for_kbit_training(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("peft.utils.other", "prepare_model_for_kbit_training")
+def prepare_model_for_kbit_training(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
     if not family.is_gemma4(model) or not _is_quantized(model):
         return original(model, *args, **kwargs)
     with _uncast_hidden(model):
@@ -113,22 +113,3 @@ def reproduce(workspace: Workspace) -> Outcome:
             )
         found.append(difference(reference, workspace.outputs(model, text_only=True)))
     return Outcome.of_parity(max(found), "prepared 4-bit models, one of them split")
-
-
-PATCH = Patch(
-    id="peft-kbit-dtypes",
-    kind=Kind.REPAIR,
-    severity=Severity.MEMORY,
-    failure_points=("F20",),
-    distribution="peft",
-    affected=">=0.18.0",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(
-            module="peft.utils.other",
-            name="prepare_model_for_kbit_training",
-            replacement=prepare_model_for_kbit_training,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -25,17 +25,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._common import in_place
 from gemma4_compat._engine import versions
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F60 F116", severity="wrong_result", affected=">=5.5")
 
-_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 _NAME = "accepts_loss_kwargs"
 _ITEMS = "num_items_in_batch"
 #: Trained tokens in the reproduction's two microbatches.
@@ -43,7 +41,8 @@ _LENGTHS = (4, 20)
 _IGNORED = -100
 
 
-def trainer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+@PATCH.replaces("transformers.trainer", "Trainer.__init__", group="trainer")
+def trainer(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     model: Any = getattr(self, "model", None)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -119,7 +118,13 @@ def _is_sequence_parallel(trainer: Any) -> bool:
     return bool(getattr(parallelism, "sp_enabled", False))
 
 
-def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(
+    MODELING_GEMMA4,
+    "Gemma4ForConditionalGeneration.forward",
+    dormant=lambda _late: versions.admits(">=5.6", versions.current("transformers") or ""),
+    group="gemma4",
+)
+def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Before 5.6: the mean over a microbatch, weighted by its share of all items."""
     items = kwargs.get(_ITEMS)
     if items is None or not _has_own_loss(original):
@@ -196,25 +201,3 @@ def _loss(workspace: Workspace, model: Any, batch: list[dict[str, Any]], size: i
     training = Trainer(model, arguments, train_dataset=batch)
     training.args._n_gpu = min(1, training.args._n_gpu)
     return float(training.train().training_loss)
-
-
-PATCH = Patch(
-    id="transformers-accumulation-weights",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F60", "F116"),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(module="transformers.trainer", name="Trainer.__init__", replacement=trainer, group="trainer"),
-        Target(
-            module=_GEMMA4,
-            name="Gemma4ForConditionalGeneration.forward",
-            replacement=forward,
-            asleep=lambda _late: versions.admits(">=5.6", versions.current("transformers") or ""),
-            group="gemma4",
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -17,29 +17,33 @@ Remove when: transformers returns the weights, or an error, when it is asked for
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._attention import attention_lookup, weights
-from gemma4_compat._engine import sleep
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._attention import weights
+from gemma4_compat._engine import dormant
 from gemma4_compat._models import capturing
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F123",
+    severity="wrong_result",
+    affected=">=5.5.0",
+    after=("transformers-sliding-windows", "transformers-flash-attention"),  # whose functions return no weights
+)
 
-_ID = "transformers-attention-weights"
 
-
-def attention_function(original: Callable[..., Any], self: Any, key: str | None, *default: Any) -> Any:
+@PATCH.replaces("transformers.modeling_utils", "AttentionInterface.__getitem__", affected="<5.7.0", dormant=True)
+@PATCH.replaces("transformers.modeling_utils", "AttentionInterface.get_interface", affected=">=5.7.0", dormant=True)
+def attention_function(original: Original, self: Any, key: str | None, *default: Any) -> Any:
     found = original(self, key, *default)
     return weights.over(found) if key != "eager" and "attentions" in capturing.collected() else found
 
 
-def asked(original: Callable[..., Any], model: Any) -> Any:
+@PATCH.replaces(capturing.MODULE, "maybe_install_capturing_hooks", activator=True)
+def asked(original: Original, model: Any) -> Any:
     """Called where something is to be collected: from then on layers look whether it is their weights."""
     if str(model.config.model_type).startswith("gemma4"):
-        sleep.awaken(_ID)
+        dormant.activate(PATCH.id)
     return original(model)
 
 
@@ -56,20 +60,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     if len(got) != layers:
         return Outcome(True, f"{len(got)} tensors of attention weights for {layers} layers")
     return Outcome(off > 0, f"the weights of {layers} layers; the logits are off by {off:.2g}", off)
-
-
-PATCH = Patch(
-    id=_ID,
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F123",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        *attention_lookup.targets(attention_function, asleep=lambda _late: True),
-        Target(module=capturing.MODULE, name="maybe_install_capturing_hooks", replacement=asked, waker=True),
-    ),
-    reproduce=reproduce,
-    after=("transformers-sliding-windows", "transformers-flash-attention"),  # whose functions return no weights
-)

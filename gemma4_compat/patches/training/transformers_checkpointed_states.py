@@ -21,41 +21,41 @@ Remove when: a checkpoint of transformers no longer keeps a container that its l
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine import sleep
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._engine import dormant
 from gemma4_compat._models import checkpointing, family, shared_kv
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
-
-ID = "transformers-checkpointed-states"
-_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
-_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
+PATCH = Patch("F114", severity="memory", affected=">=5.5.2")
 
 
-def decoder_layer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _is_dormant(late: bool) -> bool:
+    """Checkpointing may be on already in models from before."""
+    return not late
+
+
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextDecoderLayer.__call__", dormant=_is_dormant, group="gemma4")
+@PATCH.replaces(
+    MODELING_UNIFIED, "Gemma4UnifiedTextDecoderLayer.__call__", dormant=_is_dormant, group="gemma4_unified"
+)
+def decoder_layer(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return shared_kv.checkpointed_layer(original, self, *args, **kwargs)
 
 
-def set_gradient_checkpointing(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel._set_gradient_checkpointing")
+def set_gradient_checkpointing(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if any(map(family.is_gemma4_module, self.modules())):  # it may be inside another model
-        sleep.awaken(ID)
+        dormant.activate(PATCH.id)
     return original(self, *args, **kwargs)
 
 
-def set_state(original: Callable[..., Any], self: Any, state: dict[str, Any]) -> Any:
+@PATCH.replaces("transformers.modeling_layers", "GradientCheckpointingLayer.__setstate__", activator=True)
+def set_state(original: Original, self: Any, state: dict[str, Any]) -> Any:
     """A layer is unpickled: checkpointing may be on, and nobody turns it on again."""
     if state.get(checkpointing.FLAG) and family.is_gemma4_module(self):
-        sleep.awaken(ID)
+        dormant.activate(PATCH.id)
     return original(self, state)
-
-
-def _may_sleep(late: bool) -> bool:
-    """Checkpointing may be on already in models from before."""
-    return not late
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -79,42 +79,3 @@ def _after_a_forward(model: Any, batch: dict[str, Any]) -> int:
     model(**batch, labels=batch["input_ids"], use_cache=False)
     gc.collect()
     return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
-
-
-PATCH = Patch(
-    id=ID,
-    kind=Kind.REPAIR,
-    severity=Severity.MEMORY,
-    failure_points=("F114",),
-    distribution="transformers",
-    affected=">=5.5.2",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(
-            module=_GEMMA4,
-            name="Gemma4TextDecoderLayer.__call__",
-            replacement=decoder_layer,
-            asleep=_may_sleep,
-            group="gemma4",
-        ),
-        Target(
-            module=_UNIFIED,
-            name="Gemma4UnifiedTextDecoderLayer.__call__",
-            replacement=decoder_layer,
-            asleep=_may_sleep,
-            group="gemma4_unified",
-        ),
-        Target(
-            module="transformers.modeling_utils",
-            name="PreTrainedModel._set_gradient_checkpointing",
-            replacement=set_gradient_checkpointing,
-        ),
-        Target(
-            module="transformers.modeling_layers",
-            name="GradientCheckpointingLayer.__setstate__",
-            replacement=set_state,
-            waker=True,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -17,19 +17,18 @@ Remove when: transformers reads both keys in the method, and ``offload`` works w
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F112", severity="memory", affected=">=5.16.0", acts_on="every model")
 
-_UTILS = "transformers.modeling_utils"
 OPTIONS = {"every_n_layers": 1, "offload": False}
 
 
-def enable(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel.gradient_checkpointing_enable", affected="<5.23.0")
+@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel._activation_checkpointing_enable", affected=">=5.23.0")
+def enable(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     import inspect
 
     import torch
@@ -69,29 +68,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         f"every_n_layers=2 among the keyword arguments: {again} of {len(layers)} layers are computed again",
         0.0,
     )
-
-
-PATCH = Patch(
-    id="transformers-checkpointing-options",
-    kind=Kind.REPAIR,
-    severity=Severity.MEMORY,
-    failure_points=("F112",),
-    distribution="transformers",
-    affected=">=5.16.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    targets=(
-        Target(
-            module=_UTILS,
-            name="PreTrainedModel.gradient_checkpointing_enable",
-            replacement=enable,
-            affected="<5.23.0",
-        ),
-        Target(
-            module=_UTILS,
-            name="PreTrainedModel._activation_checkpointing_enable",
-            replacement=enable,
-            affected=">=5.23.0",
-        ),
-    ),
-    reproduce=reproduce,
-)

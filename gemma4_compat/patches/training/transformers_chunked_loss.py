@@ -17,20 +17,19 @@ Remove when: transformers itself computes the loss of Gemma 4 in chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._training import loss
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
-
-_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
-_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
+PATCH = Patch("F57", severity="memory", affected=">=5.5")
 
 
-def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4ForCausalLM.forward", group="gemma4")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4ForConditionalGeneration.forward", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedForCausalLM.forward", group="gemma4_unified")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedForConditionalGeneration.forward", group="gemma4_unified")
+def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if not (self.training or loss.ATTRIBUTE in self.__dict__):
         return original(self, *args, **kwargs)
     return loss.forward(original, self, *args, **kwargs)
@@ -64,25 +63,3 @@ def reproduce(workspace: Workspace) -> Outcome:
 def _with_states(outputs: Any, states: Any) -> Any:
     outputs.last_hidden_state = states.requires_grad_()  # the first gradient comes from the head
     return outputs
-
-
-def _target(module: str, name: str, group: str) -> Target:
-    return Target(module=module, name=f"{name}.forward", replacement=forward, group=group)
-
-
-PATCH = Patch(
-    id=loss.ID,
-    kind=Kind.REPAIR,
-    severity=Severity.MEMORY,
-    failure_points=("F57",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        _target(_GEMMA4, "Gemma4ForCausalLM", "gemma4"),
-        _target(_GEMMA4, "Gemma4ForConditionalGeneration", "gemma4"),
-        _target(_UNIFIED, "Gemma4UnifiedForCausalLM", "gemma4_unified"),
-        _target(_UNIFIED, "Gemma4UnifiedForConditionalGeneration", "gemma4_unified"),
-    ),
-    reproduce=reproduce,
-)

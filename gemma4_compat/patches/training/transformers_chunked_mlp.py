@@ -20,18 +20,22 @@ Remove when: transformers computes the MLPs of Gemma 4 in pieces in training.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._engine import settings
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._training import mlp
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F110", severity="memory", affected=">=5.5")
 
 
-def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _is_off(late: bool) -> bool:
+    return not settings.is_enabled(mlp.ID)
+
+
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.forward", group="gemma4", dormant=_is_off)
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedTextModel.forward", group="gemma4_unified", dormant=_is_off)
+def text_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if self.training and settings.is_enabled(mlp.ID):
         mlp.ask_once(self)
     return original(self, *args, **kwargs)
@@ -56,26 +60,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         layer(inputs)
     whole = 16 * layer.intermediate_size * inputs.itemsize
     return Outcome(kept > 0, f"the backward pass keeps {kept / whole:.0f} intermediates of all tokens of an MLP")
-
-
-def _target(family: str, kind: str) -> Target:
-    return Target(
-        module=f"transformers.models.{family}.modeling_{family}",
-        name=f"{kind}TextModel.forward",
-        replacement=text_model,
-        group=family,
-        asleep=lambda _late: not settings.is_enabled(mlp.ID),
-    )
-
-
-PATCH = Patch(
-    id=mlp.ID,
-    kind=Kind.REPAIR,
-    severity=Severity.MEMORY,
-    failure_points=("F110",),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    targets=(_target("gemma4", "Gemma4"), _target("gemma4_unified", "Gemma4Unified")),
-    reproduce=reproduce,
-)

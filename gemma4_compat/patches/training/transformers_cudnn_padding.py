@@ -21,17 +21,27 @@ Remove when: no supported release of torch has this defect.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._attention import attention_lookup, unseen_keys
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity
+from gemma4_compat._attention import unseen_keys
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F70",
+    severity="wrong_result",
+    affected=">=5.5.0",
+    acts_on="every model",
+    bug=("https://github.com/pytorch/pytorch/issues/196678",),
+)
 
 
-def attention_function(original: Callable[..., Any], self: Any, key: str, *default: Any) -> Any:
+@PATCH.replaces(
+    "transformers.modeling_utils", "AttentionInterface.__getitem__", affected="<5.7.0", dormant=unseen_keys.no_cuda
+)
+@PATCH.replaces(
+    "transformers.modeling_utils", "AttentionInterface.get_interface", affected=">=5.7.0", dormant=unseen_keys.no_cuda
+)
+def attention_function(original: Original, self: Any, key: str, *default: Any) -> Any:
     import torch
 
     found = original(self, key, *default)
@@ -49,17 +59,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     with cudnn.kernel(workspace.main) as name:
         broken, weights = cudnn.broken(workspace.load(), cudnn.padded(workspace.main))
     return Outcome(bool(broken), f"gradients of {broken} of {weights} weights are NaN ({name})")
-
-
-PATCH = Patch(
-    id=unseen_keys.ID,
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F70",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    bug=("https://github.com/pytorch/pytorch/issues/196678",),
-    targets=(*attention_lookup.targets(attention_function, asleep=unseen_keys.no_cuda),),
-    reproduce=reproduce,
-)

@@ -20,37 +20,42 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._attention import attention_lookup, flash
-from gemma4_compat._engine import sleep
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._attention import flash
+from gemma4_compat._engine import dormant
 from gemma4_compat._models import cache_names
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F54",
+    severity="crash",
+    affected=">=5.5.0",
+    bug=("https://github.com/Dao-AILab/flash-attention/issues/2427",),
+    after=("transformers-cudnn-padding", "transformers-sliding-windows"),  # its layers run their sdpa
+)
 
-_ID = "transformers-flash-attention"
-_MASKS = "transformers.masking_utils"
 _NAMES = ("config", "inputs_embeds", "attention_mask", cache_names.NEW, "position_ids")
 #: Bound relative to the largest logit. The package's kernel does not accept float32; the stand-in does.
 BOUNDS = {"torch.float32": 1e-4, "torch.bfloat16": 0.1}
 
 
-def create_causal_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.masking_utils", "create_causal_mask")
+def create_causal_mask(original: Original, *args: Any, **kwargs: Any) -> Any:
     if args or flash.is_plain(config := kwargs.get("config")) or not _is_split(config):
         return original(*args, **kwargs)
     return flash.full_mask(original, kwargs)
 
 
-def create_sliding_window_causal_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.masking_utils", "create_sliding_window_causal_mask")
+def create_sliding_window_causal_mask(original: Original, *args: Any, **kwargs: Any) -> Any:
     if args or flash.is_plain(config := kwargs.get("config")) or not _is_split(config):
         return original(*args, **kwargs)
     return flash.sliding_mask(original, kwargs)
 
 
-def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.masking_utils", "create_masks_for_generate")
+def create_masks_for_generate(original: Original, *args: Any, **kwargs: Any) -> Any:
     config = args[0] if args else kwargs["config"] if "config" in kwargs else None  # noqa: SIM401
     if flash.is_plain(config):
         return original(*args, **kwargs)
@@ -76,19 +81,20 @@ def _is_split(config: Any) -> bool:
 
     found = flash.is_split(config)
     if found and not torch.compiler.is_compiling():
-        sleep.awaken(_ID)
+        dormant.activate(PATCH.id)
     return found
 
 
-def implementation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel._check_and_adjust_attn_implementation", activator=True)
+def implementation(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """What a model is made with, or given later: from the first flash kernel on, layers have to be told apart."""
     found = original(self, *args, **kwargs)
     if _may_be_flash(found):
-        sleep.awaken(_ID)
+        dormant.activate(PATCH.id)
     return found
 
 
-def _sleeps(late: bool) -> bool:
+def _is_dormant(late: bool) -> bool:
     """Whether no model can run flash yet. Where models may have been made before, all configurations are looked at."""
     name, kind = "_attn_implementation_internal", sys.modules["transformers.configuration_utils"].PreTrainedConfig
     made = [item for item in gc.get_objects() if issubclass(type(item), kind)] if late else []
@@ -99,7 +105,13 @@ def _may_be_flash(implementation: Any) -> bool:
     return not isinstance(implementation, str | None) or flash.is_flash(implementation)
 
 
-def attention_function(original: Callable[..., Any], self: Any, key: str | None, *default: Any) -> Any:
+@PATCH.replaces(
+    "transformers.modeling_utils", "AttentionInterface.__getitem__", affected="<5.7.0", dormant=_is_dormant
+)
+@PATCH.replaces(
+    "transformers.modeling_utils", "AttentionInterface.get_interface", affected=">=5.7.0", dormant=_is_dormant
+)
+def attention_function(original: Original, self: Any, key: str | None, *default: Any) -> Any:
     found = original(self, key, *default)
     if key in flash.PLAIN:  # most layers ask for a plain one: no call
         return found
@@ -121,33 +133,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         off = (model(**batch).logits.float() - expected).abs().max().item()
     bound = BOUNDS[str(dtype)] * expected.abs().max().item()
     return Outcome(off > bound, f"the logits with flash attention differ by {off:.2g} from those with sdpa", off)
-
-
-PATCH = Patch(
-    id=_ID,
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F54",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.GEMMA4,
-    bug=("https://github.com/Dao-AILab/flash-attention/issues/2427",),
-    targets=(
-        Target(module=_MASKS, name="create_causal_mask", replacement=create_causal_mask),
-        Target(
-            module=_MASKS,
-            name="create_sliding_window_causal_mask",
-            replacement=create_sliding_window_causal_mask,
-        ),
-        Target(module=_MASKS, name="create_masks_for_generate", replacement=create_masks_for_generate),
-        Target(
-            module="transformers.modeling_utils",
-            name="PreTrainedModel._check_and_adjust_attn_implementation",
-            replacement=implementation,
-            waker=True,
-        ),
-        *attention_lookup.targets(attention_function, asleep=_sleeps),
-    ),
-    reproduce=reproduce,
-    after=("transformers-cudnn-padding", "transformers-sliding-windows"),  # its layers run their sdpa
-)

@@ -18,19 +18,23 @@ Remove when: no supported release is older than transformers 5.24.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Detection, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import checkpointing
+from gemma4_compat.patches.api import Detection, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F109",
+    severity="wrong_result",
+    affected=">=5.5,<5.24.0",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.24.0",
+    acts_on="every model",
+)
 
-_UTILS = "transformers.modeling_utils"
 
-
-def flag(original: Callable[..., Any], self: Any) -> Any:
+@PATCH.replaces("transformers.modeling_layers", f"GradientCheckpointingLayer.{checkpointing.FLAG}", attribute=True)
+@PATCH.replaces("transformers.modeling_utils", f"PreTrainedModel.{checkpointing.FLAG}", attribute=True)
+def flag(original: Original, self: Any) -> Any:
     found = original(self)
     if not found:
         return found
@@ -39,7 +43,10 @@ def flag(original: Callable[..., Any], self: Any) -> Any:
     return found if torch.is_grad_enabled() else False
 
 
-def is_checkpointing(original: Callable[..., Any], self: Any) -> Any:
+@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel.is_gradient_checkpointing", affected="<5.23.0")
+# Since 5.23.0.
+@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel.is_activation_checkpointing", optional=True)
+def is_checkpointing(original: Original, self: Any) -> Any:
     import torch
 
     with torch.enable_grad():  # it reads the flags
@@ -71,39 +78,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     return Outcome(
         False, f"with checkpointing in training mode, {len(found.logits)} tokens have the bits of eval()", off
     )
-
-
-PATCH = Patch(
-    id="transformers-generate-checkpointing",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F109",),
-    distribution="transformers",
-    affected=">=5.5,<5.24.0",
-    fixed="5.24.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.24.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    detect=detect,
-    targets=(
-        Target(
-            module="transformers.modeling_layers",
-            name=f"GradientCheckpointingLayer.{checkpointing.FLAG}",
-            replacement=flag,
-            attribute=True,
-        ),
-        Target(module=_UTILS, name=f"PreTrainedModel.{checkpointing.FLAG}", replacement=flag, attribute=True),
-        Target(
-            module=_UTILS,
-            name="PreTrainedModel.is_gradient_checkpointing",
-            replacement=is_checkpointing,
-            affected="<5.23.0",
-        ),
-        Target(
-            module=_UTILS,
-            name="PreTrainedModel.is_activation_checkpointing",
-            replacement=is_checkpointing,
-            optional=True,  # since 5.23.0
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -21,20 +21,24 @@ Remove when: transformers separates packed texts with a mask of two dimensions a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._attention import masks, packing
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F115",
+    severity="wrong_result",
+    affected=">=5.5.0",
+    bug=("https://github.com/huggingface/transformers/pull/46634",),
+)
 
 _NAMES = ("config", "inputs_embeds", "attention_mask", cache_names.NEW, "position_ids")
 
 
-def preprocess(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.masking_utils", "_preprocess_mask_arguments")
+def preprocess(original: Original, *args: Any, **kwargs: Any) -> Any:
     found = original(*args, **kwargs)
     early, mask, texts, tokens, keys, *_ = found
     if early or texts is not None or tokens == 1 or tokens != keys:
@@ -47,7 +51,9 @@ def preprocess(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return found if texts is None else (early, mask, texts, *found[3:])
 
 
-def vision_masks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # called with keywords
+@PATCH.replaces(MODELING_GEMMA4, "create_masks_for_vision_model", group="gemma4", affected=">=5.23.0")
+@PATCH.replaces(MODELING_UNIFIED, "create_masks_for_vision_model", group="gemma4_unified", affected=">=5.23.0")
+def vision_masks(original: Original, *args: Any, **kwargs: Any) -> Any:  # called with keywords
     from transformers import masking_utils
 
     cache, mask, positions = cache_names.cache_in(kwargs), kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -79,35 +85,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         packed = model(input_ids=both, position_ids=positions, attention_mask=torch.ones_like(both)).logits
     off = ((packed[:, -text.shape[1] :] - alone).abs().max() / alone.abs().max()).item()
     return Outcome(off > 1e-3, f"the logits of a text packed after another are off by {off:.2g} of the largest")
-
-
-def _images(family: str) -> Target:
-    return Target(
-        module=f"transformers.models.{family}.modeling_{family}",
-        name="create_masks_for_vision_model",
-        replacement=vision_masks,
-        affected=">=5.23.0",
-        group=family,
-    )
-
-
-PATCH = Patch(
-    id="transformers-packed-texts",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F115",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.GEMMA4,
-    bug=("https://github.com/huggingface/transformers/pull/46634",),
-    targets=(
-        Target(
-            module="transformers.masking_utils",
-            name="_preprocess_mask_arguments",
-            replacement=preprocess,
-        ),
-        _images("gemma4"),
-        _images("gemma4_unified"),
-    ),
-    reproduce=reproduce,
-)

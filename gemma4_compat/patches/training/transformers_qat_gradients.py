@@ -19,15 +19,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F56", severity="wrong_result", affected=">=5.11", acts_on="QAT checkpoints", requires=("peft",))
 
 
-def apply_srq(original: Callable[..., Any], x: Any, scale: Any, bits: int = 8) -> Any:
+@PATCH.replaces("transformers.integrations.gemma_quant", "apply_srq")
+def apply_srq(original: Original, x: Any, scale: Any, bits: int = 8) -> Any:
     import torch
 
     if not (x.requires_grad and torch.is_grad_enabled()):
@@ -61,6 +61,7 @@ def _straight_through() -> Any:
     return StraightThrough
 
 
+@PATCH.replaces("transformers.quantizers.quantizer_gemma", "GemmaQuantizer.is_trainable")
 def is_trainable(original: Callable[[Any], bool], self: Any) -> bool:
     return True
 
@@ -78,24 +79,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     gradients = [weight.grad for weight in adapted.parameters() if weight.requires_grad]
     dead = sum(gradient is None or not bool(gradient.any()) for gradient in gradients)
     return Outcome(dead > 0, f"{dead} of {len(gradients)} weights of an adapter have zero gradients")
-
-
-PATCH = Patch(
-    id="transformers-qat-gradients",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F56",),
-    distribution="transformers",
-    affected=">=5.11",
-    acts_on=ActsOn.QAT,
-    requires=("peft",),
-    targets=(
-        Target(module="transformers.integrations.gemma_quant", name="apply_srq", replacement=apply_srq),
-        Target(
-            module="transformers.quantizers.quantizer_gemma",
-            name="GemmaQuantizer.is_trainable",
-            replacement=is_trainable,
-        ),
-    ),
-    reproduce=reproduce,
-)

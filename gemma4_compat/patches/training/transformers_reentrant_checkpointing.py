@@ -24,22 +24,21 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._common import notice
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatWarning
 from gemma4_compat._models import family
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F19 F117", severity="wrong_result", affected=">=5.5", needs=("transformers-uncached-sharing",))
 
 _KEYWORD = "use_reentrant"
 
 
+@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel._set_gradient_checkpointing")
 def set_gradient_checkpointing(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     enable: bool = True,
     gradient_checkpointing_func: Any = None,
@@ -112,23 +111,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         return Outcome(True, f"the loss is right; the gradient of {name} has cosine {cosine:.2f} with the right one")
     worst = max((right[name] - found[name]).abs().max().item() for name in right)
     return Outcome(worst > 0, f"gradients of {len(right)} key and value projections differ by {worst:.3g}", worst)
-
-
-PATCH = Patch(
-    id="transformers-reentrant-checkpointing",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F19", "F117"),
-    distribution="transformers",
-    affected=">=5.5",
-    acts_on=ActsOn.GEMMA4,
-    needs=("transformers-uncached-sharing",),
-    targets=(
-        Target(
-            module="transformers.modeling_utils",
-            name="PreTrainedModel._set_gradient_checkpointing",
-            replacement=set_gradient_checkpointing,
-        ),
-    ),
-    reproduce=reproduce,
-)

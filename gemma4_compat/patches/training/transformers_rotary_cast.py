@@ -15,20 +15,18 @@ Remove when: casts of Gemma 4 keep its rotary frequencies in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import rotary
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
-
-_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
-_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
+PATCH = Patch("F90", severity="wrong_result", affected=">=5.5.0", after=("transformers-rotary-order",))
 
 
-def rotary_embedding(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextRotaryEmbedding.__init__", group="gemma4")
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4VisionRotaryEmbedding.__init__", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedTextRotaryEmbedding.__init__", group="gemma4_unified")
+def rotary_embedding(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     rotary.keep_frequencies(self)
 
@@ -46,25 +44,3 @@ def _cast(workspace: Workspace) -> Outcome:
     expected = workspace.outputs(model)
     found = difference(expected, workspace.outputs(model.to(model.dtype)))
     return Outcome.of_parity(found, "a model after a cast to the dtype that it has")
-
-
-def _target(module: str, name: str, group: str) -> Target:
-    return Target(module=module, name=f"{name}.__init__", replacement=rotary_embedding, group=group)
-
-
-PATCH = Patch(
-    id=rotary.CAST,
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F90",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.GEMMA4,
-    after=("transformers-rotary-order",),
-    targets=(
-        _target(_GEMMA4, "Gemma4TextRotaryEmbedding", "gemma4"),
-        _target(_GEMMA4, "Gemma4VisionRotaryEmbedding", "gemma4"),
-        _target(_UNIFIED, "Gemma4UnifiedTextRotaryEmbedding", "gemma4_unified"),
-    ),
-    reproduce=reproduce,
-)

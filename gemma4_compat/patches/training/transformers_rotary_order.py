@@ -20,20 +20,22 @@ Remove when: transformers below 5.16.0 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import rotary
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F30 F35",
+    severity="wrong_result",
+    affected=">=5.5.0,<5.16.0",
+    applied_upstream="https://github.com/huggingface/transformers/pull/48162",
+)
 
-_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
-_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
-
-def rotary_embedding(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextRotaryEmbedding.__init__", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedTextRotaryEmbedding.__init__", group="gemma4_unified")
+def rotary_embedding(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     rotary.order_buffers(self)
 
@@ -43,31 +45,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     return scenarios.of_both_classes(
         workspace,
-        gemma4=lambda workspace: scenarios.second_rank(_GEMMA4, workspace),
-        unified=lambda workspace: scenarios.second_rank(_UNIFIED, workspace),
+        gemma4=lambda workspace: scenarios.second_rank(MODELING_GEMMA4, workspace),
+        unified=lambda workspace: scenarios.second_rank(MODELING_UNIFIED, workspace),
     )
-
-
-PATCH = Patch(
-    id="transformers-rotary-order",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F30", "F35"),
-    distribution="transformers",
-    affected=">=5.5.0,<5.16.0",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.16.0",
-    applied_upstream="https://github.com/huggingface/transformers/pull/48162",
-    targets=(
-        Target(
-            module=_GEMMA4, name="Gemma4TextRotaryEmbedding.__init__", replacement=rotary_embedding, group="gemma4"
-        ),
-        Target(
-            module=_UNIFIED,
-            name="Gemma4UnifiedTextRotaryEmbedding.__init__",
-            replacement=rotary_embedding,
-            group="gemma4_unified",
-        ),
-    ),
-    reproduce=reproduce,
-)

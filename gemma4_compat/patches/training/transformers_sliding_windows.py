@@ -24,37 +24,45 @@ Remove when: transformers computes the sliding layers of Gemma 4 by windows with
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._attention import attention_lookup, block_layout, windows
-from gemma4_compat._engine import sleep
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._attention import block_layout, windows
+from gemma4_compat._engine import dormant
 from gemma4_compat._models import cache_names
+from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F104",
+    kind="speed",
+    severity="speed",
+    affected=">=5.5.0",
+    after=("transformers-cudnn-padding",),  # the sdpa that blocks run is the repaired one
+)
 
 
-def attention_function(original: Callable[..., Any], self: Any, key: str | None, *default: Any) -> Any:
+@PATCH.replaces("transformers.modeling_utils", "AttentionInterface.__getitem__", affected="<5.7.0", dormant=True)
+@PATCH.replaces("transformers.modeling_utils", "AttentionInterface.get_interface", affected=">=5.7.0", dormant=True)
+def attention_function(original: Original, self: Any, key: str | None, *default: Any) -> Any:
     import torch
 
     found = original(self, key, *default)
     return found if key != "sdpa" or torch.compiler.is_compiling() else windows.over(found)
 
 
-def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.forward", group="gemma4")
+@PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedTextModel.forward", group="gemma4_unified")
+def text_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """From the first long text on, layers ask for a function of ours."""
     given = kwargs["inputs_embeds"] if "inputs_embeds" in kwargs else None  # noqa: SIM401  # a token costs no call
     if given is None:
         given = kwargs["input_ids"] if "input_ids" in kwargs else args[0] if args else None
     if given is not None and given.shape[1] > 1:
-        _awaken_for(self, given, cache_names.cache_in(kwargs))
+        _activate_for(self, given, cache_names.cache_in(kwargs))
     return original(self, *args, **kwargs)
 
 
-def _awaken_for(model: Any, given: Any, cache: Any) -> None:
-    """Awaken the patch if the text may be long enough: with fewer keys, no block is shorter than all of them."""
+def _activate_for(model: Any, given: Any, cache: Any) -> None:
+    """Activate the patch if the text may be long enough: with fewer keys, no block is shorter than all of them."""
     import torch
 
     tokens, window = given.shape[1], getattr(model.config, "sliding_window", None)
@@ -63,7 +71,7 @@ def _awaken_for(model: Any, given: Any, cache: Any) -> None:
         seen = getattr(cache, "get_seq_length", None)  # that of continuous batching has none, nor windows
         known = 0 if seen is None else int(seen())
         if tokens + known >= 2 * max(window, block_layout.UNIT):
-            sleep.awaken(windows.ID)
+            dormant.activate(windows.ID)
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -99,30 +107,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         2 * scores > whole,
         f"{length:,} tokens: sliding layers compute {100 * scores / whole:.0f}% of the scores of all pairs",
     )
-
-
-def _target(family: str, kind: str) -> Target:
-    return Target(
-        module=f"transformers.models.{family}.modeling_{family}",
-        name=f"{kind}TextModel.forward",
-        replacement=text_model,
-        group=family,
-    )
-
-
-PATCH = Patch(
-    id=windows.ID,
-    kind=Kind.SPEED,
-    severity=Severity.SPEED,
-    failure_points=("F104",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        _target("gemma4", "Gemma4"),
-        _target("gemma4_unified", "Gemma4Unified"),
-        *attention_lookup.targets(attention_function, asleep=lambda _late: True),
-    ),
-    reproduce=reproduce,
-    after=("transformers-cudnn-padding",),  # the sdpa that blocks run is the repaired one
-)

@@ -15,17 +15,22 @@ Remove when: transformers below 5.6.0 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F58",
+    severity="crash",
+    affected=">=5.5,<5.6",
+    bug=("https://github.com/huggingface/transformers/issues/45200",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/45454",
+)
 
 
+@PATCH.replaces(MODELING_GEMMA4, "create_causal_mask_mapping")
 def create_causal_mask_mapping(
-    original: Callable[..., Any],
+    original: Original,
     config: Any,
     inputs_embeds: Any,
     attention_mask: Any,
@@ -67,25 +72,3 @@ def _of_the_31b(folder: Any) -> None:
     from gemma4_compat._reproduction import tiny_models
 
     tiny_models.build_checkpoint(folder, variant="31B")
-
-
-PATCH = Patch(
-    id="transformers-text-training",
-    kind=Kind.REPAIR,
-    severity=Severity.CRASH,
-    failure_points=("F58",),
-    distribution="transformers",
-    affected=">=5.5,<5.6",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.6",
-    bug=("https://github.com/huggingface/transformers/issues/45200",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/45454",
-    targets=(
-        Target(
-            module="transformers.models.gemma4.modeling_gemma4",
-            name="create_causal_mask_mapping",
-            replacement=create_causal_mask_mapping,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -16,17 +16,20 @@ Remove when: transformers below 5.5.2 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import shared_kv
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F19",
+    severity="wrong_result",
+    affected=">=5.5.0,<5.5.2",
+    bug=("https://github.com/huggingface/transformers/issues/45242",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/45312",
+)
 
 _NAME = "shared_kv_states"
-_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 
 
 class _NoCache:
@@ -39,14 +42,16 @@ class _NoCache:
         return keys, values
 
 
-def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.forward")
+def text_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if self.config.num_kv_shared_layers:
         kwargs[_NAME] = shared_kv.SharedStates({})  # passed on to every layer with the remaining arguments
     return original(self, *args, **kwargs)
 
 
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4TextAttention.forward")
 def attention(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     hidden_states: Any,
     position_embeddings: Any,
@@ -70,21 +75,4 @@ def reproduce(workspace: Workspace) -> Outcome:
     return Outcome(found > 0, f"without a cache the logits differ by {found:.3g} from those with one", found)
 
 
-PATCH = Patch(
-    id="transformers-uncached-sharing",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F19",),
-    distribution="transformers",
-    affected=">=5.5.0,<5.5.2",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.5.2",
-    bug=("https://github.com/huggingface/transformers/issues/45242",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/45312",
-    targets=(
-        Target(module=_GEMMA4, name="Gemma4TextModel.forward", replacement=text_model),
-        Target(module=_GEMMA4, name="Gemma4TextDecoderLayer.__call__", replacement=shared_kv.checkpointed_layer),
-        Target(module=_GEMMA4, name="Gemma4TextAttention.forward", replacement=attention),
-    ),
-    reproduce=reproduce,
-)
+PATCH.replaces(MODELING_GEMMA4, "Gemma4TextDecoderLayer.__call__")(shared_kv.checkpointed_layer)

@@ -16,17 +16,14 @@ Remove when: PEFT keeps plain names out of towers, or DDP says which modules it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._accelerate import attached
 from gemma4_compat._common import notice
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch("F99", kind="notice", severity="crash", affected=">=5.5.0")
 
-_ID = "transformers-unfed-towers"
 #: A tower, the module that joins it to the language model, and the inputs that feed it.
 _TOWERS = (
     ("vision_tower", "embed_vision", ("pixel_values", "pixel_values_videos")),
@@ -35,7 +32,8 @@ _TOWERS = (
 _TOLD = attached.UNFED_TOWERS_TOLD
 
 
-def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.forward")
+def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if self.training and not args:
         _look(self, kwargs)
     return original(self, *args, **kwargs)
@@ -98,18 +96,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     finally:
         torch.distributed.destroy_process_group()
     return Outcome(False, "DDP does not wait for the towers")
-
-
-PATCH = Patch(
-    id=_ID,
-    kind=Kind.NOTICE,
-    severity=Severity.CRASH,
-    failure_points=("F99",),
-    distribution="transformers",
-    affected=">=5.5.0",
-    acts_on=ActsOn.GEMMA4,
-    targets=(
-        Target(module="transformers.models.gemma4.modeling_gemma4", name="Gemma4Model.forward", replacement=forward),
-    ),
-    reproduce=reproduce,
-)

@@ -16,17 +16,22 @@ Remove when: transformers before 5.13.0 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._attention.flash import WIDEST
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F59",
+    severity="memory",
+    affected=">=5.5.0,<5.13.0",
+    acts_on="every model",
+    applied_upstream="https://github.com/huggingface/transformers/pull/46960",
+)
 
 
-def use_gqa_in_sdpa(original: Callable[..., Any], attention_mask: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+@PATCH.replaces("transformers.integrations.sdpa_attention", "use_gqa_in_sdpa")
+def use_gqa_in_sdpa(original: Original, attention_mask: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
     found = original(attention_mask, key, *args, **kwargs)
     return found and (key.shape[-1] <= WIDEST or key.device.type == "xpu")  # Intel's kernels support both
 
@@ -57,20 +62,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         any(wide),
         f"{sum(wide)} of {len(wide)} layers with heads of 512 leave grouped heads to sdpa: its math kernel on CUDA",
     )
-
-
-PATCH = Patch(
-    id="transformers-wide-heads",
-    kind=Kind.REPAIR,
-    severity=Severity.MEMORY,
-    failure_points=("F59",),
-    distribution="transformers",
-    affected=">=5.5.0,<5.13.0",
-    acts_on=ActsOn.EVERY_MODEL,
-    fixed="5.13.0",
-    applied_upstream="https://github.com/huggingface/transformers/pull/46960",
-    targets=(
-        Target(module="transformers.integrations.sdpa_attention", name="use_gqa_in_sdpa", replacement=use_gqa_in_sdpa),
-    ),
-    reproduce=reproduce,
-)

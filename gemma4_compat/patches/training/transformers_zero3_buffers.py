@@ -14,18 +14,23 @@ Remove when: transformers below 5.6.0 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
+from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+PATCH = Patch(
+    "F62",
+    severity="wrong_result",
+    affected=">=5.5,<5.6",
+    bug=("https://github.com/huggingface/transformers/issues/45397",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/45402",
+)
 
 
+@PATCH.replaces("transformers.modeling_utils", "_load_state_dict_into_zero3_model")
 def load_state_dict(
-    original: Callable[..., Any],
+    original: Original,
     model_to_load: Any,
     state_dict: Any,
     load_config: Any = None,
@@ -82,25 +87,3 @@ def reproduce(workspace: Workspace) -> Outcome:
     parity = difference(workspace.reference(), workspace.outputs(found))
     detail = f"{len(lost)} of {len(pairs)} buffers are not those of the checkpoint; logits differ by {parity:.3g}"
     return Outcome(bool(lost) or parity > 0, detail, parity)
-
-
-PATCH = Patch(
-    id="transformers-zero3-buffers",
-    kind=Kind.REPAIR,
-    severity=Severity.WRONG_RESULT,
-    failure_points=("F62",),
-    distribution="transformers",
-    affected=">=5.5,<5.6",
-    acts_on=ActsOn.GEMMA4,
-    fixed="5.6",
-    bug=("https://github.com/huggingface/transformers/issues/45397",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/45402",
-    targets=(
-        Target(
-            module="transformers.modeling_utils",
-            name="_load_state_dict_into_zero3_model",
-            replacement=load_state_dict,
-        ),
-    ),
-    reproduce=reproduce,
-)

@@ -35,7 +35,7 @@ def call(case: Case, folder: Path, out: Path) -> Any:
     from typer.testing import CliRunner
 
     from gemma4_compat import cli
-    from gemma4_compat._diagnostics import findings
+    from gemma4_compat._doctor.reproductions import findings
 
     arguments = [_filled(text, folder, out) for text in case.options["arguments"]]
     examine = findings.examine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from gemma4_compat.patches.measured import RAISED
+from gemma4_compat.patches.registry import RAISED
 from tests.generated.fuzz import values
 from tests.generated.fuzz.case import Case
 

@@ -11,14 +11,14 @@ from typing import Any
 from hypothesis import strategies as st
 
 import gemma4_compat
+from gemma4_compat._adapter_tools.scan import job
+from gemma4_compat._adapter_tools.scan.text import scan_text
 from gemma4_compat._checkpoint import header, shards
 from gemma4_compat._common import terminal
 from gemma4_compat._common.text import parse_size
-from gemma4_compat._diagnostics import answers, messages, search
+from gemma4_compat._doctor.explain import answers, messages, search
 from gemma4_compat._needed import judge, report
-from gemma4_compat._planner import budgets
-from gemma4_compat._scan import job
-from gemma4_compat._scan.text import scan_text
+from gemma4_compat._plan import budgets
 from tests.generated.fuzz import adapters, checkpoints, commands, errors, options, requirements, safetensors
 from tests.generated.fuzz.case import Case
 from tests.generated.fuzz.guard import Bound, ViolationError

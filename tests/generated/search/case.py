@@ -392,26 +392,3 @@ def size(case: Case) -> tuple[int, ...]:
         sum(features), case.kv_shared, case.layers, case.period, len(case.placement), loading, offloaded, indices,
         inversions,
     )  # fmt: skip
-
-
-def arguments(case: Case) -> list[str]:
-    """The call of :class:`Case`, a line for each argument that differs from the default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(Case)}
-    fields = {key: value for key, value in vars(case).items() if value != defaults[key]}
-    placement = fields.pop("placement")
-    entries = [f"{key}={value!r}," for key, value in fields.items()]
-    return [*entries, "placement=(", *(f"    {item!r}," for item in placement), "),"]
-
-
-def as_param(case: Case, name: str, why: str) -> str:
-    """The case for the table of ``tests/generated/search/regressions.py``; only what differs from the defaults."""
-    lines = [
-        *(f"# {line}" for line in why.splitlines()),
-        "pytest.param(",
-        "    Case(",
-        *(f"        {entry}" for entry in arguments(case)),
-        "    ),",
-        f"    id={name!r},",
-        "),",
-    ]
-    return "\n".join(lines).replace("'", '"') + "\n"

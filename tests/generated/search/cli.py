@@ -1,7 +1,8 @@
 """``python -m tests.generated.search --cases 3000 --seed 0 --jobs 2``: seeds, coverage, failures by signature, shrunk
 cases.
 
-Exit status 0: all cases held. ``--seed N --cases 1`` repeats one case, ``--regression ID`` one of ``regressions.py``.
+Exit status 0: all cases held. ``--seed N --cases 1`` repeats one case, ``--regression ID`` a row of
+``regressions.json``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.generated.search import regressions, run
-from tests.generated.search.case import GROUP, OFFLOADED, Case, as_param, generate, owner, tree, walk
+from tests.generated.search.case import GROUP, OFFLOADED, Case, generate, owner, tree, walk
 
 #: Seed, seconds on the clock, seconds of CPU time (what other processes of the machine do not change), failure.
 Result = tuple[int, float, float, "run.Failure | None"]
@@ -119,11 +120,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--report", type=Path, help="a JSON file for what was tried and found (docs/evidence/search)")
     parser.add_argument(
-        "--regression", metavar="ID", help="run this case of tests/generated/search/regressions.py instead"
+        "--regression", metavar="ID", help="run this case of tests/generated/search/regressions.json instead"
     )
     options = parser.parse_args(arguments)
     if options.regression is not None:
-        known = {parameter.id: parameter.values[0] for parameter in regressions.REGRESSIONS}
+        known = regressions.PLACEMENTS
         if options.regression not in known:
             parser.error(f"no regression has the id {options.regression!r}; ids: {', '.join(known)}")
         return repeat(known[options.regression])
@@ -171,7 +172,7 @@ def summary(results: list[Result], wall: float, options: argparse.Namespace) -> 
     import torch
 
     from gemma4_compat import __version__
-    from gemma4_compat._diagnostics import findings
+    from gemma4_compat._doctor.reproductions import findings
 
     failing = {str(seed): failure.signature for seed, _, _, failure in results if failure is not None}
     return {
@@ -206,7 +207,7 @@ def report(results: list[Result], wall: float) -> None:
 
 
 def print_shrunk(failing: list[tuple[int, run.Failure]], bench: run.Bench, attempts: int) -> None:
-    """A row for ``regressions.py`` for each cause: the first failure of each signature, way to load and kind of map,
+    """A row for ``regressions.json`` for each cause: the first failure of each signature, way to load and kind of map,
     where they shrink to different cases.
 
     One signature can have several causes: accelerate says "is on the meta device" for many.
@@ -223,5 +224,5 @@ def print_shrunk(failing: list[tuple[int, run.Failure]], bench: run.Bench, attem
         if case.to_json() not in shrunk:
             shrunk.add(case.to_json())
             slug = re.sub(r"\W+", "-", failure.signature.partition(" [")[0])[:50].strip("-").lower()
-            print("for tests/generated/search/regressions.py:")
-            print(as_param(case, f"{slug}-{seed}", f"Seed {seed}: {failure.signature}"), flush=True)
+            print("for tests/generated/search/regressions.json:")
+            print(regressions.row(case, f"{slug}-{seed}", f"Seed {seed}: {failure.signature}"), flush=True)

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.generated.search import pool, replay_regressions, replays_run, sequences_run
+from tests.generated.search import pool, regressions, replays_run, sequences_run
 from tests.generated.search.case import OFFLOADED
 from tests.generated.search.replay_rules import generate
 from tests.generated.search.replays_run import Replayed
 from tests.generated.search.run import Failure
 from tests.generated.search.sequence import Sequence
-from tests.generated.search.sequence_shrinking import as_param
 from tests.generated.search.sequences_cli import LIMIT, SHRINKING, died, groups, refusals
 
 COUNTED = ("compared", "raised", "steps")
@@ -94,15 +93,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, help="a JSON file for what was tried and found (docs/evidence/search)")
     parser.add_argument("--show", action="store_true", help="print the sequences, run nothing")
     parser.add_argument("--sequence", metavar="JSON", help="run this one, as a report has it")
-    parser.add_argument(
-        "--regression", metavar="ID", help="run this one of tests/generated/search/replay_regressions.py"
-    )
+    parser.add_argument("--regression", metavar="ID", help="run this one of tests/generated/search/regressions.json")
     options = parser.parse_args(argv)
     seeds = range(options.seed, options.seed + options.cases)
     if options.sequence is not None:
         return repeat(Sequence.from_json(options.sequence))
     if options.regression is not None:
-        known = {parameter.id: parameter.values[0] for parameter in replay_regressions.REGRESSIONS}
+        known = regressions.REPLAYS
         if options.regression not in known:
             parser.error(f"no regression has the id {options.regression!r}; ids: {', '.join(known)}")
         return repeat(known[options.regression])
@@ -161,8 +158,10 @@ def shrink(failing: list[tuple[int, Failure]], options: argparse.Namespace) -> I
         if isinstance(text, pool.Died):
             print(f"\nseed {job.seed} cannot be shrunk: {text.reason}")
             continue
-        print(f"\n{text}\nfor tests/generated/search/replay_regressions.py:")
-        print(as_param(Sequence.from_json(text), f"seed-{job.seed}", f"Seed {job.seed}: {job.failure.signature}"))
+        print(f"\n{text}\nfor tests/generated/search/regressions.json:")
+        print(
+            regressions.row(Sequence.from_json(text), f"seed-{job.seed}", f"Seed {job.seed}: {job.failure.signature}")
+        )
         yield {"seed": job.seed, "signature": job.failure.signature, "sequence": json.loads(text)}
 
 
@@ -171,7 +170,7 @@ def summary(
 ) -> dict[str, Any]:
     """What was tried, where, and what was found, as JSON-able data."""
     from gemma4_compat import __version__
-    from gemma4_compat._diagnostics import findings
+    from gemma4_compat._doctor.reproductions import findings
 
     outcomes = [result.outcome for result in results]
     return {

@@ -1,4 +1,4 @@
-"""Simpler sequences that may fail in the same way, and the row for ``sequence_regressions.py``."""
+"""Simpler sequences that may fail in the same way."""
 
 from __future__ import annotations
 
@@ -105,25 +105,3 @@ def size(sequence: Sequence) -> tuple[int, ...]:
         sum(map(len, maps)),
         sum(place == OFFLOADED for placement in maps for _, place in placement),
     )
-
-
-def as_param(sequence: Sequence, name: str, why: str) -> str:
-    """The sequence for the table of ``sequence_regressions.py``; only what differs from the defaults."""
-    steps = [
-        f"operation({', '.join([repr(s.name), *(f'{k}={v!r}' for k, v in s.options)])})," for s in sequence.operations
-    ]
-    lines = [
-        *(f"# {line}" for line in why.splitlines()),
-        "pytest.param(",
-        "    Sequence(",
-        "        case=Case(",
-        *(f"            {entry}" for entry in cases.arguments(sequence.case)),
-        "        ),",
-        "        operations=(",
-        *(f"            {step}" for step in steps),
-        "        ),",
-        "    ),",
-        f"    id={name!r},",
-        "),",
-    ]
-    return "\n".join(lines).replace("'", '"') + "\n"

@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.generated.search import pool, sequence_regressions, sequences_run
+from tests.generated.search import pool, regressions, sequences_run
 from tests.generated.search.case import GROUP, OFFLOADED
 from tests.generated.search.run import Failure
 from tests.generated.search.sequence import Sequence
 from tests.generated.search.sequence_rules import generate
-from tests.generated.search.sequence_shrinking import SHOWING, as_param
+from tests.generated.search.sequence_shrinking import SHOWING
 from tests.generated.search.sequences_run import Outcome
 
 #: Seconds for one sequence, and for the shrinking of one.
@@ -128,15 +128,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, help="a JSON file for what was tried and found (docs/evidence/search)")
     parser.add_argument("--show", action="store_true", help="print the sequences, run nothing")
     parser.add_argument("--sequence", metavar="JSON", help="run this one, as a report has it")
-    parser.add_argument(
-        "--regression", metavar="ID", help="run this one of tests/generated/search/sequence_regressions.py"
-    )
+    parser.add_argument("--regression", metavar="ID", help="run this one of tests/generated/search/regressions.json")
     options = parser.parse_args(argv)
     seeds = range(options.seed, options.seed + options.cases)
     if options.sequence is not None:
         return repeat(Sequence.from_json(options.sequence), one_device=options.one_device)
     if options.regression is not None:
-        known = {parameter.id: parameter.values[0] for parameter in sequence_regressions.REGRESSIONS}
+        known = regressions.SEQUENCES
         if options.regression not in known:
             parser.error(f"no regression has the id {options.regression!r}; ids: {', '.join(known)}")
         return repeat(known[options.regression], one_device=options.one_device)
@@ -243,9 +241,11 @@ def shrink(results: list[Result], options: argparse.Namespace) -> Iterator[dict[
             shortest = Sequence.from_json(text)
             print(
                 f"\n{describe(replace(shortest, seed=job.seed))}\n  {text}\nfor "
-                f"tests/generated/search/sequence_regressions.py:"
+                f"tests/generated/search/regressions.json:"
             )
-            print(as_param(shortest, f"seed-{job.seed}", f"Seed {job.seed}: {job.failure.signature}"), flush=True)
+            print(
+                regressions.row(shortest, f"seed-{job.seed}", f"Seed {job.seed}: {job.failure.signature}"), flush=True
+            )
             yield {"seed": job.seed, "signature": job.failure.signature, "sequence": json.loads(text)}
 
 
@@ -256,7 +256,7 @@ def summary(
     import torch
 
     from gemma4_compat import __version__
-    from gemma4_compat._diagnostics import findings
+    from gemma4_compat._doctor.reproductions import findings
 
     mode = " --one-device" if options.one_device else ""
     failing = {str(r.seed): r.outcome.failure.signature for r in results if r.outcome.failure is not None}

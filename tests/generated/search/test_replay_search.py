@@ -1,12 +1,13 @@
 """Random changes of a model between two calls of ``generate``: a replay gives the bits of ``disable_compile=True``.
 
 ``python -m tests.generated.search.replays`` runs more of them. A failing sequence is shrunk here and shown as a row
-for ``tests/generated/search/replay_regressions.py``.
+for ``tests/generated/search/regressions.json``.
 """
 
 from __future__ import annotations
 
 import collections
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,15 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._graphs import dependencies
-from tests.generated.search import replays_cli, replays_run, sequences_run
+from tests.generated.search import regressions, replays_cli, replays_run, sequences_run
 from tests.generated.search.case import Case, is_complete
-from tests.generated.search.replay_regressions import REGRESSIONS
+from tests.generated.search.regressions import REPLAYS
 from tests.generated.search.replay_rules import EXTRAS, OWN, PARTS, PATCHES, WEIGHTS, generate
 from tests.generated.search.replay_showing import MODES, SHOWING
 from tests.generated.search.replay_tuners import TUNERS
 from tests.generated.search.replays_cli import counted
 from tests.generated.search.sequence import Sequence, operation
-from tests.generated.search.sequence_shrinking import as_param, simplifications, size
+from tests.generated.search.sequence_shrinking import simplifications, size
 from tests.helpers import Finished
 
 #: The first dozen of four in the fast suite.
@@ -67,13 +68,13 @@ def test_a_replay_gives_the_bits_of_the_step_it_stands_for(start: int, bench: re
         shrunk = sequences_run.shrink(generate(seed), failure, bench, attempts=ATTEMPTS, check=replays_run.check)
         lines = [f"seed {number}: {wrong.signature}" for number, wrong in failing.items()]
         repeat = f"repeat one: python -m tests.generated.search.replays --cases 1 --seed {seed}"
-        row = as_param(shrunk, f"seed-{seed}", f"Seed {seed}: {failure.signature}")
+        row = regressions.row(shrunk, f"seed-{seed}", f"Seed {seed}: {failure.signature}")
         pytest.fail("\n".join([*lines, repeat, "", failure.detail, "", row]), pytrace=False)
     assert sum(outcome.steps for outcome in found.values()) > 12
     assert sum(outcome.compared - outcome.raised for outcome in found.values()) > 24
 
 
-@pytest.mark.parametrize("sequence", REGRESSIONS)
+@pytest.mark.parametrize("sequence", REPLAYS.values(), ids=REPLAYS)
 def test_what_failed_once_holds_now(sequence: Sequence, bench: replays_run.SequenceBench) -> None:
     outcome = replays_run.check(sequence, bench)
     assert outcome.failure is None, outcome.failure.detail
@@ -146,9 +147,8 @@ def test_a_planted_defect_is_found_and_shrunk(
     assert failure is not None
     shrunk = sequences_run.shrink(PLANTED, failure, bench, attempts=40, check=replays_run.check)
     assert [step.name for step in shrunk.operations] == ["generate", "module", "generate"]
-    scope = {"pytest": pytest, "Case": Case, "Sequence": Sequence, "operation": operation}
-    (parsed,) = eval(f"[{as_param(shrunk, 'planted', failure.signature)}]", scope)
-    assert (parsed.id, parsed.values) == ("planted", (shrunk,))
+    row = json.loads(regressions.row(shrunk, "planted", failure.signature))
+    assert (row["id"], regressions.parsed(row)) == ("planted", shrunk)
 
 
 def test_what_raises_both_ways_is_no_failure_and_what_raises_once_is(

@@ -1,25 +1,25 @@
 """Random placements: each loads, stays where the map says, and gives the outputs of the same weights on one device.
 
 ``python -m tests.generated.search`` runs more of them; see :mod:`tests.generated.search`. A failing case is shrunk
-here and shown as a row for ``tests/generated/search/regressions.py``.
+here and shown as a row for ``tests/generated/search/regressions.json``.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 import re
 from typing import Any
 
 import pytest
 
-from tests.generated.search import run
+from tests.generated.search import regressions, run
 from tests.generated.search.case import (
     GROUP,
     MAIN,
     OFFLOADED,
     Case,
-    as_param,
     generate,
     is_complete,
     owner,
@@ -60,7 +60,7 @@ def test_every_placement_gives_the_outputs_of_one_device(seeds: range, bench: ru
                     "",
                 ]
             )
-            + as_param(shrunk, f"seed-{seed}", f"Seed {seed}: {failure.signature}"),
+            + regressions.row(shrunk, f"seed-{seed}", f"Seed {seed}: {failure.signature}"),
             pytrace=False,
         )
 
@@ -208,10 +208,8 @@ def test_a_planted_defect_is_found_and_shrunk(bench: run.Bench, tamper: Any, sig
     again = run.check(shrunk, bench, tamper=tamper)
     assert again is not None
     assert again.signature == failure.signature
-    row = as_param(shrunk, "planted", failure.signature)
-    assert row.count("\n") < 30
-    (parsed,) = eval(f"[{row}]", {"pytest": pytest, "Case": Case})
-    assert (parsed.id, parsed.values) == ("planted", (shrunk,))
+    row = json.loads(regressions.row(shrunk, "planted", failure.signature))
+    assert (row["id"], regressions.parsed(row)) == ("planted", shrunk)
 
 
 def test_a_weight_that_only_changes_after_the_first_forward_is_found(bench: run.Bench) -> None:

@@ -1,13 +1,14 @@
 """Random sequences of operations: on a split model each shows what it shows on one device, or is refused.
 
 ``python -m tests.generated.search --sequences`` runs more of them. A failing sequence is shrunk here and shown as a
-row for ``tests/generated/search/sequence_regressions.py``.
+row for ``tests/generated/search/regressions.json``.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 import os
 import signal
 import time
@@ -18,12 +19,12 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError
-from tests.generated.search import pool, sequences_cli, sequences_run
+from tests.generated.search import pool, regressions, sequences_cli, sequences_run
 from tests.generated.search.case import GROUP, MAIN, OFFLOADED, Case, is_complete
 from tests.generated.search.operations import OPERATIONS
 from tests.generated.search.sequence import Operation, Sequence, operation
 from tests.generated.search.sequence_rules import KINDS, generate
-from tests.generated.search.sequence_shrinking import as_param, simplifications, size
+from tests.generated.search.sequence_shrinking import simplifications, size
 
 #: Sequences in which every operation is drawn three times and more.
 SEEDS = range(3380, 3480)
@@ -79,7 +80,7 @@ def hold(seeds: Any, bench: sequences_run.SequenceBench, check: Any = sequences_
         shrunk = sequences_run.shrink(generate(seed), failure, bench, attempts=ATTEMPTS, check=check)
         lines = [f"seed {number}: {wrong.signature}" for number, wrong in failing.items()]
         repeat = f"repeat one: python -m tests.generated.search --sequences{mode} --cases 1 --seed {seed}"
-        row = as_param(shrunk, f"seed-{seed}", f"Seed {seed}: {failure.signature}")
+        row = regressions.row(shrunk, f"seed-{seed}", f"Seed {seed}: {failure.signature}")
         pytest.fail("\n".join([*lines, repeat, "", failure.detail, "", row]), pytrace=False)
 
 
@@ -208,10 +209,8 @@ def test_a_planted_defect_is_found_and_shrunk(
     again = sequences_run.check(shrunk, bench, tamper=tamper).failure
     assert again is not None
     assert again.signature == failure.signature
-    row = as_param(shrunk, "planted", failure.signature)
-    scope = {"pytest": pytest, "Case": Case, "Sequence": Sequence, "operation": operation}
-    (parsed,) = eval(f"[{row}]", scope)
-    assert (parsed.id, parsed.values) == ("planted", (shrunk,))
+    row = json.loads(regressions.row(shrunk, "planted", failure.signature))
+    assert (row["id"], regressions.parsed(row)) == ("planted", shrunk)
 
 
 def with_operation(monkeypatch: pytest.MonkeyPatch, function: Any) -> Sequence:

@@ -185,7 +185,7 @@ def tokens(model):
 _SLEEPS = """
 from gemma4_compat._engine import changes
 for width, shared in ((64, 2), (0, 0), (0, 2)):
-    print(tokens(made(width, shared)), ID in changes._awake)
+    print(tokens(made(width, shared)), ID in changes._activated)
 """
 _LATE = """
 model = made(0, 2)

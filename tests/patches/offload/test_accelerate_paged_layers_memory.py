@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from gemma4_compat._memory.formulas import MEASURED
 from gemma4_compat._offload import streaming
-from gemma4_compat._planner.memory import MEASURED
 from gemma4_compat._reproduction import tiny
 from tests.conftest import census
 from tests.patches.offload.streamed_models import (

@@ -366,7 +366,7 @@ found = []
 for _ in range(2):
     model(input_ids=ids, labels=ids)
     found.append(living())
-print("more tensors:", found[1] - found[0], "awake:", "transformers-checkpointed-states" in changes._awake)
+print("more tensors:", found[1] - found[0], "awake:", "transformers-checkpointed-states" in changes._activated)
 """
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat._engine import versions
-from gemma4_compat._planner import training_step
+from gemma4_compat._plan import training_step
 from gemma4_compat.patches.training.transformers_checkpointing_options import OPTIONS, PATCH
 from tests.conftest import is_affected
 from tests.helpers import without

@@ -13,7 +13,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
-from gemma4_compat._planner import training_step
+from gemma4_compat._plan import training_step
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._training import mlp, pieces
 from gemma4_compat.patches.training.transformers_chunked_mlp import PATCH

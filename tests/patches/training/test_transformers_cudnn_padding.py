@@ -11,7 +11,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._attention import unseen_keys
-from gemma4_compat._engine import sleep
+from gemma4_compat._engine import dormant
 from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from gemma4_compat._stand_ins import cudnn, flash
 from gemma4_compat.patches.training.transformers_cudnn_padding import PATCH
@@ -37,7 +37,7 @@ def cudnn_takes_it(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return True
 
     monkeypatch.setattr(unseen_keys, "takes_cudnn", takes)
-    sleep.awaken(unseen_keys.ID)  # a torch without CUDA has no need of it
+    dormant.activate(unseen_keys.ID)  # a torch without CUDA has no need of it
     return asked
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat._reproduction import scenarios
-from gemma4_compat.patches.training.transformers_rotary_order import _GEMMA4, PATCH
+from gemma4_compat.patches.training.transformers_rotary_order import MODELING_GEMMA4, PATCH
 from tests.conftest import is_affected
 from tests.helpers import ROOT
 from tests.patches.promise import Promise
@@ -30,7 +30,9 @@ def buffers(model: Any) -> list[str]:
 
 
 def test_one_order_in_every_process(workspace: Any) -> None:
-    models = [scenarios.in_another_process(_GEMMA4, workspace.load, reverse=reverse) for reverse in (False, True)]
+    models = [
+        scenarios.in_another_process(MODELING_GEMMA4, workspace.load, reverse=reverse) for reverse in (False, True)
+    ]
     assert buffers(models[0]) == buffers(models[1])
     assert len(buffers(models[0])) == 4
     assert buffers(models[0]) == sorted(buffers(models[0]))

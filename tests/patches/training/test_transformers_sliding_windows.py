@@ -314,7 +314,7 @@ model, awake = tiny.load(pathlib.Path(sys.argv[1])), []
 for length, options in [(1000, {}), (1200, {"prefill_chunk_size": 400})]:
     ids = torch.arange(length)[None] % 200 + 3
     model.generate(ids, max_new_tokens=2, min_new_tokens=2, do_sample=False, **options)
-    awake.append("transformers-sliding-windows" in changes._awake)
+    awake.append("transformers-sliding-windows" in changes._activated)
 print(json.dumps(awake))
 """
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._diagnostics import common_errors, messages, search
+from gemma4_compat._doctor.explain import common_errors, messages, search
 from tests.helpers import ROOT
-from tests.unit.diagnostics import pasting
+from tests.unit.doctor.explain import pasting
 from tools import pasted_errors
 from tools.pages import errors_box
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 import gemma4_compat
+from tests.collecting import collect_failures
 from tests.helpers import ROOT
 from tests.project.docs import reading
 
-PAGES = [pytest.param(page, id=page.relative_to(ROOT).as_posix()) for page in [*reading.PAGES, ROOT / "CHANGELOG.md"]]
+PAGES = [*reading.PAGES, ROOT / "CHANGELOG.md"]
 
 
 def broken(page: Path) -> list[str]:
@@ -25,7 +24,7 @@ def broken(page: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES)
+@collect_failures(page=PAGES)
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken(page) == []
 
@@ -36,7 +35,7 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert broken(page) == ["#a", "NONE.md", "none.png"]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@collect_failures(page=PAGES)
 def test_pictures_have_a_text(page: Path) -> None:
     assert [src for text, src in reading.pictures(page) if len(text) < 20] == []
 
@@ -45,7 +44,7 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-@pytest.mark.parametrize("page", PAGES[:-1])  # the changelog only grows
+@collect_failures(page=PAGES[:-1])  # the changelog only grows
 def test_no_page_is_too_long_to_read(page: Path) -> None:
     assert page.stat().st_size <= 60_000
 

@@ -20,7 +20,7 @@ def test_an_example_uses_public_names_only(path: Path) -> None:
 
 def test_a_private_name_would_be_found() -> None:
     for line in (
-        "from gemma4_compat._planner import text",
+        "from gemma4_compat._plan import text",
         "from gemma4_compat import _graphs",
         "gemma4_compat._x.y()",
     ):

@@ -17,8 +17,13 @@ _ROWS = dict(re.findall(r"^\| ([A-Z][^|]*) \| (.*) \|$", _HELD, re.MULTILINE))
 
 #: Modules that may start a process: this interpreter with a program that is a constant, or a fork of it; and `run`,
 #: the program that its user names.
-_STARTERS = {"_common/patterns.py", "_diagnostics/children.py", "_diagnostics/server.py", "_launch/environment.py"}
-_STARTERS |= {"_launch/program.py", "_check/run.py"}
+_STARTERS = {
+    "_common/patterns.py",
+    "_doctor/processes.py",
+    "_doctor/reproductions/server.py",
+    "_doctor/launch/environment.py",
+    "_doctor/launch/program.py",
+}
 #: The one module that downloads, and only if it is told to.
 _DOWNLOADS = "gemma4_compat/cli/check.py"
 _NETWORK = {"socket", "ssl", "http", "ftplib", "smtplib", "requests", "httpx", "urllib.request"}

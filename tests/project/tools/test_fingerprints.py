@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._engine import versions
-from gemma4_compat.patches import measured, registry
+from gemma4_compat.patches import registry
 from tests.helpers import ROOT, Finished, Library
 
 
@@ -21,7 +21,7 @@ def tool() -> Any:
 
 def test_the_data_is_what_the_installed_libraries_say(warm_child: Callable[..., Finished]) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
-    for library, releases in measured.RELEASES.items():
+    for library, releases in registry.RELEASES.items():
         if versions.installed(library) not in releases:
             pytest.skip(f"{library} {versions.installed(library)} was not measured: nox -s upgrade")
     settings = {"GEMMA4_COMPAT_DISABLE": "all"}  # as the tool sets it before it imports the package
@@ -38,15 +38,15 @@ def test_the_data_file_is_what_the_tool_writes() -> None:
 
 def test_the_data_has_every_patch_and_its_modules() -> None:
     patches = gemma4_compat.patches()
-    modules = {patch.id: tuple(dict.fromkeys(target.module for target in patch.targets)) for patch in patches}
-    assert modules == measured.MODULES
+    modules = {patch.id: list(dict.fromkeys(target.module for target in patch.targets)) for patch in patches}
+    assert modules == registry.MODULES
     assert [patch.id for patch in patches] == list(registry.AREA_OF)
 
 
 def test_every_target_is_known_in_every_affected_release_that_has_it() -> None:
     """A release that is missing between two others would be one that nobody looked at."""
     for patch in gemma4_compat.patches():
-        ordered = measured.RELEASES[patch.distribution]
+        ordered = registry.RELEASES[patch.distribution]
         for target in patch.targets:
             inside = [release for release in ordered if versions.admits(patch.affected, release)]
             seen = [release for spans in target.known.values() for release in versions.in_spans(spans, ordered)]
@@ -74,7 +74,7 @@ def test_a_release_that_was_measured_again_replaces_what_was_known_of_it() -> No
 
 def test_what_differs_is_named() -> None:
     fingerprints = tool()
-    newest = measured.RELEASES["peft"][-1]
+    newest = registry.RELEASES["peft"][-1]
     found = {f"peft {newest}": {"peft.x.y": "0"}, "peft 9999.0": {}}
     assert fingerprints.differences(found, {f"peft {newest}": {"peft.x.y": "1", "peft.x.z": "2"}}) == [
         f"peft {newest}: peft.x.y is 0, in the data 1",
@@ -88,13 +88,10 @@ def test_a_new_release_and_its_code_are_written_in_order() -> None:
     data = fingerprints.merged(
         fingerprints.known(), [{"peft 9999.0": {"peft.peft_model.PeftModel.load_adapter": "0"}}]
     )
-    written: dict[str, Any] = {}
-    for node in ast.parse(fingerprints.text(data, gemma4_compat.patches())).body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-            written[node.target.id] = ast.literal_eval(node.value)
-    assert written["RELEASES"]["peft"] == (*measured.RELEASES["peft"], "9999.0")
-    assert written["KNOWN"]["peft.peft_model.PeftModel.load_adapter"]["0"] == "9999.0"
-    assert written["MODULES"] == measured.MODULES
+    written = json.loads(fingerprints.text(data, gemma4_compat.patches()))
+    assert written["releases"]["peft"] == [*registry.RELEASES["peft"], "9999.0"]
+    assert written["known"]["peft.peft_model.PeftModel.load_adapter"]["0"] == "9999.0"
+    assert written["modules"] == registry.MODULES
 
 
 @pytest.mark.parametrize(

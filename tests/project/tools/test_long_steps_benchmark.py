@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("bitsandbytes")
 from benchmarks.training import long_steps
-from gemma4_compat._planner import training_step
+from gemma4_compat._plan import training_step
 from tests.helpers import without
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat.patches import measured
+from gemma4_compat.patches import registry
 
 upgrade = importlib.import_module("tools.upgrade")
 stacks = importlib.import_module("tools.matrix.stacks")
@@ -78,7 +78,7 @@ def test_the_pin_and_the_day_are_written() -> None:
 
 
 def test_a_release_that_is_not_newer_is_refused() -> None:
-    with pytest.raises(SystemExit, match=f"has peft {measured.RELEASES['peft'][-1]}; 0.1 is not newer"):
+    with pytest.raises(SystemExit, match=f"has peft {registry.RELEASES['peft'][-1]}; 0.1 is not newer"):
         upgrade.main(["peft", "0.1"])
 
 

@@ -10,8 +10,8 @@ import pickle
 import pytest
 
 import gemma4_compat
-from gemma4_compat._merge import job
-from gemma4_compat._scan import job as scan_job
+from gemma4_compat._adapter_tools.merge import job
+from gemma4_compat._adapter_tools.scan import job as scan_job
 from tests.helpers import child
 
 LAZY = gemma4_compat._LAZY

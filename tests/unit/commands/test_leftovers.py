@@ -13,7 +13,7 @@ import pytest
 
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._checkpoint import folders
-from gemma4_compat._diagnostics import children, findings
+from gemma4_compat._doctor.reproductions import children, findings
 from tests.unit.commands.helpers import started
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills as POSIX does")
@@ -29,7 +29,7 @@ with folders.staging(Path(sys.argv[1]).absolute()) as folder:
 """
 DOCTOR = """
 import time
-from gemma4_compat._diagnostics import children, findings
+from gemma4_compat._doctor.reproductions import children, findings
 def alone(command, folder, **_):
     (folder / "model.safetensors").write_bytes(b"half")
     print("building", flush=True)

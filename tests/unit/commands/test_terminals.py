@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning, cli
+from gemma4_compat._adapter_tools.scan import configuration
 from gemma4_compat._common import terminal
-from gemma4_compat._scan import configuration
 from tests.unit.adapters.adapter_files import LORA, PREFIX, lora, write_adapter
 from tests.unit.commands.helpers import command
 
@@ -123,7 +123,7 @@ def test_what_other_libraries_print_in_a_command_is_shown_too(tmp_path: Path, mo
         print(EVIL, file=sys.stderr)
         sys.stderr.writelines([EVIL])
         print(warnings.formatwarning(UserWarning(EVIL), UserWarning, "file.py", 1), file=sys.stderr)
-        return gemma4_compat._scan.job.scan_adapter(folder)  # type: ignore[attr-defined]
+        return gemma4_compat._adapter_tools.scan.job.scan_adapter(folder)  # type: ignore[attr-defined]
 
     monkeypatch.setattr(gemma4_compat, "scan_adapter", noisy)
     streams = sys.stdout, sys.stderr

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
-from gemma4_compat._diagnostics import imports
+from gemma4_compat._doctor.explain import imports
 from gemma4_compat._engine import versions
 from tests.helpers import child
 

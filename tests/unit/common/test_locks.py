@@ -89,7 +89,7 @@ def test_every_other_lock_of_the_package_guards_a_few_lines() -> None:
         "_kernels/match/own.py": "defining operations once",
         "_kernels/match/reading.py": "trying a kernel once on a device",
         "_kernels/match/top_tokens.py": "trying a kernel once on a device",
-        "_diagnostics/children.py": "a child process",
+        "_doctor/reproductions/children.py": "a child process",
         "_engine/changes.py": "replacing a function",
         "_engine/engine.py": "applying patches",
         "_training/captured/graphs.py": "launching a graph whose memory others share",

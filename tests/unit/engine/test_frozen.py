@@ -87,7 +87,7 @@ def _frozen(folder: Path, program: str, libraries: list[Library]) -> Path:
     hooks.mkdir()
     (hooks / f"hook-{libraries[-1].name}.py").write_text("module_collection_mode = 'pyz+py'\n", encoding="utf-8")
     options = ["--noconfirm", "--onedir", "--name=program", f"--additional-hooks-dir={hooks}"]
-    options += ["--collect-submodules=gemma4_compat", *(f"--copy-metadata={library.name}" for library in libraries)]
+    options += ["--collect-all=gemma4_compat", *(f"--copy-metadata={library.name}" for library in libraries)]
     options += [f"--exclude-module={name}" for name in (*_HEAVY, "pytest")]
     search = os.pathsep.join([*(str(library.folder) for library in libraries), str(ROOT)])
     environment = os.environ | {"PYTHONPATH": search}

@@ -103,7 +103,7 @@ def test_no_module_imports_what_only_posix_has() -> None:
 
 
 def test_planned_code_names_windows_paths_as_they_are() -> None:
-    from gemma4_compat._planner import code
+    from gemma4_compat._plan import code
 
     folder = PureWindowsPath(r"C:\Users\me\new adapters\t1")
     assert ast.literal_eval(code._quoted(str(folder))) == str(folder)

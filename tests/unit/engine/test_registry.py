@@ -1,4 +1,4 @@
-"""What the registry refuses, and what it adds to a patch file."""
+"""What a patch file says, what the registry adds, and what they refuse."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import ModuleType
 
 import pytest
 
-from gemma4_compat._engine.patch import LatePatch
+from gemma4_compat._engine.patch import ActsOn, Kind, LatePatch, Severity
 from gemma4_compat.patches import registry
-from tests.helpers import Library
+from tests.helpers import no_reproduction
 
 DOCUMENTATION = """Double is right.
 
@@ -26,19 +26,40 @@ Fix: it is.
 Remove when: double is right.
 """
 
+SOURCE = """
+from gemma4_compat.patches.api import Patch
+
+PATCH = Patch("F1 F2", severity="crash", affected=">=1,<2", requires=("other",))
+
+@PATCH.replaces("fakelib.leaf", "double")
+@PATCH.replaces("fakelib.leaf", "Layer.double", group="layers", dormant=True)
+def double(original, x):
+    return 2 * x
+
+@PATCH.replaces("fakelib.leaf", "half", affected="<1.1", optional=True)
+def half(original, x):
+    return x / 2
+
+for _name in ("third", "quarter"):
+    PATCH.replaces("fakelib.leaf", _name)(half)
+
+def reproduce(workspace):
+    raise NotImplementedError
+"""
+
 
 def late(patch_id: str) -> LatePatch:
     return LatePatch(id=patch_id, modules=(), load=registry._loader(patch_id))
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch, library: Library) -> ModuleType:
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module of a patch file for a fake library."""
     module = ModuleType("gemma4_compat.patches.placement.fakelib_double", DOCUMENTATION)
-    vars(module)["PATCH"] = library.patch(id="fakelib-double")
+    exec(SOURCE, vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(registry.AREA_OF, "fakelib-double", "placement")
-    monkeypatch.setitem(registry.RELEASES, library.name, ("0.9", "1.0", "1.1", "2.0"))
+    monkeypatch.setitem(registry.RELEASES, "fakelib", ("0.9", "1.0", "1.1", "2.0"))
     return module
 
 
@@ -53,18 +74,52 @@ def test_every_file_in_the_folders_is_registered_once() -> None:
     assert sorted(registry.PATCHES) == sorted(files)
 
 
-def test_a_patch_whose_id_is_not_its_files_name_is_refused(module: ModuleType, library: Library) -> None:
-    vars(module)["PATCH"] = library.patch(id="fakelib-other")
-    with pytest.raises(ValueError, match=r"fakelib_double holds the patch 'fakelib-other'"):
+def test_the_file_says_what_is_replaced_where(module: ModuleType) -> None:
+    patch = late("fakelib-double").load()
+    assert (patch.id, patch.distribution, patch.affected, patch.requires) == (
+        "fakelib-double", "fakelib", ">=1,<2", ("other",)
+    )  # fmt: skip
+    assert (patch.kind, patch.severity, patch.acts_on) == (Kind.REPAIR, Severity.CRASH, ActsOn.GEMMA4)
+    assert patch.failure_points == ("F1", "F2")
+    assert (patch.reproduce, patch.detect) == (module.reproduce, None)
+    found = {target.name: (target.replacement, target.group, target.dormant) for target in patch.targets}
+    assert found == {
+        "double": (module.double, "", False),
+        "Layer.double": (module.double, "layers", True),
+        "half": (module.half, "", False),
+        "third": (module.half, "", False),
+        "quarter": (module.half, "", False),
+    }
+    assert list(found) == ["double", "Layer.double", "half", "third", "quarter"]
+    assert (patch.targets[2].affected, patch.targets[2].optional) == ("<1.1", True)
+
+
+def test_a_function_of_the_file_looks_at_the_loaded_code(module: ModuleType) -> None:
+    vars(module)["detect"] = no_reproduction
+    assert late("fakelib-double").load().detect is no_reproduction
+
+
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        (("crash", "crsh"), "severity 'crsh' is not one of 'crash', 'wrong_result', 'memory', 'speed'"),
+        (('"Layer.double"', '"double"'), "replaces fakelib.leaf.double twice"),
+        (("_name)(half)", "_name)"), "replaces fakelib.leaf.third, but no function follows `replaces`"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(module: ModuleType, change: tuple[str, str], error: str) -> None:
+    def load() -> None:
+        exec(SOURCE.replace(*change), vars(module))
         late("fakelib-double").load()
+
+    with pytest.raises(ValueError, match=error):
+        load()
 
 
 def test_the_docstring_the_folder_and_the_data_say_the_rest(
-    module: ModuleType, library: Library, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = library.target(known={})
-    vars(module)["PATCH"] = library.patch(target, id="fakelib-double", affected=">=1,<2")
-    monkeypatch.setitem(registry.KNOWN, str(target), {"aa": "0.9, 1.1", "bb": "1.0", "cc": "2.0"})
+    monkeypatch.setitem(registry.KNOWN, "fakelib.leaf.double", {"aa": "0.9, 1.1", "bb": "1.0", "cc": "2.0"})
     patch = late("fakelib-double").load()
     assert (patch.area, patch.measured) == ("placement", "1.1")
     assert patch.summary == "Double is right."

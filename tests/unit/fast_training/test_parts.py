@@ -14,8 +14,8 @@ from gemma4_compat import Gemma4CompatError
 from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._attention import windows
 from gemma4_compat._models import build
-from gemma4_compat._planner import training
-from gemma4_compat._planner.training_step import Step
+from gemma4_compat._plan import training
+from gemma4_compat._plan.training_step import Step
 from gemma4_compat._training import loss, mlp, parts
 from gemma4_compat._training.captured import layers
 from tests.helpers import without

@@ -21,7 +21,7 @@ from gemma4_compat._accelerate import attached
 from gemma4_compat._attention import block_layout, products, windows
 from gemma4_compat._graphs import recording
 from gemma4_compat._models import cache_names, checkpointing, shared_kv
-from gemma4_compat._planner.training_step import TARGETS
+from gemma4_compat._plan.training_step import TARGETS
 from gemma4_compat._reproduction import tiny_models
 from gemma4_compat._stand_ins.tape import standing_in
 from gemma4_compat._training.captured import calls, graphs, layers

@@ -174,7 +174,7 @@ def cells() -> list[tuple[str, str | None, str | None]]:
 def write(file: Path, given: dict[str, Any], measured: dict[str, Any]) -> None:
     """What was measured, on which stack."""
     import gemma4_compat
-    from gemma4_compat._diagnostics import findings
+    from gemma4_compat._doctor.reproductions import findings
 
     stack = {"gemma4_compat": gemma4_compat.__version__, "python": platform.python_version()}
     result = {**stack, "versions": findings.stack(), **given, "measured": measured}

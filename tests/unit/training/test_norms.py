@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._planner.training_step import storage_counter
+from gemma4_compat._plan.training_step import storage_counter
 from gemma4_compat._training import norms, pieces
 from tests.patches.training.parts import only
 from tests.patches.training.test_transformers_chunked_loss import batch, built, off, step

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._planner import training_step
+from gemma4_compat._plan import training_step
 from tests.unit.decoding.calls import text
 
 

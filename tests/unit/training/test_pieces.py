@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gemma4_compat import Gemma4CompatWarning  # noqa: E402
-from gemma4_compat._planner.training_step import storage_counter  # noqa: E402
+from gemma4_compat._plan.training_step import storage_counter  # noqa: E402
 from gemma4_compat._training import pieces  # noqa: E402
 
 ROWS, WIDTH, WIDE = 37, 16, 96

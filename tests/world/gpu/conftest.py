@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._diagnostics import findings
+from gemma4_compat._doctor.reproductions import findings
 
 
 def _missing() -> str | None:

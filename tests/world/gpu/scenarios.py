@@ -214,9 +214,9 @@ def max_memory(folder: Path) -> dict[str, Any]:
     """
     from peft import PeftModel
 
-    from gemma4_compat._planner import layout
-    from gemma4_compat._planner.blueprint import describe
-    from gemma4_compat._planner.memory import Load
+    from gemma4_compat._memory import layout
+    from gemma4_compat._memory.blueprint import describe
+    from gemma4_compat._memory.formulas import Load
     from gemma4_compat._reproduction.workspace import Workspace
 
     workspace = Workspace.build(folder / "tiny")

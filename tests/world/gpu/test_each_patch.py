@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._diagnostics import findings
+from gemma4_compat._doctor.reproductions import findings
 from gemma4_compat._reproduction import scenarios
 from gemma4_compat.patches.adapters import peft_tied_merge
 from gemma4_compat.patches.multimodal.transformers_quantized_vision import BOUND

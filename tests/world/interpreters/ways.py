@@ -71,7 +71,7 @@ def _sourceless(given: Given) -> list[str]:
 
 def _pyinstaller(given: Given) -> list[str]:
     folder = _copied(given.scratch / "app")
-    options = ["--noconfirm", "--log-level=ERROR", "--onedir", "--name=case", "--collect-submodules=gemma4_compat"]
+    options = ["--noconfirm", "--log-level=ERROR", "--onedir", "--name=case", "--collect-all=gemma4_compat"]
     excluded = ["torch", "transformers", "accelerate", "peft", "bitsandbytes", "numpy", "PIL", "scipy", "tkinter"]
     options += [f"--exclude-module={name}" for name in (*excluded, "pytest", "matplotlib")]
     command = [given.python, "-m", "PyInstaller", *options, str(folder / "__main__.py")]

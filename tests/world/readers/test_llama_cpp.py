@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._export.gguf import _OF_LAYERS
+from gemma4_compat._adapter_tools.export.gguf import _OF_LAYERS
 from tests.world.readers import models
 from tests.world.readers.conftest import CASES, VARIANTS
 

@@ -104,7 +104,7 @@ def words(outcome: str) -> str:
 def summary(found: Sequence[Judged], command: str) -> dict[str, Any]:
     """What was found, as JSON-able data. An outcome is a number; ``right`` names calls with no other outcome."""
     from gemma4_compat import __version__
-    from gemma4_compat._diagnostics import findings
+    from gemma4_compat._doctor.reproductions import findings
 
     shown = {
         item.name: None if item.verdict == verdict.ABSENT else (words(item.off), words(item.on)) for item in found

@@ -1,0 +1,6 @@
+"""Help for a user: what is broken here, which patch an error belongs to, whether a model fits, and starting programs.
+
+* :mod:`explain`: which patch an error belongs to. :mod:`reproductions`: ``doctor`` and ``reproduce``.
+* :mod:`check`: the whole stack with the user's own model. :mod:`launch`: ``run``, ``enable`` and ``disable``.
+* :mod:`environment`: ``env``, which describes the machine.
+"""

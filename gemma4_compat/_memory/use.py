@@ -1,0 +1,206 @@
+"""What one accelerator uses: weights that stay, buffers for streamed layers, and memory for computing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import overload
+
+from gemma4_compat._kernels.specs import flash
+from gemma4_compat._memory import formulas
+from gemma4_compat._memory.blueprint import Block, Blueprint
+from gemma4_compat._memory.formulas import MEASURED, Load, TrainingLoad
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """Bytes on one accelerator while generating.
+
+    Attributes:
+        weights: the ones that stay there.
+        stream_buffers: buffers for the streamed layers.
+        adapter: LoRA weights, including those of streamed layers.
+        kv: KV cache at the end of the context.
+        graph: memory pool of the graphs of fast decoding, in ``prefill`` and ``decode``; 0 without them.
+        assistant: what an assistant takes, in ``prefill`` and ``decode``: its weights, the rows that sliding layers
+            have a second time, and what its graphs keep; 0 without one.
+        loading: peak in ``from_pretrained``.
+        prefill: peak of the first forward, including towers.
+        decode: peak while decoding, at the end of the context.
+        budget: what it may use.
+    """
+
+    weights: int
+    stream_buffers: int
+    adapter: int
+    kv: int
+    loading: int
+    prefill: int
+    decode: int
+    budget: int
+    graph: int = 0
+    assistant: int = 0
+
+    @property
+    def peak(self) -> int:
+        """The largest of the three."""
+        return max(self.loading, self.prefill, self.decode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingUse:
+    """Bytes on one accelerator while training.
+
+    Attributes:
+        weights: the base's weights that stay there.
+        stream_buffers: buffers for the streamed layers.
+        loading: peak in ``from_pretrained``.
+        step: peak of a training step.
+        budget: what it may use.
+    """
+
+    weights: int
+    stream_buffers: int
+    loading: int
+    step: int
+    budget: int
+
+    @property
+    def peak(self) -> int:
+        """The larger of the two."""
+        return max(self.loading, self.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The blocks that one accelerator computes.
+
+    Attributes:
+        resident: the ones that stay there.
+        looked_up: those of them whose experts are elsewhere.
+        streamed: decoder layers that are streamed through it.
+        evicted: other blocks that are elsewhere and computed with it.
+        main: whether it computes the embeddings and the logits.
+    """
+
+    resident: Collection[Block]
+    looked_up: Collection[Block] = ()
+    streamed: Collection[Block] = ()
+    evicted: Collection[Block] = ()
+    main: bool = True
+
+    @functools.cached_property
+    def stays(self) -> list[Block]:
+        """The part of ``resident`` that is on the accelerator."""
+        apart = {block.name for block in self.looked_up}
+        return [block.without_experts() if block.name in apart else block for block in self.resident]
+
+    @functools.cached_property
+    def computed(self) -> list[Block]:
+        """The decoder layers as they are computed there."""
+        layers = [block for block in self.stays if block.kind == "layer"]
+        return layers + [block.brought_in() for block in self.streamed if block.kind == "layer"]
+
+    @property
+    def weights(self) -> int:
+        """Bytes of those that stay."""
+        return sum(block.stored.allocated for block in self.stays)
+
+    @property
+    def loading(self) -> int:
+        """The peak while loading: while the last weight is quantized, it exists twice."""
+        return self.weights + max((block.loading for block in self.stays), default=0)
+
+    def stream_sizes(self, *, few: bool) -> list[int]:
+        """Bytes of each streamed layer: a prompt needs all its experts at once, a token only the ``few`` it hits."""
+        apart = (block.experts_away.allocated if few else 0 for block in self.streamed)
+        return [block.away.allocated - experts for block, experts in zip(self.streamed, apart)]
+
+    @property
+    def stream_buffers(self) -> int:
+        """The buffers of a forward that needs all experts of a layer at once."""
+        experts = (block.experts_away.allocated for block in self.looked_up)
+        return slots([*(block.away.allocated for block in self.streamed), *experts])
+
+
+@overload
+def use_of(blueprint: Blueprint, share: Share, load: Load, *, budget: int) -> Use: ...
+@overload
+def use_of(blueprint: Blueprint, share: Share, load: TrainingLoad, *, budget: int) -> TrainingUse: ...
+def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, budget: int) -> Use | TrainingUse:
+    """What one accelerator uses for its share of the model."""
+    weights, buffers = share.weights, share.stream_buffers
+    if isinstance(load, TrainingLoad):
+        step = _with_slack(weights + buffers + MEASURED.blas_workspace + load.step)
+        return TrainingUse(weights=weights, stream_buffers=buffers, loading=share.loading, step=step, budget=budget)
+    layers = share.computed
+    few = _hits_few(blueprint, load)
+    streamed = share.stream_sizes(few=few)
+    adapter = sum(block.adapter for block in (*share.resident, *share.streamed, *share.evicted))
+    graph = formulas.graph(blueprint, layers, streamed, load, head=share.main)
+    assistant = formulas.assistant(layers, load, blueprint.item) if share.main else 0
+    held = weights + adapter + graph + assistant + (0 if load.weights_only else MEASURED.blas_workspace)
+    decode = formulas.activations(blueprint, layers, load, prefill=False, head=share.main)
+    if few and not load.weights_only:
+        decode += max(_rows(blueprint, share, load), default=0)
+    slack = (lambda nbytes: nbytes) if load.weights_only else _with_slack
+    return Use(
+        weights=weights,
+        stream_buffers=buffers,
+        adapter=adapter,
+        kv=sum(formulas.kv_cache(block, load, blueprint.item, prefill=False) for block in layers),
+        loading=share.loading,
+        prefill=slack(held + max(reading(blueprint, share, one) for one in (load, *_shorter(load)))),
+        decode=slack(held + slots(streamed) + decode),
+        budget=budget,
+        graph=graph,
+        assistant=assistant,
+    )
+
+
+def _shorter(load: Load) -> Iterator[Load]:
+    """Shorter texts that may take more, because PyTorch computes their attention: their keys and values are few."""
+    if formulas.is_own(load) and load.context < 4 * flash.POSITIONS:
+        yield replace(load, context=flash.POSITIONS - 1)
+
+
+def reading(blueprint: Blueprint, share: Share, load: Load) -> int:
+    """Bytes of the first forward in addition to weights and graphs: cache, temporaries, towers, streaming buffers."""
+    found = formulas.activations(blueprint, share.computed, load, prefill=True, head=share.main)
+    if share.main:
+        found = max(found, _towers(blueprint, share, load))
+    return share.stream_buffers + found
+
+
+def slots(sizes: Sequence[int]) -> int:
+    """The buffers on the accelerator for streamed layers of these sizes."""
+    return max(sizes, default=0) * min(MEASURED.slots, len(sizes))
+
+
+def _hits_few(blueprint: Blueprint, load: Load) -> bool:
+    """Whether a decoding step leaves experts of a layer unused."""
+    number, taken, _ = blueprint.experts or (0, 0, 0)
+    return load.batch * taken < number
+
+
+def _rows(blueprint: Blueprint, share: Share, load: Load) -> Iterator[int]:
+    """Bytes of the experts that a step copies, by layer, if they are not quantized.
+
+    :func:`gemma4_compat._memory.formulas.activations` counts the quantized ones.
+    """
+    number, taken, _ = blueprint.experts or (1, 0, 0)
+    for block in (*share.streamed, *share.looked_up):
+        if not block.experts or not block.quantized_away:
+            yield block.experts_away.allocated * load.batch * taken // number
+
+
+def _towers(blueprint: Blueprint, share: Share, load: Load) -> int:
+    """The peak of the towers; those elsewhere are onloaded one module after another."""
+    used = (block for block in share.evicted if block.kind == "tower" and getattr(load, block.modality or ""))
+    brought = max((2 * block.away.leaf for block in used), default=0)
+    return brought + formulas.tower_activations(blueprint, load)
+
+
+def _with_slack(nbytes: int) -> int:
+    return nbytes + int(nbytes * MEASURED.slack)

@@ -1,0 +1,224 @@
+"""What a training plan decides by itself, and why; and what it leaves to you."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from gemma4_compat._attention import windows
+from gemma4_compat._common.text import size_text
+from gemma4_compat._engine import dormant, settings
+from gemma4_compat._memory import layout
+from gemma4_compat._memory.blueprint import Blueprint
+from gemma4_compat._memory.formulas import TrainingLoad
+from gemma4_compat._memory.use import TrainingUse
+from gemma4_compat._plan.training_step import Step, StepMemory
+from gemma4_compat._training import loss as chunks_of
+from gemma4_compat._training import mlp as pieces_of
+from gemma4_compat._training.captured import layers
+
+#: Bytes that a step leaves free where it can: neither what kernels use internally nor fragmentation is counted.
+MARGIN = 1 << 29
+#: The patches of switches that have one.
+_PATCHES = {"chunked_loss": chunks_of.ID, "chunked_mlp": pieces_of.ID, "sliding_windows": windows.ID}
+
+
+def chosen(
+    cut: Blueprint,
+    device: int | str,
+    budget: int,
+    step: Step,
+    free: Collection[str],
+    measured: Callable[[Step], StepMemory],
+) -> tuple[Step, dict[str, str]]:
+    """The step with the switches that it needs, and why each is on or off.
+
+    Args:
+        cut: the model.
+        device: as the map has it.
+        budget: bytes that may be allocated on it.
+        step: its settings, with these switches off.
+        free: the switches to decide.
+        measured: what a step takes.
+    """
+    place, reasons = (cut, device, budget), dict[str, str]()
+    # Windows save time, so they come before pieces, and once more after them: a step may need both.
+    # Graphs take memory, so they come last.
+    for switch in ("chunked_loss", "sliding_windows", "chunked_mlp", "sliding_windows", "train_fast"):
+        if switch not in free or getattr(step, switch):
+            continue
+        never = never_used(step, switch)
+        if never:
+            reasons[switch] = never
+            continue
+        names, where = settings.enabled()
+        if _PATCHES.get(switch) in names:
+            step, reasons[switch] = turned(step, switch), f"{where} names {_PATCHES[switch]}"
+            continue
+        memories = {False: measured(step), True: measured(turned(step, switch))}
+        if switch == "chunked_loss":
+            on, reasons[switch] = loss(*place, memories)
+        elif switch == "chunked_mlp":
+            on, reasons[switch] = mlp(*place, memories)
+        elif switch == "train_fast":
+            on, reasons[switch] = replays(*place, memories)
+        else:
+            last = "chunked_mlp" not in free or "chunked_mlp" in reasons
+            on, reasons[switch] = by_windows(*place, memories, last=last)
+        step = turned(step, switch) if on else step
+    if step.train_fast and (never := never_used(step, "train_fast") or not_captured(measured(step))):
+        step, reasons["train_fast"] = replace(step, train_fast=False), never
+    return step, reasons
+
+
+def turned(step: Step, switch: str) -> Step:
+    """The step with a switch turned; the step itself where that changes nothing."""
+    if not getattr(step, switch) and never_used(step, switch):
+        return step
+    changed: dict[str, Any] = {switch: not getattr(step, switch)}
+    return replace(step, **changed)
+
+
+def never_used(step: Step, switch: str) -> str:
+    """Why a switch does nothing in this step, on a GPU; empty if it does something."""
+    tokens = step.max_length * step.batch
+    if switch == "chunked_mlp" and tokens <= pieces_of.TOKENS:
+        return f"{tokens:,} tokens are one piece"
+    if switch == "sliding_windows" and step.max_length < windows.LEAST_ON_GPU:
+        return f"not used on a GPU below {windows.LEAST_ON_GPU:,} tokens"
+    if switch == "train_fast" and tokens > layers.MAX_TOKENS and not step.train_fast:
+        return f"above {layers.MAX_TOKENS:,} tokens it gains less and takes more memory, so you have to ask for it"
+    patch = _PATCHES.get(switch)
+    return "" if patch is None or dormant.is_installed(patch) else f"the patch {patch} is off"
+
+
+def loss(cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool, StepMemory]) -> tuple[bool, str]:
+    """Whether the loss is computed in chunks, and why.
+
+    Args:
+        cut: the model.
+        device: as the map has it.
+        budget: bytes that may be allocated on it.
+        memories: of the step without chunks and with them.
+    """
+    streamed = _streamed(cut, device, budget, memories)
+    why = _needed(streamed, memories)
+    saved = size_text(memories[False].peak - memories[True].peak)
+    return bool(why), why or f"the logits of all tokens fit; in chunks the step would take {saved} less"
+
+
+def by_windows(
+    cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool, StepMemory], *, last: bool
+) -> tuple[bool, str]:
+    """Whether sliding layers are computed by windows, and why.
+
+    Args:
+        cut: the model.
+        device: as the map has it.
+        budget: bytes that may be allocated on it.
+        memories: of the step without windows and with them.
+        last: no other switch can still save memory.
+    """
+    saved = memories[False].peak - memories[True].peak
+    streamed = _streamed(cut, device, budget, memories)
+    why = _needed(streamed, memories) if saved > 0 and (streamed or last) else ""
+    if why:
+        return True, f"{why}; it also takes less time, with another rounding of gradients"
+    less = f"{size_text(saved)} and time" if saved > 0 else "time"
+    return False, f"it would save {less}, with another rounding of gradients, so you have to ask for it"
+
+
+def _streamed(cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool, StepMemory]) -> dict[bool, int]:
+    """How many decoder layers are streamed, for those of the steps that fit."""
+    found, room = {}, budget - MARGIN
+    for way, memory in memories.items():
+        load = TrainingLoad(step=memory.peak)
+        if room > 0 and layout.fits(cut, {device: room}, load):
+            found[way] = len(layout.layout(cut, {device: room}, load).streamed)
+    return found
+
+
+def _needed(streamed: Mapping[bool, int], memories: Mapping[bool, StepMemory]) -> str:
+    """Why a step needs a switch that saves memory; empty if it does not."""
+    saved = size_text(memories[False].peak - memories[True].peak)
+    if False not in streamed:
+        return f"otherwise the step takes {saved} more, and would not leave {size_text(MARGIN)} free"
+    more = streamed[False] - streamed.get(True, streamed[False])
+    return (
+        f"otherwise the step takes {saved} more, and {more} more decoder layers would be streamed" if more > 0 else ""
+    )
+
+
+def mlp(cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool, StepMemory]) -> tuple[bool, str]:
+    """Whether MLPs are computed in pieces, and why. Layers are streamed first: a piece costs a forward, a copy hides.
+
+    Args:
+        cut: the model.
+        device: as the map has it.
+        budget: bytes that may be allocated on it.
+        memories: of the step without pieces and with them.
+    """
+    saved = size_text(memories[False].peak - memories[True].peak)
+    room = budget - MARGIN
+    if room > 0 and layout.fits(cut, {device: room}, TrainingLoad(step=memories[False].peak)):
+        return False, f"the intermediates of all tokens fit; in pieces the step would take {saved} less, and more time"
+    return True, f"otherwise the step takes {saved} more, and would not leave {size_text(MARGIN)} free"
+
+
+def replays(cut: Blueprint, device: int | str, budget: int, memories: Mapping[bool, StepMemory]) -> tuple[bool, str]:
+    """Whether decoder layers are replayed, and why.
+
+    Args:
+        cut: the model.
+        device: as the map has it.
+        budget: bytes that may be allocated on it.
+        memories: of the step without replays and with them.
+    """
+    never = not_captured(memories[True])
+    if never:
+        return False, never
+    taken = f"their graphs take {size_text(memories[True].peak - memories[False].peak)}"
+    streamed = _streamed(cut, device, budget, memories)
+    if streamed.get(False):
+        return False, f"{streamed[False]} decoder layers are streamed, and cannot be replayed"
+    if True not in streamed:
+        return False, f"{taken}, and would not leave {size_text(MARGIN)} free"
+    if streamed[True]:
+        return False, f"{taken}, and {streamed[True]} decoder layers would be streamed"
+    return True, f"short steps wait for Python, and replays do not; {taken}, for sequences of one length"
+
+
+def not_captured(memory: StepMemory) -> str:
+    """Why no decoder layer could be captured; empty if one was."""
+    return "" if memory.graphs.captured else "; ".join(memory.graphs.reasons) or "no decoder layer is captured"
+
+
+def others(step: Step) -> dict[str, str]:
+    """Why the other switches are as they are."""
+    found = {
+        "gradient_checkpointing": "keeps one hidden state per layer and computes the rest again"
+        if step.gradient_checkpointing
+        else "you turned it off, so the activations of all layers are kept"
+    }
+    if step.gradient_checkpointing and step.activation_offloading:
+        found["activation_offloading"] = "those hidden states are in host memory until the backward pass needs them"
+    elif step.gradient_checkpointing:
+        found["activation_offloading"] = "copies take time, so you have to ask for it"
+    found["padding"] = (
+        "masks of padded sequences are counted; --no-padding leaves them out"
+        if step.padding
+        else "masks of padded sequences are left out; --padding counts them"
+    )
+    return found
+
+
+def warning(use: TrainingUse) -> str:
+    """What to be warned of: less than :data:`MARGIN` is left; empty otherwise."""
+    left = use.budget - use.peak
+    if left >= MARGIN:
+        return ""
+    return (
+        f"only {size_text(left)} of {size_text(use.budget)} are left in this step. Fragmentation and memory inside "
+        f"kernels are not counted; below {size_text(MARGIN)}, memory may run out"
+    )

@@ -1,3 +1,0 @@
-"""Checkpoints that lack weights or files, completed."""
-
-from __future__ import annotations
