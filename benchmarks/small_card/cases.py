@@ -23,7 +23,7 @@ class Case:
         what: the placement in words.
         offload: parts of the model that go to ``to``: "table", "towers", and a name of :data:`LAYERS`.
         to: "cpu" or "disk".
-        quantize: offloaded decoder layers are quantized as well (``gemma4_compat.quantize_offloaded``).
+        quantize: offloaded decoder layers are quantized as well (``gemma4_compat.quantize(offloaded=True)``).
         adapter: a rank-16 LoRA adapter on every decoder layer is loaded.
         double: quantize the scales, too.
         unquantized: a name of :data:`LAYERS`: layers that stay in bf16 on the GPU.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from gemma4_compat._accelerate import listing
@@ -32,10 +31,8 @@ class Statistics:
 
     def __str__(self) -> str:
         parts = {"decoding": _counted(self.decoding), "training": _counted(self.training)}
-        parts["attached"] = iter(str(self.attached).splitlines())
-        return "\n".join(
-            line for name, lines in parts.items() for line in (name, *(f"    {one}" for one in lines or ("nothing",)))
-        )
+        parts["attached"] = str(self.attached).splitlines()
+        return "\n".join(line for name, lines in parts.items() for line in (name, *(f"    {one}" for one in lines)))
 
 
 def statistics(model: Any) -> Statistics:
@@ -64,21 +61,19 @@ def statistics(model: Any) -> Statistics:
     return Statistics(decoder.decoding_statistics(model), fast.training_statistics(model), listing.attached(model))
 
 
-def _counted(found: Any) -> Iterator[str] | tuple[()]:
+def _counted(found: Any) -> list[str]:
     """A line for each field that has something to say."""
-    values = {one.name: getattr(found, one.name) for one in dataclasses.fields(found)}
-    lines = [line for name, value in values.items() if value for line in _shown(name.replace("_", " "), value)]
-    return iter(lines) if lines else ()
+    lines: list[str] = []
+    for one in dataclasses.fields(found):
+        name, value = one.name.replace("_", " "), getattr(found, one.name)
+        if isinstance(value, dict):
+            lines += [f"{name}: {key}: {count:,}" for key, count in value.items()]
+        elif isinstance(value, tuple):
+            lines += [f"{name}: {_text(each)}" for each in value]
+        elif value:
+            lines.append(f"{name}: {value:,.1f}" if isinstance(value, float) else f"{name}: {value:,}")
+    return lines or ["nothing"]
 
 
-def _line(one: Any) -> str:
-    return f"{one.cause}: {one.detail}" if isinstance(one, Recapture) else str(one)
-
-
-def _shown(name: str, value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        yield from (f"{name}: {key}: {count:,}" for key, count in value.items())
-    elif isinstance(value, tuple):
-        yield from (f"{name}: {_line(one)}" for one in value)
-    else:
-        yield f"{name}: {value:,.1f}" if isinstance(value, float) else f"{name}: {value:,}"
+def _text(one: Recapture | str) -> str:
+    return one if isinstance(one, str) else f"{one.cause}: {one.detail}"

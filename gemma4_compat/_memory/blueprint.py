@@ -205,7 +205,7 @@ def describe(
         quantized: the ``nn.Linear`` modules that will be quantized, by path: a predicate, or the paths. Modules that
             already are bitsandbytes' always count as quantized. None: no others.
         adapter: bytes of an adapter by path of the module they sit on (:func:`adapter_sizes`).
-        experts: whether experts will also be quantized (``gemma4_compat.quantize_experts``); quantized ones always
+        experts: whether experts will also be quantized (``quantize(experts=True)``); quantized ones always
             count.
 
     Raises:

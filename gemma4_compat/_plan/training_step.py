@@ -421,7 +421,7 @@ def _to_4bit(linear: Any) -> None:
 
 
 def _experts_to_4bit(module: Any) -> None:
-    """Make experts compute as with ``gemma4_compat.quantize_experts``: from weights that are made in each pass."""
+    """Make experts compute as with ``quantize(experts=True)``: from weights that are made in each pass."""
     import torch
 
     make: dict[str, Any] = {}

@@ -69,7 +69,7 @@ class Case:
         """The same tensors, and the same model.
 
         A configuration that allowed offloading makes transformers take what a map puts on the CPU for unquantized,
-        here everything, unless :func:`gemma4_compat.quantize_offloaded` says otherwise.
+        here everything, unless :func:`gemma4_compat.quantize` says otherwise.
         """
         import torch
 

@@ -265,7 +265,8 @@ def test_what_has_no_text_layers_is_refused(workspace: Any) -> None:
     from torch import nn
 
     for model in (nn.Linear(2, 2), workspace.load().model.vision_tower, "E2B"):
-        with pytest.raises(Gemma4CompatError, match=f"requires a Gemma 4 model.*{type(model).__name__}"):
+        shown = "'E2B'" if model == "E2B" else type(model).__name__
+        with pytest.raises(Gemma4CompatError, match=f"requires a Gemma 4 model.*{shown}"):
             only(model, mlp=True)
 
 

@@ -170,7 +170,9 @@ def test_short_steps_of_qlora_are_replayed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(example, "padding", lambda _: 64)
     models = []
     train_fast = gemma4_compat.train_fast
-    monkeypatch.setattr(gemma4_compat, "train_fast", lambda model: models.append(model) or train_fast(model))
+    monkeypatch.setattr(
+        gemma4_compat, "train_fast", lambda one, **parts: models.append(one) or train_fast(one, **parts)
+    )
     with standing_in(recording.RECORDERS):
         assert example.main() == 0
     (model,) = models

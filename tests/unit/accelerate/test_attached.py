@@ -1,4 +1,4 @@
-"""``gemma4_compat.attached`` names everything that this package has left on a model, and what takes it away again."""
+"""``statistics(model).attached`` names everything that this package has left on a model, and what takes it away."""
 
 from __future__ import annotations
 
