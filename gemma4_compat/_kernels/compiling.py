@@ -80,11 +80,8 @@ class Nvrtc:
             log = self._bytes("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
             self._check(result, _errors_first(log))
             virtual = any("=compute_" in option for option in options)
-            return (
-                self._bytes("PTX" if virtual else "CUBIN", program),
-                log,
-                [self._name(program, one) for one in names],
-            )
+            binary = self._bytes("PTX" if virtual else "CUBIN", program)
+            return binary, log, [self._name(program, name) for name in names]
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
 

@@ -86,18 +86,9 @@ def _folder() -> Path:
 
 
 def _compile(arguments: list[str]) -> None:
-    command = [
-        "g++",
-        "-std=c++17",
-        "-O1",
-        "-ffp-contract=off",
-        "-march=native",
-        "-fno-gnu-unique",
-        "-shared",
-        "-fPIC",
-        "-w",
-    ]
-    done = subprocess.run([*command, f"-I{_INCLUDES}", *arguments], check=False, capture_output=True, text=True)
+    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-march=native", "-fno-gnu-unique", "-shared", "-fPIC", "-w"]
+    command = ["g++", *options, f"-I{_INCLUDES}", *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"g++ cannot compile a kernel: {done.stderr}")
 
@@ -106,7 +97,7 @@ def _driver(number: int, name: str) -> str:
     """A function that runs a kernel; as in CUDA, each argument is the address of a value."""
     return (
         f"static void call_{number}() {{ emulated::call({name}); }}\n"
-        f'extern "C" const char* run_{number}(void** arguments, unsigned int x, unsigned int y, unsigned int block) {{\n'
+        f'extern "C" const char* run_{number}(void** arguments, unsigned x, unsigned y, unsigned block) {{\n'
         f"return emulated::run(call_{number}, arguments, x, y, block);\n}}\n"
     )
 

@@ -71,6 +71,13 @@ def test_code_for_a_virtual_architecture_is_ptx(nvrtc: Nvrtc) -> None:
 
 
 @pytest.mark.parametrize("module", EXAMPLES)
+def test_a_kernel_waits_if_its_text_says_so(nvrtc: Nvrtc, module: str) -> None:
+    text = next(iter(blocks_of(module, 1 << 20)))
+    found, _, _ = nvrtc.compiled(*programs.program([text]), compiling.options("compute_90"))
+    assert (b"griddepcontrol.wait" in found) == programs.waits(text)
+
+
+@pytest.mark.parametrize("module", EXAMPLES)
 @pytest.mark.parametrize(
     "capability",
     [pytest.param(one, marks=() if one in FAST else pytest.mark.full) for one in CAPABILITIES],
