@@ -81,8 +81,9 @@ def plans() -> dict[str, Any]:
 
 
 def unnamed(code: str, name: str) -> str:
-    """PTX without the kernel's name, which the names of its shared variables have as well."""
-    return re.sub(r"\b_ZZ\w*E\d+(\w+)", r"\1", code.replace(name, "kernel"))
+    """PTX without the kernel's name, which shared variables have in theirs, and its linkage: a template's is weak."""
+    code = re.sub(r"\b_ZZ\w*E\d+(\w+)", r"\1", code.replace(name, "kernel"))
+    return code.replace(".weak\tkernel", ".globl\tkernel").replace(".weak .entry", ".visible .entry")
 
 
 def ptx() -> dict[str, list[str]]:

@@ -118,7 +118,7 @@ class Attention:
         """What the kernels compute."""
         from gemma4_compat._kernels.specs import attention
 
-        call = attention.understood(query, key, value, attn_mask=mask, scale=scale)
+        call = attention.match(query, key, value, attn_mask=mask, scale=scale)
         assert call is not None
         launched, found = attention.kernels(call)
         self._kernels.prepare([kernel.text for kernel in launched if not self._kernels.is_prepared(kernel.text)], [])

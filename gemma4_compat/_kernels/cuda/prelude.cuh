@@ -1,6 +1,6 @@
 // What every kernel needs: dtypes and their roundings, words of 16 bytes, waiting for the kernel before.
 //
-// Included by every program (_kernels/programs.py). Tests: tests/unit/kernels/test_compiling.py, and those of each kernel.
+// Included by every program (_kernels/programs.py). Tests: those of each kernel, in tests/unit/kernels.
 // bfloat16 is rounded as in c10::BFloat16; GELU is GeluCUDAKernelImpl's (ActivationGeluKernel.cu).
 #pragma once
 
@@ -114,9 +114,12 @@ __device__ __forceinline__ float gelu_tanh(float x) {
   return 0.5f * x * (1.0f + tanhf(inner));
 }
 
-// Dtypes: what is stored, and the conversions to and from float. `element` is a number in a word of 16 bytes.
+// Dtypes: what is stored, and the conversions to and from float. `lowest`: the least number.
+// `of_bits`: what is stored, from the low bits of an integer. `element`: a number in a word of 16 bytes.
 struct Float32 {
   using Stored = float;
+  static __device__ __forceinline__ float lowest() { return -3.4028234663852886e+38f; }
+  static __device__ __forceinline__ float of_bits(unsigned int bits) { return __uint_as_float(bits); }
   static __device__ __forceinline__ float load(float x) { return x; }
   static __device__ __forceinline__ float rounded(float x) { return x; }
   static __device__ __forceinline__ float stored(float x) { return x; }
@@ -124,6 +127,8 @@ struct Float32 {
 };
 struct BFloat16 {
   using Stored = u16;
+  static __device__ __forceinline__ float lowest() { return -3.3895313892515355e+38f; }
+  static __device__ __forceinline__ u16 of_bits(unsigned int bits) { return (u16)bits; }
   static __device__ __forceinline__ float load(u16 bits) { return from_bf16(bits); }
   static __device__ __forceinline__ float rounded(float x) { return round_bf16(x); }
   static __device__ __forceinline__ u16 stored(float x) { return to_bf16(round_bf16(x)); }
@@ -134,6 +139,8 @@ struct BFloat16 {
 };
 struct Float16 {
   using Stored = u16;
+  static __device__ __forceinline__ float lowest() { return -65504.0f; }
+  static __device__ __forceinline__ u16 of_bits(unsigned int bits) { return (u16)bits; }
   static __device__ __forceinline__ float load(u16 bits) { return from_f16(bits); }
   static __device__ __forceinline__ float rounded(float x) { return round_f16(x); }
   static __device__ __forceinline__ u16 stored(float x) { return to_f16(round_f16(x)); }
@@ -144,6 +151,7 @@ struct Float16 {
 };
 struct Bool {
   using Stored = unsigned char;
+  static __device__ __forceinline__ unsigned char of_bits(unsigned int bits) { return (unsigned char)bits; }
 };
 
 // Enumerators, for NVRTC would write a static member as a global variable.

@@ -179,7 +179,7 @@ class Own(Repeats):
         key, value, kwargs = self.shared(key, value, kwargs)
         if query.device != self._device or torch.is_grad_enabled():
             return None
-        call = attention.understood(query, key, value, *args, **kwargs)
+        call = attention.match(query, key, value, *args, **kwargs)
         if call is None:
             return None
         operands = query, key, value, kwargs.get("attn_mask", args[0] if args else None)
@@ -257,7 +257,7 @@ def launch(device: Any, *launched: Any) -> None:
 
 
 def _call(query: Any, key: Any, value: Any, mask: Any, scale: float, gqa: bool) -> attention.Call:
-    found = attention.understood(query, key, value, mask, scale=scale, enable_gqa=gqa)
+    found = attention.match(query, key, value, mask, scale=scale, enable_gqa=gqa)
     assert found is not None  # or Own would not have asked
     return found
 

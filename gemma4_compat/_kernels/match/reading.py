@@ -76,7 +76,7 @@ class Reading(own.Own):
             found = super()._attention(query, key, value, *args, **kwargs)
             if found is not None:
                 return found
-        call = flash.understood(query, key, value, *args, **kwargs)
+        call = flash.match(query, key, value, *args, **kwargs)
         if call is None or not (CAUSAL if call.mask is None else WITH_MASK).get(query.shape[3], False):
             return None
         if not _passes(call):
@@ -117,7 +117,7 @@ def computes(device: Any, dtype: Any, heads: Iterable[tuple[int, int, int]]) -> 
         key = drawn(kv_heads, _TOKENS_OF_A_TRIAL, width)
         query = drawn(count, _TOKENS_OF_A_TRIAL, width)
         with torch.no_grad():
-            call = flash.understood(query, key, key, mask, enable_gqa=True)
+            call = flash.match(query, key, key, mask, enable_gqa=True)
         if call is None or not WITH_MASK.get(width, False) or not _passes(call):
             return False
     return sleep.is_installed(windows.ID)
@@ -155,7 +155,7 @@ def _trial(call: flash.Call) -> str | None:
     at = torch.arange(length, device=device)
     mask = (at <= at[before:, None])[None, None]
     options: dict[str, Any] = {"attn_mask": mask} if before else {"is_causal": True}
-    tried = flash.understood(query, key, value, **options, enable_gqa=True)
+    tried = flash.match(query, key, value, **options, enable_gqa=True)
     assert tried is not None  # as the call
     try:
         launched, found = flash.kernels(tried, layout=flash.layout_of(call))

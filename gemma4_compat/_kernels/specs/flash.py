@@ -120,7 +120,7 @@ def serves(heads: int, kv_heads: int, width: int) -> bool:
 def reaches(heads: int, kv_heads: int, width: int, *, tokens: int, keys: int, batch: int = 1) -> bool:
     """Whether offsets of 32 bits reach so many tokens and keys of each sequence.
 
-    ``batch``: sequences whose queries, keys and masks are packed; :func:`understood` looks at the tensors.
+    ``batch``: sequences whose queries, keys and masks are packed; :func:`match` looks at the tensors.
     """
     packed = batch * max(heads * tokens * width, kv_heads * keys * width, tokens * keys)
     return max(tokens * heads, keys) * width < _LIMIT and packed < FAR
@@ -136,7 +136,7 @@ def _streams(heads: int) -> int:
     return 2 if heads <= _FEW_HEADS else 1
 
 
-def understood(
+def match(
     query: Any,
     key: Any,
     value: Any,
@@ -208,7 +208,7 @@ def kernels(call: Call, found: Any = None, layout: Layout | None = None) -> tupl
     """The kernels that compute a call, in order, and its result, not yet written.
 
     Args:
-        call: from :func:`understood`.
+        call: from :func:`match`.
         found: what the kernel of :func:`bounds` writes, launched before, if the call has a mask. None: it comes first.
         layout: of another call that has as many heads; None for its own.
 

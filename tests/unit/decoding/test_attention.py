@@ -37,7 +37,7 @@ def launched(found: list[Any]) -> None:
 
 
 def attend(query: Any, key: Any, value: Any, mask: Any = None, **settings: Any) -> Any:
-    call = attention.understood(query, key, value, attn_mask=mask, **settings)
+    call = attention.match(query, key, value, attn_mask=mask, **settings)
     assert call is not None
     found, result = attention.kernels(call)
     launched(found)
@@ -166,7 +166,7 @@ def test_views() -> None:
 
 def test_bounds_are_found_once() -> None:
     query, key, value, mask = drawn(1, 1, 8, 256), drawn(1, 1, 70, 256), drawn(1, 1, 70, 256), valid(70, 3, 69)
-    call = attention.understood(query, key, value, attn_mask=mask)
+    call = attention.match(query, key, value, attn_mask=mask)
     assert call is not None
     found = attention.bounds(call)
     assert found is not None
@@ -198,7 +198,7 @@ def test_many_keys_of_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
         lets = torch.arange(700) % 3 > 0
         lets[100:400] = False  # no key in a whole round
         mask = lets[None, None, None]
-        made, result = attention.kernels(attention.understood(query, key, value, attn_mask=mask))  # type: ignore[arg-type]
+        made, result = attention.kernels(attention.match(query, key, value, attn_mask=mask))  # type: ignore[arg-type]
         launched(made)
     finally:
         attention._attention_text.cache_clear()
@@ -212,21 +212,21 @@ def test_many_keys_of_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_left_to_pytorch() -> None:
     query, key, mask = drawn(1, 2, 4, 256), drawn(1, 2, 10, 256), valid(10, 0, 4)
-    assert attention.understood(query, key, key, attn_mask=mask)
-    assert attention.understood(query, key, key, dropout_p=0.1) is None
-    assert attention.understood(query, key, key, is_causal=True) is None
-    assert attention.understood(query.double(), key.double(), key.double()) is None
-    assert attention.understood(query[..., :96], key[..., :96], key[..., :96]) is None
-    assert attention.understood(query, key, drawn(1, 2, 10, 128)) is None
-    assert attention.understood(query, key.half(), key) is None
-    assert attention.understood(query, key.mT.contiguous().mT, key) is None
-    assert attention.understood(query, key, key, attn_mask=mask.float()) is None
-    assert attention.understood(query, key, key, attn_mask=mask.repeat(1, 2, 1, 1)) is None
-    assert attention.understood(query, key, key, attn_mask=mask.repeat(2, 1, 1, 1)) is None
-    assert attention.understood(query, key, key, attn_mask=mask[..., :9]) is None
-    assert attention.understood(drawn(1, 3, 1, 256), key, key, enable_gqa=True) is None
-    assert attention.understood(drawn(1, 4, 1, 256), key, key) is None
-    assert attention.understood(drawn(1, 2, 9, 256), key, key, attn_mask=mask.repeat(1, 1, 9, 1)) is None
-    assert attention.understood(query.requires_grad_(), key, key) is None
+    assert attention.match(query, key, key, attn_mask=mask)
+    assert attention.match(query, key, key, dropout_p=0.1) is None
+    assert attention.match(query, key, key, is_causal=True) is None
+    assert attention.match(query.double(), key.double(), key.double()) is None
+    assert attention.match(query[..., :96], key[..., :96], key[..., :96]) is None
+    assert attention.match(query, key, drawn(1, 2, 10, 128)) is None
+    assert attention.match(query, key.half(), key) is None
+    assert attention.match(query, key.mT.contiguous().mT, key) is None
+    assert attention.match(query, key, key, attn_mask=mask.float()) is None
+    assert attention.match(query, key, key, attn_mask=mask.repeat(1, 2, 1, 1)) is None
+    assert attention.match(query, key, key, attn_mask=mask.repeat(2, 1, 1, 1)) is None
+    assert attention.match(query, key, key, attn_mask=mask[..., :9]) is None
+    assert attention.match(drawn(1, 3, 1, 256), key, key, enable_gqa=True) is None
+    assert attention.match(drawn(1, 4, 1, 256), key, key) is None
+    assert attention.match(drawn(1, 2, 9, 256), key, key, attn_mask=mask.repeat(1, 1, 9, 1)) is None
+    assert attention.match(query.requires_grad_(), key, key) is None
     with torch.no_grad():
-        assert attention.understood(query, key, key)
+        assert attention.match(query, key, key)

@@ -34,7 +34,7 @@ def drawn(*shape: int, dtype: Any = torch.bfloat16) -> Any:
 
 
 def attend(query: Any, key: Any, value: Any, mask: Any = None, how: Any = None, **options: Any) -> Any:
-    call = flash.understood(query, key, value, mask, enable_gqa=True, **options)
+    call = flash.match(query, key, value, mask, enable_gqa=True, **options)
     assert call is not None
     found, result = flash.kernels(call, layout=flash.layout_of(call, how))
     known = kernels.of(CPU)
@@ -142,7 +142,7 @@ def test_without_a_mask() -> None:
 def test_what_is_left_to_pytorch() -> None:
     query, key, mask = drawn(1, 8, 20, 256), drawn(1, 2, 40, 256), causal(20, 40, 20)
     known = {"attn_mask": mask, "enable_gqa": True}
-    assert flash.understood(query, key, key, **known) is not None
+    assert flash.match(query, key, key, **known) is not None
     for given, options in (
         ((query.float(), key.float(), key.float()), {}),
         ((query[..., :128], key[..., :128], key[..., :128]), {}),
@@ -157,7 +157,7 @@ def test_what_is_left_to_pytorch() -> None:
         ((query, key, key), {"attn_mask": mask.mT.contiguous().mT}),
         ((query, key[..., :256:2], key), {}),
     ):
-        assert flash.understood(*given, **(known | options)) is None, options
+        assert flash.match(*given, **(known | options)) is None, options
 
 
 def test_shared_memory() -> None:

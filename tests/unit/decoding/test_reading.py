@@ -155,7 +155,7 @@ def test_no_copies_for_each_head(models: Models, monkeypatch: pytest.MonkeyPatch
 def test_a_prompt_at_once_needs_no_mask(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(reading.CAUSAL, 64, True)
     asked: list[flash.Call] = []
-    understood = flash.understood
+    understood = flash.match
 
     def seen(*args: Any, **options: Any) -> Any:
         asked.append(understood(*args, **options))

@@ -146,7 +146,7 @@ def _attention(*cases: tuple[Any, ...]) -> Iterator[Kernel]:
     for width, heads, dtype, mask, length in cases:
         query, keys = torch.empty(1, 1, heads, width, dtype=dtype), torch.empty(1, 1, length, width, dtype=dtype)
         given = None if mask is None else torch.empty(1, 1, 1, length, dtype=mask)
-        call = attention.understood(query, keys, keys, attn_mask=given)
+        call = attention.match(query, keys, keys, attn_mask=given)
         assert call is not None
         yield from attention.kernels(call)[0]
 
@@ -194,8 +194,8 @@ def _flash() -> Iterator[Kernel]:
         ((torch.bfloat16, 8), (torch.float16, 16)), flash._TILINGS.items()
     ):
         query, keys = torch.empty(1, heads, 20, width, dtype=dtype), torch.empty(1, 2, 9000, width, dtype=dtype)
-        masked = flash.understood(query, keys, keys, torch.empty(20, 9000, dtype=torch.bool), enable_gqa=True)
-        causal = flash.understood(query, keys[:, :, :20], keys[:, :, :20], is_causal=True, enable_gqa=True)
+        masked = flash.match(query, keys, keys, torch.empty(20, 9000, dtype=torch.bool), enable_gqa=True)
+        causal = flash.match(query, keys[:, :, :20], keys[:, :, :20], is_causal=True, enable_gqa=True)
         for how, call in itertools.product(ways, (masked, causal)):
             assert call is not None
             yield from flash.kernels(call, layout=flash.layout_of(call, how))[0]
