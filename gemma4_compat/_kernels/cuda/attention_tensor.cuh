@@ -40,8 +40,6 @@ template <typename Type, typename MaskType, int D, int NH, int BLOCK> struct Ten
     __shared__ float tops[NH], sums[NH], factors[NH];
     const float minus_infinity = __uint_as_float(0xff800000u), log2_e = 1.4426950408889634f;
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, row = lane >> 2, col = lane & 3;
-    auto multiply = [&](float (&c)[4], unsigned int a0, unsigned int a1, unsigned int a2, unsigned int a3,
-        unsigned int b0, unsigned int b1) { ::multiply<T>(c, a0, a1, a2, a3, b0, b1, lane, col); };
     let_next_kernel_begin();
     wait_for_kernel_before();
     const unsigned int kv_head = blockIdx.y % kv_heads, outer = blockIdx.y / kv_heads;
@@ -123,8 +121,8 @@ template <typename Type, typename MaskType, int D, int NH, int BLOCK> struct Ten
               #pragma unroll
               for (int s = 0; s < STEPS; ++s) {
                 const Word16 low = known[j][s][0], high = known[j][s][1], by = KEPT ? asked[t][s] : read_query(t, s);
-                multiply(one, low.part[0], high.part[0], low.part[1], high.part[1], by.part[0], by.part[1]);
-                multiply(two, low.part[2], high.part[2], low.part[3], high.part[3], by.part[2], by.part[3]);
+                multiply<T>(one, low.part[0], high.part[0], low.part[1], high.part[1], by.part[0], by.part[1]);
+                multiply<T>(two, low.part[2], high.part[2], low.part[3], high.part[3], by.part[2], by.part[3]);
               }
               float* to = room + (quarter * COLUMNS + t * 8 + col * 2) * LINE + base + row;
               to[0] = one[0] + two[0];
@@ -202,8 +200,8 @@ template <typename Type, typename MaskType, int D, int NH, int BLOCK> struct Ten
               const unsigned int a2 = __byte_perm(v2, v3, 0x5410u), a3 = __byte_perm(v2, v3, 0x7632u);
               #pragma unroll
               for (int t = 0; t < NT; ++t) {
-                multiply(value[t][m], a0, a1, a2, a3, by[t].z, by[t].w);
-                multiply(value[t][m], a0, a1, a2, a3, by[t].x, by[t].y);
+                multiply<T>(value[t][m], a0, a1, a2, a3, by[t].z, by[t].w);
+                multiply<T>(value[t][m], a0, a1, a2, a3, by[t].x, by[t].y);
               }
             }
             if (base + VT * VALUE_STEP < keys) read_values(done + base + VT * VALUE_STEP, values[j]);

@@ -7,7 +7,8 @@
 // Where there are no tensor cores for a dtype each lane computes four numbers of the result.
 template <typename T>
 __device__ __forceinline__ void multiply_by_lanes(float (&c)[4], unsigned int a0, unsigned int a1, unsigned int a2,
-  unsigned int a3, unsigned int b0, unsigned int b1, int lane, int col) {
+  unsigned int a3, unsigned int b0, unsigned int b1) {
+  const int lane = threadIdx.x & 31, col = lane & 3;
   #pragma unroll 1
   for (int s = 0; s < 4; ++s)
     #pragma unroll
@@ -24,10 +25,10 @@ __device__ __forceinline__ void multiply_by_lanes(float (&c)[4], unsigned int a0
     }
 }
 
-// c += a * b. T is BFloat16 or Float16; the operands are pairs of such numbers. `lane`: of the warp; `col`: lane & 3.
+// c += a * b. T is BFloat16 or Float16; the operands are pairs of such numbers.
 template <typename T>
 __device__ __forceinline__ void multiply(float (&c)[4], unsigned int a0, unsigned int a1, unsigned int a2,
-  unsigned int a3, unsigned int b0, unsigned int b1, int lane, int col) {
+  unsigned int a3, unsigned int b0, unsigned int b1) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   if constexpr (Same<T, Float16>::value)
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -44,9 +45,9 @@ __device__ __forceinline__ void multiply(float (&c)[4], unsigned int a0, unsigne
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a2), "r"(a3), "r"(b1));
   } else {
-    multiply_by_lanes<T>(c, a0, a1, a2, a3, b0, b1, lane, col);
+    multiply_by_lanes<T>(c, a0, a1, a2, a3, b0, b1);
   }
 #else
-  multiply_by_lanes<T>(c, a0, a1, a2, a3, b0, b1, lane, col);
+  multiply_by_lanes<T>(c, a0, a1, a2, a3, b0, b1);
 #endif
 }

@@ -32,8 +32,8 @@ _BLOCKS = 264
 _FEWEST, _FEWER, _MOST = 32, 64, 128
 #: So few keys that they have up to so many numbers are one split: adding up splits takes as long as reading those.
 _ALONE = 1 << 15
-#: As in ``attention.cuh``: integers that the bounds kernel writes for each query, the first key, how many there are, and
-#: counters of blocks; the most splits that the last block of a head adds up itself; the most splits.
+#: As in ``attention.cuh``: integers that the bounds kernel writes for each query (the first key, how many there are,
+#: counters of blocks), the most splits that the last block of a head adds up itself, and the most splits.
 _RECORD, _FEW, _MANY = 66, 32, 4096
 #: The most key-value heads that have a counter.
 _MAX_COUNTERS = _RECORD - 2

@@ -1,20 +1,23 @@
-"""The CUDA C of attention of many queries (:mod:`flash`), by matrix units.
+// Attention of many queries over a cache, in one pass over the keys (FlashAttention), by tensor cores.
+//
+// Launched by specs/flash.py, which chooses the tile (`_TILINGS`) by what shared memory holds. Tests:
+// tests/unit/kernels/test_flash.py, against attention in float64, and test_kernels_compile.py for registers and memory.
+//
+// Kernels: `bounds` finds the valid keys of each query. `attend` computes; `sum` adds up its parts, if there are some.
+// A block computes M rows, the query heads of consecutive tokens that share keys, against NK keys at a time (a tile).
+// Queries, keys and values are in shared memory, in words of 16 bytes whose place within 128 bytes depends on the row,
+// so that the eight rows a tensor core asks for are in different banks. Scores: WR parts of the warps divide rows, WK
+// keys, and in wide heads WC the dimensions, whose sums they exchange. Values: each warp adds up 64 dimensions of its
+// rows. Keys are on their way while values are multiplied, and values while keys are.
+#pragma once
+#include "prelude.cuh"
+#include "tensor_cores.cuh"
 
-A block computes ``M`` rows, the query heads of consecutive tokens that share keys, against ``NK`` keys at a time (a
-*tile*). Queries, keys and values are in shared memory, in words of 16 bytes whose place within 128 bytes depends on
-the row, so that the eight rows a matrix unit asks for are in different banks. Scores: warps divide rows, keys, and in
-wide heads the dimensions (``WC``), whose sums they exchange. Values: each warp adds up 64 dimensions of its rows.
-
-Keys are on their way while values are multiplied, and values while keys are.
-"""
-
-from __future__ import annotations
-
-#: What is known of the mask of a query: the first valid key, the one after the last, how many there are, and nothing.
-RECORD = 4
-
-BOUNDS = r"""extern "C" __global__ void __launch_bounds__(256) flash_bounds(const unsigned char* mask_at,
-    uint4* bounds, unsigned int queries, unsigned int length, unsigned int mask_batch, unsigned int mask_query) {
+namespace flash {
+// What is known of the mask of a query: the first valid key, the one after the last, how many there are, and nothing.
+template <int THREADS>
+__global__ void __launch_bounds__(THREADS) bounds(const unsigned char* mask_at, uint4* bounds, unsigned int queries,
+  unsigned int length, unsigned int mask_batch, unsigned int mask_query) {
   __shared__ unsigned int firsts[8], ends[8], counts[8];
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   const unsigned int batch = blockIdx.x / queries, query = blockIdx.x % queries;
@@ -53,15 +56,24 @@ BOUNDS = r"""extern "C" __global__ void __launch_bounds__(256) flash_bounds(cons
     bounds[blockIdx.x] = make_uint4(first, end, count, 0u);
   }
 }
-"""
 
-FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention(@PARAMETERS@) {
-@CONSTANTS@
+// D: of a head. G: heads that share keys. STREAMS: blocks that compute a row together, each every other tile. SEGMENT:
+// tiles of a block after which its sums go to `parts` and `of_streams`; 0: they do not, and `out` is the result. ROOM:
+// bytes of shared memory. SHARED_ROOM: sums of scores are exchanged where the keys were. Only a kernel that is MASKED
+// reads `mask_at` and `bounds`; otherwise token i attends to keys 0 to i.
+template <typename T, bool MASKED, int D, int G, int STREAMS, int M, int NK, int WR, int WK, int WC, int SEGMENT,
+  int SHARED_ROOM, int ROOM>
+__global__ void __launch_bounds__(256, 1) attend(const u16* query_at, const u16* keys_at, const u16* values_at,
+  const unsigned char* mask_at, const uint4* bounds, float* parts, float2* of_streams, u16* out, unsigned int tokens,
+  unsigned int begin, unsigned int kv_heads, unsigned int query_batch, unsigned int query_kv, unsigned int query_head,
+  unsigned int query_stride, unsigned int key_batch, unsigned int key_head, unsigned int key_stride,
+  unsigned int value_batch, unsigned int value_head, unsigned int value_stride, unsigned int mask_batch,
+  unsigned int mask_query, float scale) {
   constexpr int LINE = D * 2, Q_AT = 0, K_AT = M * LINE, V_AT = K_AT + NK * LINE;
   constexpr int P_LINE = NK * 2 + 16, P_AT = V_AT + NK * LINE, ALPHA_AT = P_AT + M * P_LINE;
   constexpr int BEHIND_AT = ALPHA_AT + M * 4, ROWS_AT = BEHIND_AT + M * 4;
   constexpr int MT = M / WR / 16, NT = NK / WK / 8;  // pieces of 16 rows and 8 keys of a warp
-  constexpr int OWN = MT * NT / WC, RT = OWN > NT ? OWN / NT : 1, KT = OWN > NT ? NT : OWN;  // of which it has the sum
+  constexpr int OWN = MT * NT / WC, RT = OWN > NT ? OWN / NT : 1, KT = OWN > NT ? NT : OWN;  // which it adds up
   constexpr int GROUPS = WK * (NT / KT);  // warps that share a row
   constexpr int EXCHANGED = WC > 1 ? 8 * OWN * 512 : 0, FREE_AT = SHARED_ROOM ? K_AT : ROWS_AT + M * 8;
   constexpr int OTHERS_AT = FREE_AT, TOPS_AT = FREE_AT + EXCHANGED;
@@ -73,11 +85,6 @@ FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention
 #endif
   const float minus_infinity = __uint_as_float(0xff800000u);
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, row = lane >> 2, col = lane & 3;
-  // c += a * b
-  auto multiply = [&](float (&c)[4], unsigned int a0, unsigned int a1, unsigned int a2, unsigned int a3,
-      unsigned int b0, unsigned int b1) {
-@MULTIPLY@
-  };
   // Four matrices of 8 rows of 16 bytes; each lane has the place of a row.
 #ifdef ON_HOST
   auto matrices = [&](int at, unsigned int (&x)[4]) {
@@ -124,7 +131,8 @@ FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention
   const unsigned int kv_head = blockIdx.y % kv_heads, batch = blockIdx.y / kv_heads;
   const unsigned int blocks = gridDim.x / STREAMS, block = blocks - 1u - blockIdx.x / STREAMS;  // the longest first
   const unsigned int stream = blockIdx.x % STREAMS, row_from = begin * G + block * M, rows = tokens * G;
-  const u16* const query = query_at + (unsigned long long)batch * query_batch + (unsigned long long)kv_head * query_kv;
+  const u16* const query =
+    query_at + (unsigned long long)batch * query_batch + (unsigned long long)kv_head * query_kv;
   const u16* const keys = keys_at + (unsigned long long)batch * key_batch + (unsigned long long)kv_head * key_head;
   const u16* const values =
     values_at + (unsigned long long)batch * value_batch + (unsigned long long)kv_head * value_head;
@@ -144,7 +152,14 @@ FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention
     const unsigned int of = row_from + r;
     unsigned int begins = 0xffffffffu, ends = 0u;
     if (of < rows) {
-      @FIND@
+      if constexpr (MASKED) {
+        const uint4 one = bounds[batch * tokens + of / G];
+        begins = one.x;
+        ends = one.y;
+        if (one.z && one.z != ends - begins) has_holes = 1u;
+      } else {
+        begins = 0u, ends = of / G + 1u;
+      }
       first = min(first, begins);
       inner_first = max(inner_first, begins);
       end = max(end, ends);
@@ -180,7 +195,27 @@ FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention
   for (int i = 0; i < RT * 2; ++i) top[i] = minus_infinity, sum[i] = 0.0f;
   float* const tops = (float*)(room + TOPS_AT);
   float* const factors = (float*)(room + ALPHA_AT);
-  @SEGMENTS@
+  // Tensor cores do not round to nearest when they add: after a segment of many keys, sums go to memory, and those of
+  // the next one begin at zero.
+  float* const behind = (float*)(room + BEHIND_AT);  // a factor of the sums in memory
+  bool is_kept = false;
+  auto keep = [&](int i) {
+    const int r = pr * PT * 16 + i * 8 + row;
+    float* const to = parts + (((unsigned long long)blockIdx.y * STREAMS + stream) * (blocks * M) + block * M + r) * D
+      + pc * 64 + col * 2;
+    const float by = is_kept ? behind[r] : 0.0f;
+    #pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      float* const of = value[i / 2][n] + i % 2 * 2;
+      if (is_kept) {
+        const float2 before = *(const float2*)(to + n * 8);
+        of[0] = fmaf(before.x, by, of[0]);
+        of[1] = fmaf(before.y, by, of[1]);
+      }
+      *(float2*)(to + n * 8) = make_float2(of[0], of[1]);
+      of[0] = of[1] = 0.0f;
+    }
+  };
   if ((int)stream < tiles) read(K_AT, keys, key_stride, stream);
   commit();
 
@@ -210,7 +245,7 @@ FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention
           for (int m = 0; m < MT; ++m)
             #pragma unroll
             for (int n = 0; n < NT; ++n)
-              multiply(score[m * NT + n], a[m][0], a[m][1], a[m][2], a[m][3], b[n / 2][n % 2 * 2],
+              multiply<T>(score[m * NT + n], a[m][0], a[m][1], a[m][2], a[m][3], b[n / 2][n % 2 * 2],
                 b[n / 2][n % 2 * 2 + 1]);
         }
     }
@@ -249,11 +284,15 @@ FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention
       for (int i = 0; i < RT * 2; ++i) {
         const int r = own_row + i * 8;
         const uint2 valid = bounds_of[r];
-        @MASK_ROW@
+        const unsigned char* mask;
+        if constexpr (MASKED)
+          mask = mask_at + (unsigned long long)batch * mask_batch
+            + (unsigned long long)min((row_from + r) / G, tokens - 1u) * mask_query;
         #pragma unroll
         for (int k = 0; k < KT * 2; ++k) {
           const unsigned int key = from + own_key + k / 2 * 8 + k % 2;
-          if (key < valid.x || key >= valid.y@MASKED@) own[i / 2 * KT + k / 2][i % 2 * 2 + k % 2] = minus_infinity;
+          if (key < valid.x || key >= valid.y || (MASKED && has_holes && !mask[key]))
+            own[i / 2 * KT + k / 2][i % 2 * 2 + k % 2] = minus_infinity;
         }
       }
     }
@@ -280,14 +319,14 @@ FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention
       sum[i] *= factor;
       if (group == 0 && col == 0) {
         factors[r] = factor;
-        @FALL_BEHIND@
+        if constexpr (SEGMENT > 0) behind[r] = tile / STREAMS % SEGMENT ? behind[r] * factor : factor;
       }
       #pragma unroll
       for (int k = 0; k < KT; ++k) {
         float* const of = own[i / 2 * KT + k] + i % 2 * 2;
         const unsigned int pair =
-          @PAIR@(exp2f(fmaf(of[0], scale, -less)), exp2f(fmaf(of[1], scale, -less)));
-        sum[i] += @LOW@ + @HIGH@;
+          T::pair(exp2f(fmaf(of[0], scale, -less)), exp2f(fmaf(of[1], scale, -less)));
+        sum[i] += T::load((u16)(pair & 0xffffu)) + T::load((u16)(pair >> 16));
         *(unsigned int*)(room + P_AT + r * P_LINE + (own_key + k * 8) * 2) = pair;
       }
     }
@@ -321,13 +360,18 @@ FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention
           transposed((v_from + k * 16 * LINE) ^ (n * 32), b);
           #pragma unroll
           for (int m = 0; m < PT; ++m) {
-            multiply(value[m][n * 2], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
-            multiply(value[m][n * 2 + 1], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
+            multiply<T>(value[m][n * 2], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
+            multiply<T>(value[m][n * 2 + 1], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
           }
         }
       }
     }
-    @KEEP_SEGMENT@
+    if constexpr (SEGMENT > 0)
+      if (tile / STREAMS % SEGMENT == SEGMENT - 1 && tile + STREAMS < tiles) {
+        #pragma unroll
+        for (int i = 0; i < PT * 2; ++i) keep(i);
+        is_kept = true;
+      }
   }
   // The sums of all warps that share a row.
   copied(true);
@@ -346,7 +390,11 @@ FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention
     float all = tops[r * GROUPS];
     #pragma unroll
     for (int g = 1; g < GROUPS; ++g) all += tops[r * GROUPS + g];
-    @KEEP_SUM@
+    if constexpr (SEGMENT > 0)
+      of_streams[((unsigned long long)blockIdx.y * STREAMS + stream) * (blocks * M) + block * M + r] =
+        make_float2(top[i], all);
+    else
+      factors[r] = all == 0.0f ? 0.0f : 1.0f / all;
   }
   __syncthreads();
   #pragma unroll
@@ -354,60 +402,23 @@ FLASH = r"""extern "C" __global__ void __launch_bounds__(256, 1) flash_attention
     const int r = pr * PT * 16 + i * 8 + row;
     const unsigned int of = row_from + r;
     if (of >= rows) continue;
-    @KEEP_VALUES@
+    if constexpr (SEGMENT > 0) {
+      keep(i);
+    } else {
+      u16* const to =
+        out + (((unsigned long long)batch * tokens + of / G) * kv_heads + kv_head) * (G * D) + of % G * D;
+      const float by = factors[r];
+      #pragma unroll
+      for (int n = 0; n < 8; ++n)
+        *(unsigned int*)(to + pc * 64 + n * 8 + col * 2) =
+          T::pair(value[i / 2][n][i % 2 * 2] * by, value[i / 2][n][i % 2 * 2 + 1] * by);
+    }
   }
 }
-"""
 
-#: What is kept of a row: the result, or for :data:`SUM` that of every other tile. Matrix units do not round to nearest
-#: when they add: after a *segment* of many keys, sums go to memory, and those of the next one begin at zero.
-RESULT = {
-    "SEGMENTS": "",
-    "FALL_BEHIND": "",
-    "KEEP_SEGMENT": "",
-    "KEEP_SUM": "factors[r] = all == 0.0f ? 0.0f : 1.0f / all;",
-    "KEEP_VALUES": r"""u16* const to =
-      out + (((unsigned long long)batch * tokens + of / G) * kv_heads + kv_head) * (G * D) + of % G * D;
-    const float by = factors[r];
-    #pragma unroll
-    for (int n = 0; n < 8; ++n)
-      *(unsigned int*)(to + pc * 64 + n * 8 + col * 2) =
-        @PAIR@(value[i / 2][n][i % 2 * 2] * by, value[i / 2][n][i % 2 * 2 + 1] * by);""",
-}
-PART = {
-    "SEGMENTS": r"""float* const behind = (float*)(room + BEHIND_AT);  // a factor of the sums in memory
-  bool is_kept = false;
-  auto keep = [&](int i) {
-    const int r = pr * PT * 16 + i * 8 + row;
-    float* const to = parts + (((unsigned long long)blockIdx.y * STREAMS + stream) * (blocks * M) + block * M + r) * D
-      + pc * 64 + col * 2;
-    const float by = is_kept ? behind[r] : 0.0f;
-    #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      float* const of = value[i / 2][n] + i % 2 * 2;
-      if (is_kept) {
-        const float2 before = *(const float2*)(to + n * 8);
-        of[0] = fmaf(before.x, by, of[0]);
-        of[1] = fmaf(before.y, by, of[1]);
-      }
-      *(float2*)(to + n * 8) = make_float2(of[0], of[1]);
-      of[0] = of[1] = 0.0f;
-    }
-  };""",
-    "FALL_BEHIND": "behind[r] = tile / STREAMS % SEGMENT ? behind[r] * factor : factor;",
-    "KEEP_SEGMENT": r"""if (tile / STREAMS % SEGMENT == SEGMENT - 1 && tile + STREAMS < tiles) {
-      #pragma unroll
-      for (int i = 0; i < PT * 2; ++i) keep(i);
-      is_kept = true;
-    }""",
-    "KEEP_SUM": r"""of_streams[((unsigned long long)blockIdx.y * STREAMS + stream) * (blocks * M) + block * M + r] =
-      make_float2(top[i], all);""",
-    "KEEP_VALUES": "keep(i);",
-}
-
-SUM = r"""extern "C" __global__ void __launch_bounds__(256) flash_sum(const float* parts, const float2* of_streams,
-    u16* out, unsigned int tokens, unsigned int begin, unsigned int kv_heads, unsigned int padded, float scale) {
-@CONSTANTS@
+template <typename T, int D, int G, int STREAMS>
+__global__ void __launch_bounds__(256) sum(const float* parts, const float2* of_streams, u16* out, unsigned int tokens,
+  unsigned int begin, unsigned int kv_heads, unsigned int padded, float scale) {
   const unsigned int element = (blockIdx.x * 256u + threadIdx.x) * 4u, part_of = element / D, of = begin * G + part_of;
   if (part_of >= padded || of >= tokens * G) return;
   const unsigned int kv_head = blockIdx.y % kv_heads, batch = blockIdx.y / kv_heads;
@@ -431,6 +442,6 @@ SUM = r"""extern "C" __global__ void __launch_bounds__(256) flash_sum(const floa
   }
   const float by = sum == 0.0f ? 0.0f : 1.0f / sum;
   u16* const to = out + (((unsigned long long)batch * tokens + of / G) * kv_heads + kv_head) * (G * D) + of % G * D;
-  *(uint2*)(to + element % D) = make_uint2(@PAIR@(all[0] * by, all[1] * by), @PAIR@(all[2] * by, all[3] * by));
+  *(uint2*)(to + element % D) = make_uint2(T::pair(all[0] * by, all[1] * by), T::pair(all[2] * by, all[3] * by));
 }
-"""
+}  // namespace flash
