@@ -140,6 +140,7 @@ __device__ __forceinline__ float gelu_tanh(float x) {
 class Kind:
     """How a dtype is stored: its C type, and its conversions to and from ``float``."""
 
+    name: str
     c: str
     load: str
     store: str
@@ -151,10 +152,10 @@ def kinds() -> dict[Any, Kind]:
     import torch
 
     return {
-        torch.float32: Kind("float", "{}", "{}", "{}"),
-        torch.bfloat16: Kind("u16", "from_bf16({})", "to_bf16({})", "round_bf16({})"),
-        torch.float16: Kind("u16", "from_f16({})", "to_f16({})", "round_f16({})"),
-        torch.bool: Kind("unsigned char", "{}", "", ""),
+        torch.float32: Kind("Float32", "float", "{}", "{}", "{}"),
+        torch.bfloat16: Kind("BFloat16", "u16", "from_bf16({})", "to_bf16({})", "round_bf16({})"),
+        torch.float16: Kind("Float16", "u16", "from_f16({})", "to_f16({})", "round_f16({})"),
+        torch.bool: Kind("Bool", "unsigned char", "{}", "", ""),
     }
 
 

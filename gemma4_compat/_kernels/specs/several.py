@@ -34,3 +34,19 @@ def choice(names: Sequence[tuple[str, str]], weights: int) -> list[str]:
             f"output = output{number}; {chosen}}}"
         )
     return lines
+
+
+def text(name, body, options, given, names, result, weights):
+    own = []
+    for n in range(weights):
+        fields = [f"{field}{n}" for _, field in names]
+        if "bias" not in dict(map(reversed, names)):
+            fields.append("nullptr")
+        own.append(f"{{{', '.join(fields)}, output{n}, outputs{n}, blocks{n}}}")
+    template = ", ".join(str(o).lower() if isinstance(o, bool) else str(o) for o in options)
+    kind = options[0]
+    return (
+        f'extern "C" __global__ void {name}({", ".join(parameters(given, names, result, weights))}) {{\n'
+        f"  const {body.partition('::')[0]}::Weight<{kind}> weights[] = {{{', '.join(own)}}};\n"
+        f"  {body}<{template}>(blockIdx.x, input, weights);\n}}\n"
+    )
