@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from gemma4_compat._common.bits import same_bits
 from gemma4_compat._kernels.compiling import CudaCompiler
+from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs import (
     dense,
     dequantizing_source,
@@ -21,7 +22,6 @@ from gemma4_compat._kernels.specs import (
     row_source,
     shifting,
 )
-from gemma4_compat._kernels.specs.kernel_source import Kernel
 from gemma4_compat._kernels.specs.pointwise import Load, Number, Operand, Value
 
 _Signature = tuple[Any, ...]

@@ -20,6 +20,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemma4_compat._kernels.match import own
+from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs import (
     dense,
     expert_rows,
@@ -47,7 +48,7 @@ class Sink(Protocol):
     def accepts(self, signature: tuple[Any, ...]) -> bool:
         """Whether an operation with these dtypes may be computed by a kernel of ours."""
 
-    def kernel(self, kernel: kernel_source.Kernel, signatures: Iterable[tuple[Any, ...]]) -> None:
+    def kernel(self, kernel: Kernel, signatures: Iterable[tuple[Any, ...]]) -> None:
         """Note a kernel, or launch it; ``signatures`` belong to the operations in it."""
 
 
@@ -128,7 +129,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         for kernel, signatures in launched:
             self._launch(kernel, signatures)
 
-    def _launch(self, kernel: kernel_source.Kernel, signatures: list[tuple[Any, ...]]) -> None:
+    def _launch(self, kernel: Kernel, signatures: list[tuple[Any, ...]]) -> None:
         """Hand a kernel to the sink: what that does with tensors is not part of the step."""
         self._launching = True
         try:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from gemma4_compat._common.bits import same_bits
 from gemma4_compat._kernels import kernels
-from gemma4_compat._kernels.specs.kernel_source import Kernel
+from gemma4_compat._kernels.programs import Kernel
 
 _log = logging.getLogger("gemma4_compat")
 _lock = threading.Lock()

@@ -16,9 +16,9 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from gemma4_compat._kernels.programs import Kernel, kinds
 from gemma4_compat._kernels.specs import attention_source as source
 from gemma4_compat._kernels.specs import attention_tensor_source as matrices
-from gemma4_compat._kernels.specs.kernel_source import Kernel, kinds
 
 #: Query positions of a call; each has the bits that it would have in a call of its own.
 MAX_QUERIES = 8

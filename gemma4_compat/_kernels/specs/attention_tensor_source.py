@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemma4_compat._kernels.programs import kinds
 from gemma4_compat._kernels.specs.attention_source import START
-from gemma4_compat._kernels.specs.kernel_source import kinds
 
 ATTENTION = (
     r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@) attention(@PARAMETERS@) {

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gemma4_compat._kernels.programs import Kernel, kinds
 from gemma4_compat._kernels.specs import several
-from gemma4_compat._kernels.specs.kernel_source import Kernel, kinds, unpacked
+from gemma4_compat._kernels.specs.kernel_source import unpacked
 
 #: The name in an operation's signature.
 OPERATION = "dense product"

@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from gemma4_compat._kernels.programs import Kernel, kinds
 from gemma4_compat._kernels.specs.expert_rows import code_of
-from gemma4_compat._kernels.specs.kernel_source import Kernel, kinds
 
 #: The name in an operation's signature.
 OPERATION = "4-bit weight"

@@ -14,7 +14,7 @@ import sys
 import types
 from typing import Any, NamedTuple
 
-from gemma4_compat._kernels.specs.kernel_source import Kernel, kinds
+from gemma4_compat._kernels.programs import Kernel, kinds
 from gemma4_compat._quantization import expert_storage
 
 #: The name in an operation's signature.

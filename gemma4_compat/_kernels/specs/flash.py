@@ -17,10 +17,10 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from gemma4_compat._kernels.programs import Kernel, kinds
 from gemma4_compat._kernels.specs import flash_source as source
 from gemma4_compat._kernels.specs.attention import FAR, is_readable, rows_of
 from gemma4_compat._kernels.specs.attention_tensor_source import multiplication
-from gemma4_compat._kernels.specs.kernel_source import Kernel, kinds
 
 #: In a cache with fewer positions attention is PyTorch's: little is computed.
 POSITIONS = 2048

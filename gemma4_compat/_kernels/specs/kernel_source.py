@@ -11,152 +11,14 @@ import re
 import struct
 from collections import ChainMap
 from collections.abc import Collection, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from gemma4_compat._kernels.programs import Kernel, kinds
 from gemma4_compat._kernels.specs.pointwise import DOT, Load, Number, Operand, Part, Value, index_in, operation
 from gemma4_compat._kernels.specs.short_products import WORDS, dots_of, words_of, words_of_a_row
 
 NAME = "fused"
-#: Threads of a block, unless a kernel says otherwise.
-BLOCK = 128
 _BOUNDS = re.compile(r"__launch_bounds__\([^)]*\) ")
-
-#: bfloat16 is rounded as in c10::BFloat16; GELU is GeluCUDAKernelImpl's (ActivationGeluKernel.cu).
-PRELUDE = r"""
-typedef unsigned short u16;
-struct alignas(16) Word16 { unsigned int part[4]; };
-__device__ __forceinline__ float from_bf16(u16 bits) { return __uint_as_float(((unsigned int)bits) << 16); }
-__device__ __forceinline__ float round_bf16(float x) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  u16 bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-  return from_bf16(bits);
-#else
-  unsigned int bits = __float_as_uint(x);
-  if (x != x) return __uint_as_float(0x7fc00000u);
-  return __uint_as_float((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
-#endif
-}
-__device__ __forceinline__ u16 to_bf16(float x) { return (u16)(__float_as_uint(x) >> 16); }
-#ifndef ON_HOST
-__device__ __forceinline__ float from_f16(u16 bits) {
-  float x;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-  return x;
-}
-__device__ __forceinline__ u16 to_f16(float x) {
-  u16 bits;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-  return bits;
-}
-// Additions as in code that was compiled with --use_fast_math: subnormal operands and results are zero.
-__device__ __forceinline__ float add_flushed(float a, float b) {
-  float x;
-  asm("add.rn.ftz.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
-  return x;
-}
-__device__ __forceinline__ float multiply_flushed(float a, float b) {
-  float x;
-  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
-  return x;
-}
-__device__ __forceinline__ float fma_flushed(float a, float b, float c) {
-  float x;
-  asm("fma.rn.ftz.f32 %0, %1, %2, %3;" : "=f"(x) : "f"(a), "f"(b), "f"(c));
-  return x;
-}
-// 16 bytes that are read once.
-__device__ __forceinline__ Word16 load_once(const void* at) {
-  Word16 word;
-  asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
-    : "=r"(word.part[0]), "=r"(word.part[1]), "=r"(word.part[2]), "=r"(word.part[3]) : "l"(at));
-  return word;
-}
-// Have the line of 128 bytes with this address on its way to the cache that all multiprocessors share.
-__device__ __forceinline__ void fetch_ahead(const void* at) {
-  asm volatile("prefetch.global.L2 [%0];" :: "l"(at));
-}
-// Before this, a kernel that was launched early must read only what no kernel of the step writes.
-__device__ __forceinline__ void wait_for_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void let_next_kernel_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-// Pairs of 16-bit numbers in one word, the first in the low half.
-__device__ __forceinline__ unsigned int pair_bf16(float low, float high) {
-#if __CUDA_ARCH__ >= 800
-  unsigned int x;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-  return x;
-#else
-  return (__float_as_uint(round_bf16(low)) >> 16) | __float_as_uint(round_bf16(high));
-#endif
-}
-__device__ __forceinline__ unsigned int pair_f16(float low, float high) {
-#if __CUDA_ARCH__ >= 800
-  unsigned int x;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-  return x;
-#else
-  return (unsigned int)to_f16(low) | ((unsigned int)to_f16(high) << 16);
-#endif
-}
-__device__ __forceinline__ unsigned int multiply_pairs_bf16(unsigned int a, unsigned int b) {
-  unsigned int x;
-#if __CUDA_ARCH__ >= 900
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
-#elif __CUDA_ARCH__ >= 800
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(0x80008000u));
-#else
-  x = (__float_as_uint(round_bf16(__uint_as_float(a << 16) * __uint_as_float(b << 16))) >> 16) |
-    __float_as_uint(round_bf16(__uint_as_float(a & 0xffff0000u) * __uint_as_float(b & 0xffff0000u)));
-#endif
-  return x;
-}
-__device__ __forceinline__ unsigned int multiply_pairs_f16(unsigned int a, unsigned int b) {
-  unsigned int x;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
-  return x;
-}
-#endif
-__device__ __forceinline__ float round_f16(float x) { return from_f16(to_f16(x)); }
-__device__ __forceinline__ float gelu_tanh(float x) {
-  const float beta = 1.41421356237309504880168872420969808f * 1.12837916709551257389615890312154517f * 0.5f;
-  const float kappa = 0.044715f;
-  float cube = x * x * x;
-  float inner = beta * (x + kappa * cube);
-  return 0.5f * x * (1.0f + tanhf(inner));
-}
-"""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How a dtype is stored: its C type, and its conversions to and from ``float``."""
-
-    name: str
-    c: str
-    load: str
-    store: str
-    rounded: str
-
-
-def kinds() -> dict[Any, Kind]:
-    """By dtype."""
-    import torch
-
-    return {
-        torch.float32: Kind("Float32", "float", "{}", "{}", "{}"),
-        torch.bfloat16: Kind("BFloat16", "u16", "from_bf16({})", "to_bf16({})", "round_bf16({})"),
-        torch.float16: Kind("Float16", "u16", "from_f16({})", "to_f16({})", "round_f16({})"),
-        torch.bool: Kind("Bool", "unsigned char", "{}", "", ""),
-    }
 
 
 def unpacked(dtype: Any, word: str, each: int) -> list[str]:
@@ -170,45 +32,9 @@ def unpacked(dtype: Any, word: str, each: int) -> list[str]:
     return [load.format(f"(u16)({half})") for half in halves]
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel.
-
-    Attributes:
-        text: its body and parameters; kernels with the same text are the same kernel.
-        tensors: its arguments, in order: memory that it reads, then memory that it writes.
-        written: how many of them it writes.
-        sizes: arguments after those: 32-bit unsigned integers, or 32-bit floats. For pointwise operations they are the
-            results' element counts, each number once, the largest first.
-        block: threads of a block.
-        grid: blocks in x and y; None for as many as have a thread for each of the first of ``sizes``.
-        shared: bytes of shared memory of a block, beyond that in the text.
-    """
-
-    text: str
-    tensors: tuple[Any, ...]
-    written: int
-    sizes: tuple[int | float, ...]
-    block: int = BLOCK
-    grid: tuple[int, int] | None = None
-    shared: int = 0
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """The grid: blocks in x and y."""
-        return self.grid or (-(-int(self.sizes[0]) // self.block), 1)
-
-
 def kernel_of(values: Sequence[Value]) -> Kernel:
     """The kernel that computes these values, which need no mean of a row, into their memory."""
     return Writer().kernel(values)
-
-
-def program(texts: Sequence[str]) -> tuple[str, list[str]]:
-    """One program with a kernel for each text, and the kernels' names."""
-    names = [f"{_named(text)}_{number}" for number, text in enumerate(texts)]
-    pieces = (text.replace(f" {_named(text)}(", f" {name}(", 1) for text, name in zip(texts, names))
-    return PRELUDE + "".join(pieces), names
 
 
 def side_by_side(one: Kernel, other: Kernel) -> Kernel:
@@ -247,11 +73,6 @@ def _parts(text: str) -> tuple[str, list[str], str]:
     end = text.index(")", begin)
     body = text[text.index("{", end) + 1 : text.rindex("}")]
     return text[:begin], text[begin + 1 : end].split(", "), body
-
-
-def _named(text: str) -> str:
-    """The name of the kernel with this text, as a profile shows it, without its number."""
-    return _BOUNDS.sub("", text, count=1).partition("(")[0].rpartition(" ")[2]
 
 
 Scope = MutableMapping[tuple[Any, ...], str]

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs import products
-from gemma4_compat._kernels.specs.kernel_source import Kernel
 from gemma4_compat._kernels.specs.matrix_source import CHUNK, TILE, text_of, warps_of
 
 #: The name in an operation's signature.

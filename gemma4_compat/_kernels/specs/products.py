@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._kernels.specs.kernel_source import Kernel
+from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs.product_source import OPERATION as OPERATION
 from gemma4_compat._kernels.specs.product_source import WARPS, Format, fits, rows_of_a_warp, text_of
 

@@ -18,8 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs import reductions
-from gemma4_compat._kernels.specs.kernel_source import Kernel, Scope, Writer, kernel_of
+from gemma4_compat._kernels.specs.kernel_source import Scope, Writer, kernel_of
 from gemma4_compat._kernels.specs.pointwise import DOT, Part, Value, everything, merged
 from gemma4_compat._kernels.specs.short_products import WORDS, is_read_ahead, words_of
 

@@ -11,7 +11,7 @@ import functools
 import logging
 from typing import Any
 
-from gemma4_compat._kernels.specs.kernel_source import Kernel
+from gemma4_compat._kernels.programs import Kernel
 
 #: The name in an operation's signature.
 OPERATION = "shift of a sliding cache"

@@ -10,28 +10,13 @@ from gemma4_compat._graphs import recording
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.fuse import dequantizing
 from tests.unit.decoding.calls import Models
+from tests.unit.kernels.conftest import on_host as on_host
 
 
 @pytest.fixture(autouse=True)
 def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test finds out whether a kernel dequantizes weights: those of the test before may be released."""
     monkeypatch.setattr(dequantizing, "_exact", {})
-
-
-@pytest.fixture
-def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[kernels.Kernels]:
-    """The kernels of the CPU, which an emulator runs."""
-    import torch
-
-    from tests.unit.decoding.host_kernels import HostCompiler
-
-    reason = HostCompiler.obstacle()
-    if reason is not None:
-        pytest.skip(reason)
-    monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
-    device = torch.device("cpu")
-    yield kernels.Kernels(device)
-    kernels._kernels.pop(device, None)
 
 
 @pytest.fixture
@@ -58,7 +43,7 @@ def kernels_on_host(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     """Kernels of this package compute steps, in an emulator."""
     import torch
 
-    from tests.unit.decoding.host_kernels import HostCompiler
+    from tests.unit.kernels.host_kernels import HostCompiler
 
     reason = HostCompiler.obstacle()
     if reason is not None:

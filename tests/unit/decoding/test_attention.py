@@ -13,7 +13,7 @@ import torch
 
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.specs import attention
-from tests.unit.decoding.host_kernels import HostCompiler
+from tests.unit.kernels.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")
 sdpa = torch.nn.functional.scaled_dot_product_attention

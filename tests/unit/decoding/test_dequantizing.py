@@ -25,7 +25,7 @@ from gemma4_compat._kernels.specs import dequantizing_source
 from gemma4_compat._kernels.specs.dequantizing_source import Format
 from gemma4_compat._kernels.specs.product_source import VALUES
 from gemma4_compat._stand_ins import packed_weights
-from tests.unit.decoding.host_kernels import HostCompiler
+from tests.unit.kernels.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -18,7 +18,7 @@ from gemma4_compat._kernels.specs import expert_rows
 from gemma4_compat._quantization import expert_storage, experts
 from gemma4_compat._reproduction import tiny_models
 from tests.unit.decoding import calls
-from tests.unit.decoding.host_kernels import HostCompiler
+from tests.unit.kernels.host_kernels import HostCompiler
 from tests.unit.offload.test_expert_lookup import loaded, placed
 
 CPU = torch.device("cpu")

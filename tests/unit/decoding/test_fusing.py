@@ -14,9 +14,10 @@ import torch
 from gemma4_compat._common.bits import same_bits
 from gemma4_compat._graphs import fused_steps
 from gemma4_compat._kernels import kernels
-from gemma4_compat._kernels.specs import kernel_source, pointwise
+from gemma4_compat._kernels.programs import Kernel
+from gemma4_compat._kernels.specs import pointwise
 from tests.helpers import ROOT
-from tests.unit.decoding.host_kernels import HostCompiler
+from tests.unit.kernels.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")
 SCALE = torch.tensor([0.7]).bfloat16()
@@ -33,14 +34,14 @@ class Launches(fused_steps._Launches):
 
     def __init__(self) -> None:
         super().__init__(kernels.of(CPU))
-        self.kernels: list[kernel_source.Kernel] = []
+        self.kernels: list[Kernel] = []
 
-    def kernel(self, kernel: kernel_source.Kernel, signatures: Iterable[tuple[Any, ...]]) -> None:
+    def kernel(self, kernel: Kernel, signatures: Iterable[tuple[Any, ...]]) -> None:
         super().kernel(kernel, signatures)
         self.kernels.append(kernel)
 
 
-def run(function: Callable[..., Any], *given: Any) -> tuple[Any, list[kernel_source.Kernel]]:
+def run(function: Callable[..., Any], *given: Any) -> tuple[Any, list[Kernel]]:
     """What the function returns when its operations are put off, and the kernels that there were."""
     for _ in range(4):
         sink, copies = Launches(), [value.clone() for value in given]

@@ -15,7 +15,7 @@ from gemma4_compat._graphs import decoder, fused_steps
 from gemma4_compat._kernels.match import own
 from tests.unit.decoding import calls
 from tests.unit.decoding.calls import Models
-from tests.unit.decoding.host_kernels import HostCompiler
+from tests.unit.kernels.host_kernels import HostCompiler
 
 NEAR = 0.25  # of the logits' standard deviation: tiny models in bf16
 

@@ -14,8 +14,9 @@ import torch
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.fuse import fusing
 from gemma4_compat._kernels.match import own
+from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs import dense, reductions, row_source
-from gemma4_compat._kernels.specs.kernel_source import Kernel, side_by_side
+from gemma4_compat._kernels.specs.kernel_source import side_by_side
 from gemma4_compat._kernels.specs.pointwise import Load, Value
 
 CPU = torch.device("cpu")

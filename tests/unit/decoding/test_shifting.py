@@ -18,7 +18,7 @@ from gemma4_compat._kernels.match import own
 from gemma4_compat._kernels.specs import shifting
 from tests.unit.decoding import calls
 from tests.unit.decoding.calls import Models
-from tests.unit.decoding.host_kernels import HostCompiler
+from tests.unit.kernels.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(HostCompiler.obstacle() is not None, reason=str(HostCompiler.obstacle()))

@@ -25,7 +25,7 @@ from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.match import top_tokens
 from tests.unit.decoding import calls
 from tests.unit.decoding.calls import Models
-from tests.unit.decoding.host_kernels import HostCompiler
+from tests.unit.kernels.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")
 SAMPLED = {"do_sample": True, "top_k": 30, "top_p": 0.95, "max_new_tokens": 24, "eos_token_id": None}

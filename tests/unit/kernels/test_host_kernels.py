@@ -10,8 +10,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from gemma4_compat._kernels.specs.kernel_source import Kernel
-from tests.unit.decoding.host_kernels import HostCompiler
+from gemma4_compat._kernels.programs import Kernel
+from tests.unit.kernels.host_kernels import HostCompiler
 
 pytestmark = pytest.mark.skipif(HostCompiler.obstacle() is not None, reason=str(HostCompiler.obstacle()))
 

@@ -1,4 +1,4 @@
-// What CUDA C has and C++ has not, for tests/unit/decoding/host_kernels.py: device functions, and blocks whose threads
+// What CUDA C has and C++ has not, for tests/unit/kernels/host_kernels.py: device functions, and blocks whose threads
 // are fibers. A thread runs until it meets others at a barrier or in a shuffle. Blocks run one after the other: a block
 // that spins until another has written would never end. Included before a program, and again after it.
 #ifndef ON_HOST
@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -24,9 +25,11 @@
 #define __restrict__
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-#define __shared__ static __attribute__((section("shared_memory")))
-extern "C" char __start_shared_memory[] __attribute__((weak, visibility("hidden")));
-extern "C" char __stop_shared_memory[] __attribute__((weak, visibility("hidden")));
+// Shared memory is all that the linker puts between these two: what is static here is in a section of its own.
+#define __shared__ static
+#define NOT_SHARED __attribute__((section("not_shared")))
+extern "C" char __bss_start[] __attribute__((visibility("hidden")));
+extern "C" char _end[] __attribute__((visibility("hidden")));
 
 struct Index { unsigned int x, y, z; };
 static thread_local Index blockIdx, blockDim, gridDim, threadIdx;
@@ -68,8 +71,8 @@ static thread_local bool backwards;
 static thread_local void (*kernel)();
 static thread_local void** arguments;
 static thread_local char message[300];
-static std::mutex one_at_a_time;  // shared memory is static
-static unsigned int launches;
+NOT_SHARED static std::mutex one_at_a_time;  // shared memory is static
+NOT_SHARED static unsigned int launches;
 
 __attribute__((noinline)) static void leave(int why) {
   if (!_setjmp(current->at)) _longjmp(scheduler, why);
@@ -180,7 +183,7 @@ static bool release() {
 }
 // Whether the block ended; otherwise there is a message.
 static bool run_block(unsigned int size) {
-  for (char* at = __start_shared_memory; at < __stop_shared_memory; ++at) *at = (char)0xff;
+  for (char* at = __bss_start; at < _end; ++at) *at = (char)0xff;
   threads.assign(size, Thread{NOT_BEGUN});
   begun = 0;
   while (begun < size)
@@ -222,6 +225,10 @@ static const char* run(void (*body)(), void** given, unsigned int x, unsigned in
     }
   return nullptr;
 }
+template <class... A, size_t... I> static void call(void (*body)(A...), std::index_sequence<I...>) {
+  body(*(A*)arguments[I]...);
+}
+template <class... A> static void call(void (*body)(A...)) { call(body, std::index_sequence_for<A...>()); }
 static unsigned long long meet(Kind kind, unsigned int mask, unsigned long long value, unsigned int argument, int width) {
   Thread& own = threads[threadIdx.x];
   if (!(mask >> threadIdx.x % WARP & 1)) fail("a lane that its own mask does not name");
@@ -322,7 +329,7 @@ static inline unsigned int __byte_perm(unsigned int x, unsigned int y, unsigned 
   return result;
 }
 
-// The device functions of kernel_source.PRELUDE.
+// The device functions of prelude.cuh.
 typedef unsigned short u16;
 struct Word16;
 static inline float from_f16(u16 bits) { _Float16 x; std::memcpy(&x, &bits, 2); return (float)x; }

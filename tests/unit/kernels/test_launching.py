@@ -16,7 +16,7 @@ import torch
 
 from gemma4_compat._kernels import launching
 from gemma4_compat._kernels.launching import Driver, LaunchAttribute, LaunchConfig
-from gemma4_compat._kernels.specs.kernel_source import Kernel
+from gemma4_compat._kernels.programs import Kernel
 
 DEVICE = torch.device("cuda", 1)
 WAITS = 'extern "C" __global__ void fused(float* y) { wait_for_kernel_before(); }'

@@ -13,6 +13,7 @@ import torch
 
 from gemma4_compat._kernels.compiling import Nvrtc
 from gemma4_compat._kernels.match import own, top_tokens
+from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs import (
     attention,
     dense,
@@ -27,7 +28,6 @@ from gemma4_compat._kernels.specs import (
     row_source,
     shifting,
 )
-from gemma4_compat._kernels.specs.kernel_source import Kernel
 from gemma4_compat._kernels.specs.pointwise import Load, Number, Part, Value
 
 

@@ -17,7 +17,7 @@ import torch
 
 from gemma4_compat._kernels import compiling, kernel_files, launching
 from gemma4_compat._kernels.compiling import CudaCompiler, Nvrtc
-from gemma4_compat._kernels.specs.kernel_source import Kernel
+from gemma4_compat._kernels.programs import Kernel
 
 DEVICE = torch.device("cuda", 0)
 
@@ -56,6 +56,13 @@ class NvrtcLibrary:
             program._obj.value = len(self.programs) + 1
             self.programs[program._obj.value] = {"source": source.decode(), "alive": True}
             self.threads.add(threading.get_ident())
+        return 0
+
+    def nvrtcAddNameExpression(self, program: Any, name: bytes) -> int:  # noqa: N802
+        return 0 if self.programs[program.value]["alive"] else 3
+
+    def nvrtcGetLoweredName(self, _program: Any, name: bytes, found: Any) -> int:  # noqa: N802
+        found._obj.value = name
         return 0
 
     def nvrtcCompileProgram(self, program: Any, count: int, options: Any) -> int:  # noqa: N802

@@ -11,11 +11,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from gemma4_compat._kernels import compiling
+from gemma4_compat._kernels import compiling, programs
 from gemma4_compat._kernels.compiling import Nvrtc
-from gemma4_compat._kernels.specs import kernel_source
 from tests.helpers import ROOT
-from tests.unit.decoding.kernel_examples import EXAMPLES, FROM, nvrtc_of_a_wheel
+from tests.unit.kernels.kernel_examples import EXAMPLES, FROM, nvrtc_of_a_wheel
 
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 #: Architectures of the fast suite: from 9.0 on, kernels start early. 7.5 takes longest, for it has no bfloat16.
@@ -64,8 +63,8 @@ def blocks_of(module: str, shared: int = 0) -> dict[str, int]:
 
 
 def test_code_for_a_virtual_architecture_is_ptx(nvrtc: Nvrtc) -> None:
-    program, (name,) = kernel_source.program([next(iter(blocks_of("shifting")))])
-    found, _ = nvrtc.compiled(program, compiling.options("compute_80"))
+    program = programs.program([next(iter(blocks_of("shifting")))])
+    found, _, (name,) = nvrtc.compiled(*program, compiling.options("compute_80"))
     assert b".target sm_80" in found
     assert name.encode() in found
     assert found.endswith(b"\0")  # as the driver wants it
@@ -84,8 +83,8 @@ def test_kernels_compile_and_fit(nvrtc: Nvrtc, capability: tuple[int, int], modu
     if capability < FROM.get(module, capability):
         pytest.skip(f"PyTorch computes this before {FROM[module]}")
     blocks = blocks_of(module, _ASKED.get(capability, 0) << 10)
-    program, names = kernel_source.program(list(blocks))
-    binary, log = nvrtc.compiled(program, [*compiling.options(architecture), "--ptxas-options=-v"])
+    options = [*compiling.options(architecture), "--ptxas-options=-v"]
+    binary, log, names = nvrtc.compiled(*programs.program(list(blocks)), options)
     assert binary[:4] == b"\x7fELF"
     found = needs(log)
     assert sorted(found) == sorted(names)
@@ -103,8 +102,8 @@ def test_what_does_not_fit_is_seen(nvrtc: Nvrtc) -> None:
         "shared[threadIdx.x] = y[n];\n__syncthreads();\n"
         "for (int i = 0; i < 64; ++i) y[i] = kept[i] * kept[63 - i] + kept[(i + n) % 64] + shared[n];\n}\n"
     )
-    program, (name,) = kernel_source.program([text])
-    _, log = nvrtc.compiled(program, ["--gpu-architecture=sm_90", "--ptxas-options=-v", "--maxrregcount=24"])
+    options = ["--gpu-architecture=sm_90", "--ptxas-options=-v", "--maxrregcount=24"]
+    _, log, (name,) = nvrtc.compiled(*programs.program([text]), options)
     one = needs(log)[name]
     assert one.registers <= 24
     assert one.shared == 4000

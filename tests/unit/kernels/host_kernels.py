@@ -7,8 +7,8 @@ import ctypes
 import functools
 import itertools
 import os
-import re
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,24 +17,25 @@ from typing import Any
 
 import torch
 
-from gemma4_compat._kernels.specs import kernel_source
-from gemma4_compat._kernels.specs.kernel_source import Kernel
+from gemma4_compat._kernels import programs
+from gemma4_compat._kernels.programs import Kernel
+from tests.helpers import ROOT
 
 #: ``cuda_on_host.h`` says what CUDA C has, C++ has not, and kernels here may use.
 _HEADER = Path(__file__).with_name("cuda_on_host.h")
-_KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(([^)]*)\)\s*\{")
+_INCLUDES = ROOT / "gemma4_compat" / "_kernels" / "cuda"
 
 _numbers = itertools.count()
 #: What is compiled stays for the process: tests ask for the same kernels again and again, and g++ takes a second.
 _compiled: dict[str, Callable[[Kernel], None]] = {}
-_launchers: dict[int, Callable[[list[Any], list[float], list[int]], None]] = {}
+_launchers: dict[int, Callable[[list[Any], list[int], list[int]], None]] = {}
 
 _library = torch.library.Library("gemma4_compat_tests", "DEF")
-_library.define("launch(int number, float[] sizes, int[] shape, Tensor[] reads, Tensor(a!)[] writes) -> ()")
+_library.define("launch(int number, int[] sizes, int[] shape, Tensor[] reads, Tensor(a!)[] writes) -> ()")
 
 
 @torch.library.impl(_library, "launch", "CPU")  # type: ignore[untyped-decorator,unused-ignore]
-def _launch(number: int, sizes: list[float], shape: list[int], reads: list[Any], writes: list[Any]) -> None:
+def _launch(number: int, sizes: list[int], shape: list[int], reads: list[Any], writes: list[Any]) -> None:
     _launchers[number]([*reads, *writes], sizes, shape)
 
 
@@ -61,10 +62,9 @@ class HostCompiler:
 
     @staticmethod
     def _library_of(texts: Sequence[str]) -> list[Callable[[Kernel], None]]:
-        text, names = kernel_source.program(texts)
-        types = {name: _types(parameters) for name, parameters in _KERNEL.findall(text)}
+        text, names = programs.program(texts)
         include = f'#include "{_HEADER.name}"\n'
-        drivers = [_driver(name, types[name]) for name in names]
+        drivers = [_driver(number, name) for number, name in enumerate(names)]
         source = _folder() / f"program{os.getpid()}-{next(_numbers)}.cc"
         source.write_text("".join([include, text, include, *drivers]))
         library = source.with_suffix(".so")
@@ -72,7 +72,7 @@ class HostCompiler:
         found = ctypes.CDLL(str(library))  # stays mapped
         source.unlink()
         library.unlink()
-        return [_launcher(getattr(found, f"run_{name}"), types[name]) for name in names]
+        return [_launcher(getattr(found, f"run_{number}")) for number in range(len(names))]
 
 
 @functools.cache
@@ -86,34 +86,38 @@ def _folder() -> Path:
 
 
 def _compile(arguments: list[str]) -> None:
-    command = ["g++", "-O1", "-ffp-contract=off", "-march=native", "-shared", "-fPIC", "-w", *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    command = [
+        "g++",
+        "-std=c++17",
+        "-O1",
+        "-ffp-contract=off",
+        "-march=native",
+        "-fno-gnu-unique",
+        "-shared",
+        "-fPIC",
+        "-w",
+    ]
+    done = subprocess.run([*command, f"-I{_INCLUDES}", *arguments], check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"g++ cannot compile a kernel: {done.stderr}")
 
 
-def _types(parameters: str) -> list[str]:
-    return [parameter.replace("__restrict__", "").rpartition(" ")[0].strip() for parameter in parameters.split(",")]
-
-
-def _driver(name: str, types: list[str]) -> str:
+def _driver(number: int, name: str) -> str:
     """A function that runs a kernel; as in CUDA, each argument is the address of a value."""
-    arguments = ", ".join(f"*({kind}*)emulated::arguments[{number}]" for number, kind in enumerate(types))
     return (
-        f"static void call_{name}() {{ {name}({arguments}); }}\n"
-        f'extern "C" const char* run_{name}(void** arguments, unsigned int x, unsigned int y, unsigned int block) {{\n'
-        f"return emulated::run(call_{name}, arguments, x, y, block);\n}}\n"
+        f"static void call_{number}() {{ emulated::call({name}); }}\n"
+        f'extern "C" const char* run_{number}(void** arguments, unsigned int x, unsigned int y, unsigned int block) {{\n'
+        f"return emulated::run(call_{number}, arguments, x, y, block);\n}}\n"
     )
 
 
-def _launcher(function: Any, types: list[str]) -> Callable[[Kernel], None]:
+def _launcher(function: Any) -> Callable[[Kernel], None]:
     number = next(_numbers)
     function.restype = ctypes.c_char_p
 
-    def run(tensors: list[Any], sizes: list[float], shape: list[int]) -> None:
+    def run(tensors: list[Any], sizes: list[int], shape: list[int]) -> None:
         values: list[Any] = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
-        for kind, size in zip(types[len(tensors) :], sizes, strict=True):
-            values.append(ctypes.c_float(size) if kind == "float" else ctypes.c_uint32(int(size)))
+        values += map(ctypes.c_uint32, sizes)
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         failure = function(addresses, *shape)
         if failure is not None:
@@ -124,7 +128,11 @@ def _launcher(function: Any, types: list[str]) -> Callable[[Kernel], None]:
     def launch(kernel: Kernel) -> None:
         begin = len(kernel.tensors) - kernel.written
         reads, writes = list(kernel.tensors[:begin]), list(kernel.tensors[begin:])
-        sizes, shape = [float(size) for size in kernel.sizes], [*kernel.blocks, kernel.block]
+        sizes, shape = [_bits(size) for size in kernel.sizes], [*kernel.blocks, kernel.block]
         torch.ops.gemma4_compat_tests.launch(number, sizes, shape, reads, writes)
 
     return launch
+
+
+def _bits(size: float) -> int:
+    return int(struct.unpack("<I", struct.pack("<f" if isinstance(size, float) else "<I", size))[0])
