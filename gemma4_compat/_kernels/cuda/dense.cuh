@@ -1,7 +1,7 @@
 // Products of a few rows with weights that are not quantized, for one or more weights in one launch. Sums are in float,
 // and only the result is rounded. Launched by specs/dense.py; proved by tests/unit/kernels/test_own.py.
 #pragma once
-#include "numbers.cuh"
+#include "words.cuh"
 #include "weights.cuh"
 
 namespace dense {
@@ -23,25 +23,25 @@ __device__ __forceinline__ Word16 word(const typename T::Stored* weight, unsigne
     return load_once((const Word16*)begin + at);
   } else {
     union {
-      typename T::Stored one[T::EACH];
+      typename T::Stored one[T::IN_WORD];
       Word16 word;
     } found;
-    const typename T::Stored* from = begin + at * T::EACH;
+    const typename T::Stored* from = begin + at * T::IN_WORD;
     #pragma unroll
-    for (int k = 0; k < T::EACH; ++k) found.one[k] = from[k];
+    for (int k = 0; k < T::IN_WORD; ++k) found.one[k] = from[k];
     return found.word;
   }
 }
 
 // The inputs from this address on, as many as a word of the weight has.
 template <typename T, typename GIVEN, bool ALIGNED>
-__device__ __forceinline__ void read(const typename GIVEN::Stored* from, float (&x)[T::EACH]) {
-  if constexpr (ALIGNED && (int)GIVEN::EACH == (int)T::EACH) {
+__device__ __forceinline__ void read(const typename GIVEN::Stored* from, float (&x)[T::IN_WORD]) {
+  if constexpr (ALIGNED && (int)GIVEN::IN_WORD == (int)T::IN_WORD) {
     const Word16 words = *(const Word16*)from;
     unpack<GIVEN>(words, x);
   } else {
     #pragma unroll
-    for (int k = 0; k < T::EACH; ++k) x[k] = GIVEN::load(from[k]);
+    for (int k = 0; k < T::IN_WORD; ++k) x[k] = GIVEN::load(from[k]);
   }
 }
 
@@ -55,21 +55,15 @@ __device__ __forceinline__ void over_lanes(float& total) {
 template <typename T, bool BIAS>
 __device__ __forceinline__ void write(const Weight<T>& own, unsigned int m, unsigned int row, float value) {
   if constexpr (BIAS) value = __fadd_rn(value, T::load(own.bias[row]));
-  own.output[(unsigned long long)m * own.outputs + row] = T::store(value);
-}
-
-template <int M = 0, int ROWS>
-__device__ __forceinline__ void clear(float (&sums)[ROWS]) {
-  sums[M] = 0.0f;
-  if constexpr (M + 1 < ROWS) clear<M + 1>(sums);
+  own.output[(unsigned long long)m * own.outputs + row] = T::stored(value);
 }
 
 // A word of the weight times each row of the input.
 template <typename T, typename GIVEN, int INPUTS, bool ALIGNED, int M = 0, int ROWS>
 __device__ __forceinline__ void add(
     float (&sums)[ROWS], const typename GIVEN::Stored* input, unsigned int at, const Word16& w) {
-  float x[T::EACH];
-  read<T, GIVEN, ALIGNED>(input + (M * INPUTS + at * T::EACH), x);
+  float x[T::IN_WORD];
+  read<T, GIVEN, ALIGNED>(input + (M * INPUTS + at * T::IN_WORD), x);
   multiply_add<T>(sums[M], x, w);
   if constexpr (M + 1 < ROWS) add<T, GIVEN, INPUTS, ALIGNED, M + 1>(sums, input, at, w);
 }
@@ -85,7 +79,7 @@ __device__ __forceinline__ void share(float (&of_warps)[ROWS][WARPS], float (&su
 template <typename T, typename GIVEN, int ROWS, int INPUTS, bool BIAS, bool ALIGNED, int WEIGHTS>
 __device__ __forceinline__ void small(
     unsigned int block, const typename GIVEN::Stored* input, const Weight<T> (&weights)[WEIGHTS]) {
-  constexpr int WORDS = INPUTS / T::EACH, TURNS = (WORDS + THREADS - 1) / THREADS;
+  constexpr int WORDS = INPUTS / T::IN_WORD, TURNS = (WORDS + THREADS - 1) / THREADS;
   Weight<T> own = weights[0];
   own_weight(weights, own, block, block);
   Word16 w[TURNS];
@@ -97,7 +91,8 @@ __device__ __forceinline__ void small(
   let_next_kernel_begin();
   wait_for_kernel_before();
   float sums[ROWS];
-  clear(sums);
+  #pragma unroll
+  for (int m = 0; m < ROWS; ++m) sums[m] = 0.0f;
   #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn) {
     const unsigned int at = threadIdx.x + turn * THREADS;
@@ -118,8 +113,8 @@ __device__ __forceinline__ void small(
 template <typename T, typename GIVEN, int INPUTS, bool ALIGNED, int M = 0, int ROWS>
 __device__ __forceinline__ void add(float (&sums)[WARP_ROWS][ROWS], const typename GIVEN::Stored* input,
     unsigned int at, const Word16 (&w)[WARP_ROWS]) {
-  float x[T::EACH];
-  read<T, GIVEN, ALIGNED>(input + (M * INPUTS + at * T::EACH), x);
+  float x[T::IN_WORD];
+  read<T, GIVEN, ALIGNED>(input + (M * INPUTS + at * T::IN_WORD), x);
   #pragma unroll
   for (int r = 0; r < WARP_ROWS; ++r) multiply_add<T>(sums[r][M], x, w[r]);
   if constexpr (M + 1 < ROWS) add<T, GIVEN, INPUTS, ALIGNED, M + 1>(sums, input, at, w);
@@ -138,7 +133,7 @@ __device__ __forceinline__ void finish(
 template <typename T, typename GIVEN, int ROWS, int INPUTS, bool BIAS, bool ALIGNED, int WEIGHTS>
 __device__ __forceinline__ void large(
     unsigned int block, const typename GIVEN::Stored* input, const Weight<T> (&weights)[WEIGHTS]) {
-  constexpr int WORDS = INPUTS / T::EACH, TURNS = (WORDS + 31) / 32;
+  constexpr int WORDS = INPUTS / T::IN_WORD, TURNS = (WORDS + 31) / 32;
   Weight<T> own = weights[0];
   own_weight(weights, own, block, block);
   const unsigned int lane = threadIdx.x & 31u, first = (block * WARPS + (threadIdx.x >> 5)) * WARP_ROWS;

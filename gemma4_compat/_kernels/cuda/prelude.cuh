@@ -117,7 +117,7 @@ __device__ __forceinline__ float gelu_tanh(float x) {
 // Dtypes: what is stored, and the conversions to and from float. `element` is a number in a word of 16 bytes.
 struct Float32 {
   using Stored = float;
-  static constexpr int IN_WORD = 4;
+  enum { IN_WORD = 4 };
   static __device__ __forceinline__ float load(float x) { return x; }
   static __device__ __forceinline__ float rounded(float x) { return x; }
   static __device__ __forceinline__ float stored(float x) { return x; }
@@ -125,7 +125,7 @@ struct Float32 {
 };
 struct BFloat16 {
   using Stored = u16;
-  static constexpr int IN_WORD = 8;
+  enum { IN_WORD = 8 };
   static __device__ __forceinline__ float load(u16 bits) { return from_bf16(bits); }
   static __device__ __forceinline__ float rounded(float x) { return round_bf16(x); }
   static __device__ __forceinline__ u16 stored(float x) { return to_bf16(round_bf16(x)); }
@@ -136,7 +136,7 @@ struct BFloat16 {
 };
 struct Float16 {
   using Stored = u16;
-  static constexpr int IN_WORD = 8;
+  enum { IN_WORD = 8 };
   static __device__ __forceinline__ float load(u16 bits) { return from_f16(bits); }
   static __device__ __forceinline__ float rounded(float x) { return round_f16(x); }
   static __device__ __forceinline__ u16 stored(float x) { return to_f16(round_f16(x)); }

@@ -46,7 +46,7 @@ def text(name, body, options, given, names, result, weights):
     template = ", ".join(str(o).lower() if isinstance(o, bool) else str(o) for o in options)
     kind = options[0]
     return (
-        f'extern "C" __global__ void {name}({", ".join(parameters(given, names, result, weights))}) {{\n'
+        f'#include "{body.partition("::")[0]}.cuh"\n' f'extern "C" __global__ void {name}({", ".join(parameters(given, names, result, weights))}) {{\n'
         f"  const {body.partition('::')[0]}::Weight<{kind}> weights[] = {{{', '.join(own)}}};\n"
         f"  {body}<{template}>(blockIdx.x, input, weights);\n}}\n"
     )
