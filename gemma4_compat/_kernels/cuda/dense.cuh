@@ -2,7 +2,6 @@
 // and only the result is rounded. Launched by specs/dense.py; proved by tests/unit/kernels/test_own.py.
 #pragma once
 #include "words.cuh"
-#include "weights.cuh"
 
 namespace dense {
 enum { THREADS = 256, WARPS = THREADS / 32 };
@@ -76,12 +75,10 @@ __device__ __forceinline__ void share(float (&of_warps)[ROWS][WARPS], float (&su
 }
 
 // A block takes a row of the weight; each thread takes every 256th word.
-template <typename T, typename GIVEN, int ROWS, int INPUTS, bool BIAS, bool ALIGNED, int WEIGHTS>
+template <typename T, typename GIVEN, int ROWS, int INPUTS, bool BIAS, bool ALIGNED>
 __device__ __forceinline__ void small(
-    unsigned int block, const typename GIVEN::Stored* input, const Weight<T> (&weights)[WEIGHTS]) {
+    unsigned int block, const typename GIVEN::Stored* input, const Weight<T>& own) {
   constexpr int WORDS = INPUTS / T::IN_WORD, TURNS = (WORDS + THREADS - 1) / THREADS;
-  Weight<T> own = weights[0];
-  own_weight(weights, own, block, block);
   Word16 w[TURNS];
   #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn) {
@@ -130,12 +127,10 @@ __device__ __forceinline__ void finish(
 }
 
 // A warp takes four rows of the weight; each lane takes every 32nd word of each.
-template <typename T, typename GIVEN, int ROWS, int INPUTS, bool BIAS, bool ALIGNED, int WEIGHTS>
+template <typename T, typename GIVEN, int ROWS, int INPUTS, bool BIAS, bool ALIGNED>
 __device__ __forceinline__ void large(
-    unsigned int block, const typename GIVEN::Stored* input, const Weight<T> (&weights)[WEIGHTS]) {
+    unsigned int block, const typename GIVEN::Stored* input, const Weight<T>& own) {
   constexpr int WORDS = INPUTS / T::IN_WORD, TURNS = (WORDS + 31) / 32;
-  Weight<T> own = weights[0];
-  own_weight(weights, own, block, block);
   const unsigned int lane = threadIdx.x & 31u, first = (block * WARPS + (threadIdx.x >> 5)) * WARP_ROWS;
   const unsigned int rows = first < own.outputs ? min((unsigned int)WARP_ROWS, own.outputs - first) : 0u;
   float sums[WARP_ROWS][ROWS];

@@ -149,5 +149,5 @@ struct Bool {
   using Stored = unsigned char;
 };
 
-template <typename A, typename B> struct Same { static constexpr bool value = false; };
-template <typename A> struct Same<A, A> { static constexpr bool value = true; };
+template <typename A, typename B> struct Same { enum { value = false }; };
+template <typename A> struct Same<A, A> { enum { value = true }; };

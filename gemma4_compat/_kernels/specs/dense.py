@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from gemma4_compat._kernels.programs import Kernel, kinds
 from gemma4_compat._kernels.specs import several
-from gemma4_compat._kernels.specs.kernel_source import unpacked
 
 #: The name in an operation's signature.
 OPERATION = "dense product"
@@ -133,13 +132,12 @@ def kernel_of(products: Sequence[Product], results: Sequence[Any]) -> Kernel:
 
 @functools.cache
 def _text(layout: Format, weights: int) -> str:
-    known = kinds()
-    kind, given = known[layout.weight], known[layout.given]
-    names = [(f"const {kind.c}*", "weight")] + ([(f"const {kind.c}*", "bias")] if layout.bias else [])
-    options = [kind.name, given.name, layout.rows, layout.inputs, layout.bias, layout.aligned]
-    return several.text(
-        f"__launch_bounds__({_THREADS}) dense_product",
-        f"dense::{'small' if layout.small else 'large'}",
-        options,
-        f"const {given.c}* __restrict__ input", names, kind.c, weights
+    kind, given = kinds()[layout.weight], kinds()[layout.given]
+    return several.text_of(
+        "dense::small" if layout.small else "dense::large",
+        (kind.name, given.name, layout.rows, layout.inputs, layout.bias, layout.aligned),
+        given.c,
+        ((f"const {kind.c}", "weight"), (f"const {kind.c}", "bias") if layout.bias else None, (kind.c, "output")),
+        weights,
+        str(_THREADS),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+from gemma4_compat._kernels.programs import kinds
 from gemma4_compat._kernels.specs import several
 
 #: The name in an operation's signature.
@@ -56,6 +57,20 @@ class Format(NamedTuple):
     def signature(self) -> tuple[Any, ...]:
         """As for other operations: name, operands, dtype."""
         return OPERATION, tuple(self)[:1] + tuple(self)[2:], self.dtype
+
+    @property
+    def fields(self) -> list[tuple[str, str] | None]:
+        """C types and names of what a weight has, in the order of ``FourBit`` in ``four_bit.cuh``."""
+        kind = kinds()[self.dtype].c
+        nested = [("const unsigned char", "quantized"), ("const float", "codes"), ("const float", "offset")]
+        return [
+            ("const unsigned char", "packed"),
+            ("const float", "absmax"),
+            *(nested if self.nested else [None] * 3),
+            ("const float", "values") if self.operation == "gemv_4bit" else None,
+            (f"const {kind}", "bias") if self.bias else None,
+            (kind, "output"),
+        ]
 
 
 def fits(layout: Format) -> bool:
