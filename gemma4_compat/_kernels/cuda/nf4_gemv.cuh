@@ -11,27 +11,6 @@
 namespace gemv {
 enum { SHARED = 47 << 10 };  // bytes of a block
 
-// The 16 values of a type, multiplied by a factor and rounded to float16, two in each word; and the factor's reciprocal.
-// NF4: of four million factors between 1 and 2, this one gives the least errors, 4.5e-5 (root mean square) and 1.5e-9
-// (mean). Values that are rounded after they were multiplied by scales have 8.7e-4 in bfloat16 and 1.1e-4 in float16
-// (root mean square). FP4 has no error.
-struct Nf4 {  // 1.9247651100158691
-  static __device__ __forceinline__ float unit() { return 0.519543914629539f; }
-  static __device__ __forceinline__ unsigned int pair(int n) {
-    const unsigned int values[8] = {
-      0xbd5cbfb3u, 0xba15bc0bu, 0xb5b1b861u, 0x0000b19cu, 0x34f530e7u, 0x39343794u, 0x3c553ac9u, 0x3fb33d91u};
-    return values[n];
-  }
-};
-struct Fp4 {  // 192
-  static __device__ __forceinline__ float unit() { return 0.005208333333333333f; }
-  static __device__ __forceinline__ unsigned int pair(int n) {
-    const unsigned int values[8] = {
-      0x3c000000u, 0x5a005800u, 0x56005400u, 0x52005000u, 0xbc008000u, 0xda00d800u, 0xd600d400u, 0xd200d000u};
-    return values[n];
-  }
-};
-
 // For each byte of a weight its two values, in every bank. Here, it comes first in shared memory, whatever shares a
 // launch: then the compiler adds no address to what is looked up.
 __device__ __forceinline__ uint4 (&table_of_pairs())[256 * 8] {
@@ -65,7 +44,7 @@ __device__ __forceinline__ float halves(Word16* words, int count, int lanes) {
 }  // namespace gemv
 
 // Inputs in INPUTS columns and ROWS rows; 1 << SHIFT weights have a scale.
-template <typename T, typename Type, int INPUTS, int ROWS, int WARPS, int SHIFT, bool NESTED, bool BIAS>
+template <typename T, typename Values, int INPUTS, int ROWS, int WARPS, int SHIFT, bool NESTED, bool BIAS>
 __device__ __forceinline__ void nf4_gemv(
     unsigned int block, const Word16* input, const FourBit<T>& own) {
   constexpr int K = INPUTS, CHUNKS = K / 64, OF_A_WARP = (CHUNKS + WARPS - 1) / WARPS;
@@ -118,7 +97,7 @@ __device__ __forceinline__ void nf4_gemv(
     unsigned int pair = 0;
     #pragma unroll
     for (int n = 0; n < 16; ++n) {
-      const unsigned int value = Type::pair(n / 2) >> (16 * (n % 2)) & 0xffffu;
+      const unsigned int value = Values::pair(n / 2) >> (16 * (n % 2)) & 0xffffu;
       pair |= thread >> 4 == n ? value : 0u;
       pair |= (thread & 15) == n ? value << 16 : 0u;
     }
@@ -221,7 +200,7 @@ __device__ __forceinline__ void nf4_gemv(
       float value = parts[buffer][0][m][r];
       #pragma unroll
       for (int other = 1; other < WARPS; ++other) value = __fadd_rn(value, parts[buffer][other][m][r]);
-      value *= Type::unit();
+      value *= Values::unit();
       if constexpr (BIAS) value = __fadd_rn(value, T::load(own.bias[first + r]));
       own.output[(unsigned long long)m * own.outputs + first + r] = T::stored(value);
     }

@@ -89,7 +89,7 @@ def warps_of(inputs: int, outputs: int) -> int:
 def text_of(layout: Format, warps: int, weights: int) -> str:
     """The kernel for products of one input with so many weights."""
     name, shift = kinds()[layout.dtype].name, layout.blocksize.bit_length() - 1
-    options = f"gemv::{layout.quant_type.capitalize()}", layout.inputs, layout.rows, warps, shift
+    options = layout.quant_type.capitalize(), layout.inputs, layout.rows, warps, shift
     return several.text_of(
         "nf4_gemv",
         (name, *options, layout.nested, layout.bias),
