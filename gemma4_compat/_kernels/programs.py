@@ -12,8 +12,8 @@ from typing import Any
 #: Threads of a block, unless a kernel says otherwise.
 BLOCK = 128
 _PRELUDE = "prelude.cuh"
-_INCLUDE = re.compile(r'#include "(\w+\.cuh)"\n')
-_BOUNDS = re.compile(r"__launch_bounds__\([^)]*\) ")
+INCLUDE = re.compile(r'#include "(\w+\.cuh)"\n')
+BOUNDS = re.compile(r"__launch_bounds__\([^)]*\) ")
 _WAITS = "wait_for_kernel_before()"
 
 
@@ -27,7 +27,7 @@ def headers() -> dict[str, str]:
 
 def included(text: str) -> list[str]:
     """The files that a text includes by itself, not through other files."""
-    return [headers()[name] for name in _INCLUDE.findall(text)]
+    return [headers()[name] for name in INCLUDE.findall(text)]
 
 
 def length(text: str) -> int:
@@ -44,8 +44,8 @@ def program(texts: Sequence[str]) -> tuple[str, list[str]]:
     """One program with a kernel for each text, and what NVRTC calls each: its name, or an instance of a template."""
     files, pieces, names = [_PRELUDE], [], []
     for number, text in enumerate(texts):
-        files += _INCLUDE.findall(text)
-        own = _INCLUDE.sub("", text)
+        files += INCLUDE.findall(text)
+        own = INCLUDE.sub("", text)
         if "{" in own:
             names.append(f"{name_of(own)}_{number}")
             pieces.append(own.replace(f" {name_of(own)}(", f" {names[-1]}(", 1))
@@ -56,7 +56,7 @@ def program(texts: Sequence[str]) -> tuple[str, list[str]]:
 
 def name_of(text: str) -> str:
     """The name of the kernel with this text, as a profile shows it, without its number."""
-    return _BOUNDS.sub("", text, count=1).partition("(")[0].rpartition(" ")[2]
+    return BOUNDS.sub("", text, count=1).partition("(")[0].rpartition(" ")[2]
 
 
 def instance(file: str, template: str, *arguments: str | int | bool) -> str:

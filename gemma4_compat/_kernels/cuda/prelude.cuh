@@ -118,6 +118,7 @@ __device__ __forceinline__ float gelu_tanh(float x) {
 // `of_bits`: what is stored, from the low bits of an integer. `element`: a number in a word of 16 bytes.
 struct Float32 {
   using Stored = float;
+  enum { IN_WORD = 4 };
   static __device__ __forceinline__ float lowest() { return -3.4028234663852886e+38f; }
   static __device__ __forceinline__ float of_bits(unsigned int bits) { return __uint_as_float(bits); }
   static __device__ __forceinline__ float load(float x) { return x; }
@@ -127,6 +128,7 @@ struct Float32 {
 };
 struct BFloat16 {
   using Stored = u16;
+  enum { IN_WORD = 8 };
   static __device__ __forceinline__ float lowest() { return -3.3895313892515355e+38f; }
   static __device__ __forceinline__ u16 of_bits(unsigned int bits) { return (u16)bits; }
   static __device__ __forceinline__ float load(u16 bits) { return from_bf16(bits); }
@@ -139,6 +141,7 @@ struct BFloat16 {
 };
 struct Float16 {
   using Stored = u16;
+  enum { IN_WORD = 8 };
   static __device__ __forceinline__ float lowest() { return -65504.0f; }
   static __device__ __forceinline__ u16 of_bits(unsigned int bits) { return (u16)bits; }
   static __device__ __forceinline__ float load(u16 bits) { return from_f16(bits); }

@@ -1,13 +1,31 @@
-// One multiplication by the tensor cores: 16 rows of 16 numbers by 8 columns.
-//
-// Included by attention_tensor.cuh, flash.cuh and what multiplies 4-bit weights. Tests: those of their kernels.
+// c += a * b by tensor cores: 16 rows of a, 8 columns of b, 16 products for each number of c, which a warp has together.
+// a0 to a3, b0 and b1 are pairs of BFloat16 or Float16 numbers. Where there are no tensor cores for a dtype, each lane
+// computes its four numbers. Included by files of attention and products, whose tests prove it.
 #pragma once
 #include "prelude.cuh"
 
-// Where there are no tensor cores for a dtype each lane computes four numbers of the result.
 template <typename T>
-__device__ __forceinline__ void multiply_by_lanes(float (&c)[4], unsigned int a0, unsigned int a1, unsigned int a2,
-  unsigned int a3, unsigned int b0, unsigned int b1) {
+__device__ __forceinline__ void multiply(float (&c)[4], unsigned int a0, unsigned int a1, unsigned int a2,
+    unsigned int a3, unsigned int b0, unsigned int b1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  if constexpr (Same<T, Float16>::value)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#else
+#ifdef __CUDA_ARCH__
+  if constexpr (Same<T, Float16>::value) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b0));
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a2), "r"(a3), "r"(b1));
+    return;
+  }
+#endif
   const int lane = threadIdx.x & 31, col = lane & 3;
   #pragma unroll 1
   for (int s = 0; s < 4; ++s)
@@ -23,31 +41,5 @@ __device__ __forceinline__ void multiply_by_lanes(float (&c)[4], unsigned int a0
         c[i] = fmaf(T::load((u16)(a[k] >> 16)), T::load((u16)(b[k] >> 16)), c[i]);
       }
     }
-}
-
-// c += a * b. T is BFloat16 or Float16; the operands are pairs of such numbers.
-template <typename T>
-__device__ __forceinline__ void multiply(float (&c)[4], unsigned int a0, unsigned int a1, unsigned int a2,
-  unsigned int a3, unsigned int b0, unsigned int b1) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  if constexpr (Same<T, Float16>::value)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-#elif defined(__CUDA_ARCH__)
-  if constexpr (Same<T, Float16>::value) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b0));
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a2), "r"(a3), "r"(b1));
-  } else {
-    multiply_by_lanes<T>(c, a0, a1, a2, a3, b0, b1);
-  }
-#else
-  multiply_by_lanes<T>(c, a0, a1, a2, a3, b0, b1);
 #endif
 }

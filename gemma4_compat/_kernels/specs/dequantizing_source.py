@@ -6,12 +6,11 @@ The arithmetic is bitsandbytes', operation by operation: ``code * scale`` in flo
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from gemma4_compat._kernels.programs import Kernel, kinds
+from gemma4_compat._kernels.programs import Kernel, instance, kinds
 from gemma4_compat._kernels.specs.expert_rows import code_of
 
 #: The name in an operation's signature.
@@ -22,53 +21,6 @@ BLOCKSIZES = frozenset(1 << power for power in range(5, 13))
 VALUES = 8
 _THREADS = 256  # of a block: as many as a code of nested scales has values
 _WORDS = 4  # of a thread
-
-_TEXT = """extern "C" __global__ void __launch_bounds__({threads}) dequantized({parameters}) {{
-__shared__ float values[16];
-{shared}
-const unsigned int first = blockIdx.x * {span}u + threadIdx.x;
-unsigned int words[{words}];
-float scales[{words}];
-#pragma unroll
-for (int j = 0; j < {words}; ++j) {{
-  const unsigned int at = first + j * {threads}u;
-  if (at < n0) {{
-    words[j] = __ldcs(packed + at);
-    {load}
-  }}
-}}
-if (threadIdx.x < 16) values[threadIdx.x] = code[threadIdx.x];
-{known}
-__syncthreads();
-#pragma unroll
-for (int j = 0; j < {words}; ++j) {{
-  const unsigned int at = first + j * {threads}u;
-  if (at < n0) {{
-    {scale}
-    #pragma unroll
-    for (int k = 0; k < {pieces}; ++k) {{
-      Word16 piece;
-      #pragma unroll
-      for (int l = 0; l < 4; ++l) {{
-        {unpack}
-      }}
-      out[(unsigned long long)at * {pieces}u + k] = piece;
-    }}
-  }}
-}}
-}}
-"""
-_LOAD = "scales[j] = absmax[at >> n1];"
-_NESTED_SHARED = """__shared__ float known[{threads}];
-unsigned char quantized[{words}];"""
-_NESTED_KNOWN = "known[threadIdx.x] = codes[threadIdx.x]; const float shift = *offset;"
-_NESTED_LOAD = "quantized[j] = absmax[at >> n1]; scales[j] = nested[at >> n2];"
-_NESTED_SCALE = "scales[j] = __fadd_rn(multiply_flushed(known[quantized[j]], scales[j]), shift);"
-#: bitsandbytes packs the first of two values in the high half of a byte.
-_UNPACK = """const unsigned int byte = words[j] >> {shift};
-        const float first_value = multiply_flushed(values[(byte >> 4) & 15u], scales[j]);
-        const float second_value = multiply_flushed(values[byte & 15u], scales[j]);
-        piece.part[l] = {stored};"""
 
 
 class Format(NamedTuple):
@@ -110,35 +62,9 @@ def kernel_of(packed: Any, layout: Format, scales: Sequence[Any], result: Any) -
     return Kernel(text_of(layout.dtype, nested=layout.nested > 0), tensors, 1, sizes, _THREADS, grid)
 
 
-@functools.cache
 def text_of(dtype: Any, *, nested: bool) -> str:
-    """The kernel's CUDA C for weights of this dtype."""
-    parameters = ["const unsigned int* __restrict__ packed"]
-    if nested:
-        parameters += ["const unsigned char* __restrict__ absmax", "const float* __restrict__ nested"]
-        parameters += ["const float* __restrict__ codes", "const float* __restrict__ offset"]
-    else:
-        parameters.append("const float* __restrict__ absmax")
-    parameters += ["const float* __restrict__ code", "Word16* __restrict__ out"]
-    parameters += [f"unsigned int n{number}" for number in range(3 if nested else 2)]
-    counts = {"threads": _THREADS, "words": _WORDS}
-    wide = dtype.itemsize == 4
-    if wide:
-        shift, stored = "(k * 16 + (l / 2) * 8)", "__float_as_uint(l % 2 ? second_value : first_value)"
-    else:
-        kind = kinds()[dtype].load.partition("(")[0].removeprefix("from_")
-        shift, stored = "(l * 8)", f"pair_{kind}(first_value, second_value)"
-    return _TEXT.format(
-        parameters=", ".join(parameters),
-        shared=_NESTED_SHARED.format(**counts) if nested else "",
-        span=_THREADS * _WORDS,
-        load=_NESTED_LOAD if nested else _LOAD,
-        known=_NESTED_KNOWN if nested else "",
-        scale=_NESTED_SCALE if nested else "",
-        pieces=2 if wide else 1,
-        unpack=_UNPACK.format(shift=shift, stored=stored),
-        **counts,
-    )
+    """The kernel's text for weights of this dtype."""
+    return instance("dequantizing.cuh", "dequantized_nested" if nested else "dequantized", kinds()[dtype].name)
 
 
 def trial(signature: tuple[Any, ...], device: Any) -> tuple[Kernel, Any, Any]:

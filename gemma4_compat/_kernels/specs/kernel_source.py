@@ -7,7 +7,6 @@ result that is not in memory yet, it computes that again: results are pure funct
 from __future__ import annotations
 
 import math
-import re
 import struct
 from collections import ChainMap
 from collections.abc import Collection, MutableMapping, Sequence
@@ -18,7 +17,6 @@ from gemma4_compat._kernels.specs.pointwise import DOT, Load, Number, Operand, P
 from gemma4_compat._kernels.specs.short_products import WORDS, dots_of, words_of, words_of_a_row
 
 NAME = "fused"
-_BOUNDS = re.compile(r"__launch_bounds__\([^)]*\) ")
 
 
 def unpacked(dtype: Any, word: str, each: int) -> list[str]:
@@ -35,44 +33,6 @@ def unpacked(dtype: Any, word: str, each: int) -> list[str]:
 def kernel_of(values: Sequence[Value]) -> Kernel:
     """The kernel that computes these values, which need no mean of a row, into their memory."""
     return Writer().kernel(values)
-
-
-def side_by_side(one: Kernel, other: Kernel) -> Kernel:
-    """One kernel that does what two do, neither of which reads what the other writes: each has blocks of its own.
-
-    Both need a grid of one dimension, and ``other`` no more threads a block than ``one``.
-    """
-    begin, given, body = _parts(one.text)
-    _, also_given, also = _parts(other.text)
-    renamed = {parameter.rpartition(" ")[2]: f"also_{parameter.rpartition(' ')[2]}" for parameter in also_given}
-
-    def renaming(text: str) -> str:
-        return re.sub(r"\b\w+\b", lambda found: renamed.get(found[0], found[0]), text)
-
-    if other.block < one.block:
-        also = f"if (threadIdx.x >= {other.block}u) return;\n{also}"
-    also = renaming(also).replace("blockIdx.x", "(blockIdx.x - also_first)")
-    reads, also_reads = len(one.tensors) - one.written, len(other.tensors) - other.written
-    also_given = [renaming(parameter) for parameter in also_given]
-    parameters = [*given[:reads], *also_given[:also_reads], *given[reads : len(one.tensors)]]
-    parameters += also_given[also_reads : len(other.tensors)]
-    parameters += [*given[len(one.tensors) :], *also_given[len(other.tensors) :], "unsigned int also_first"]
-    text = (
-        f"{begin}({', '.join(parameters)}) {{\nif (blockIdx.x < also_first) {{\n{body}\n}} else {{\n{also}\n}}\n}}\n"
-    )
-    tensors = (*one.tensors[:reads], *other.tensors[:also_reads], *one.tensors[reads:], *other.tensors[also_reads:])
-    blocks, also_blocks = one.blocks[0], other.blocks[0]
-    sizes = (*one.sizes, *other.sizes, blocks)
-    return Kernel(text, tensors, one.written + other.written, sizes, one.block, (blocks + also_blocks, 1))
-
-
-def _parts(text: str) -> tuple[str, list[str], str]:
-    """A kernel's declaration up to its name, its parameters, and its body."""
-    bounds = _BOUNDS.search(text)
-    begin = text.index("(", bounds.end() if bounds else 0)
-    end = text.index(")", begin)
-    body = text[text.index("{", end) + 1 : text.rindex("}")]
-    return text[:begin], text[begin + 1 : end].split(", "), body
 
 
 Scope = MutableMapping[tuple[Any, ...], str]

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._kernels.programs import Kernel
-from gemma4_compat._kernels.specs import products
-from gemma4_compat._kernels.specs.matrix_source import CHUNK, TILE, text_of, warps_of
+from gemma4_compat._kernels.programs import Kernel, kinds
+from gemma4_compat._kernels.specs import products, several
+from gemma4_compat._kernels.specs.product_source import Format
 
 #: The name in an operation's signature.
 OPERATION = "4-bit product by matrix units"
@@ -26,6 +26,9 @@ OPERATION = "4-bit product by matrix units"
 MAX_ROWS = 8
 #: Weights of one launch.
 MAX_WEIGHTS = 4
+#: Rows of the weight that a warp multiplies at once, and inputs: a chunk has one scale.
+TILE, CHUNK = 16, 64
+_LONG, _FEW = 4096, 2048  # inputs and rows of weights that occupy a GPU only if their blocks have more warps
 #: Warps of a multiprocessor: if there is more to do, a block multiplies several tiles, one after the other.
 _WARPS = 16
 
@@ -74,6 +77,26 @@ def kernel_of(wanted: Sequence[Product], results: Sequence[Any]) -> Kernel:
     tensors = (wanted[0].input, *weights, *results)
     return Kernel(
         text_of(layout, warps, len(wanted)), tensors, len(results), tuple(sizes), warps * 32, (sum(blocks), 1)
+    )
+
+
+def warps_of(inputs: int, outputs: int) -> int:
+    """Warps of a block for a weight of this shape; the order of additions depends on it."""
+    return 16 if inputs > _LONG and outputs <= _FEW else 8
+
+
+@functools.cache
+def text_of(layout: Format, warps: int, weights: int) -> str:
+    """The kernel for products of one input with so many weights."""
+    name, shift = kinds()[layout.dtype].name, layout.blocksize.bit_length() - 1
+    options = layout.quant_type.capitalize(), layout.inputs, layout.rows, warps, shift
+    return several.text_of(
+        "nf4_gemv",
+        (name, *options, layout.nested, layout.bias),
+        "Word16",
+        layout.fields,
+        weights,
+        f"{warps * 32}, {16 // warps}",
     )
 
 

@@ -26,6 +26,7 @@ from gemma4_compat._kernels.specs import (
     products,
     reductions,
     row_source,
+    several,
     shifting,
 )
 from gemma4_compat._kernels.specs.pointwise import Load, Number, Part, Value
@@ -122,7 +123,7 @@ def _matrix_products() -> Iterator[Kernel]:
         kernel = matrix_products.kernel_of([one] * count, [one.empty()] * count)
         yield kernel
         low = dense.product(given["given"], torch.zeros(16, inputs, dtype=torch.float32 if rows == 1 else dtype))
-        yield kernel_source.side_by_side(kernel, dense.kernel_of([low] * count, [low.empty()] * count))
+        yield several.side_by_side(kernel, dense.kernel_of([low] * count, [low.empty()] * count))
 
 
 def _expert_rows() -> Iterator[Kernel]:
