@@ -8,7 +8,7 @@ import pytest
 
 from gemma4_compat._graphs import recording
 from gemma4_compat._kernels import kernels
-from gemma4_compat._kernels.fuse import dequantizing
+from gemma4_compat._kernels.match import dequantizing
 from tests.unit.decoding.calls import Models
 from tests.unit.kernels.conftest import on_host as on_host
 

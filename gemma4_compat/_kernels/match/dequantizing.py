@@ -1,4 +1,4 @@
-"""4-bit weights dequantized by one kernel, with bitsandbytes' bits (:mod:`dequantizing_source`).
+"""4-bit weights dequantized by one kernel, with bitsandbytes' bits (:mod:`nf4_dequantize`).
 
 For every product of many rows bitsandbytes dequantizes the nested scales, adds their offset, and dequantizes the
 weight: three kernels and three tensors.
@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gemma4_compat._kernels import kernels
-from gemma4_compat._kernels.specs import dequantizing_source
-from gemma4_compat._kernels.specs.dequantizing_source import BLOCKSIZES, VALUES, Format
+from gemma4_compat._kernels.specs import nf4_dequantize
+from gemma4_compat._kernels.specs.nf4_dequantize import BLOCKSIZES, VALUES, Format
 
 _log = logging.getLogger("gemma4_compat")
 _lock = threading.Lock()
@@ -60,7 +60,7 @@ def weight(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any,
         packed: the bytes, in any dtype, one after the other.
         shape: of the weight.
         layout: its format.
-        scales: as for :func:`dequantizing_source.kernel_of`.
+        scales: as for :func:`nf4_dequantize.kernel_of`.
 
     Returns:
         None if bitsandbytes has to dequantize it: the kernel does not suit, or has other bits on this device.
@@ -85,7 +85,7 @@ def weight(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any,
         if not _suits(packed, math.prod(shape), layout, scales) or not _is_exact(layout, device, own):
             return None
         result = torch.empty(shape, dtype=layout.dtype, device=device)
-        kernel = dequantizing_source.kernel_of(packed, layout, scales, result)
+        kernel = nf4_dequantize.kernel_of(packed, layout, scales, result)
         own.launch(kernel)
         if (launch := own.again(kernel)) is not None:
             _remember(key, result, launch)
@@ -189,5 +189,5 @@ def _is_exact(layout: Format, device: Any, own: kernels.Kernels) -> bool:
 
 
 def _has_same_bits(layout: Format, own: kernels.Kernels) -> bool:
-    text = dequantizing_source.text_of(layout.dtype, nested=layout.nested > 0)
+    text = nf4_dequantize.text_of(layout.dtype, nested=layout.nested > 0)
     return own.prepare([text], [layout.signature])
