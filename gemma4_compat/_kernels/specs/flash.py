@@ -200,7 +200,9 @@ def bounds(mask: Any) -> tuple[Kernel, Any]:
     found = torch.empty((batch, tokens, _RECORD), dtype=torch.int32, device=mask.device)
     sizes = (tokens, length, *mask.stride()[:2])
     grid = (batch * tokens, 1)
-    return Kernel(instance("flash.cuh", "flash::bounds", _THREADS), (mask, found), 1, sizes, block=_THREADS, grid=grid), found
+    return Kernel(
+        instance("flash.cuh", "flash::bounds", _THREADS), (mask, found), 1, sizes, block=_THREADS, grid=grid
+    ), found
 
 
 def kernels(call: Call, found: Any = None, layout: Layout | None = None) -> tuple[list[Kernel], Any]:

@@ -38,7 +38,9 @@ def text_of(
     lines += [f"{c}* {field} = {field}0;" for c, field in (present[-1], *present[:-1])]
     for number in range(1, weights):
         before = " + ".join(f"blocks{other}" for other in range(number))
-        chosen = "".join(f"{field} = {field}{number}; " for field in ("outputs", "blocks", *(name for _, name in present)))
+        chosen = "".join(
+            f"{field} = {field}{number}; " for field in ("outputs", "blocks", *(name for _, name in present))
+        )
         lines.append(f"if (blockIdx.x >= {before}) {{ block = blockIdx.x - ({before}); {chosen}}}")
     of = ", ".join(str(one).lower() if isinstance(one, bool) else str(one) for one in arguments)
     own = ", ".join(field[1] if field else "nullptr" for field in fields)
@@ -69,9 +71,7 @@ def side_by_side(one: Kernel, other: Kernel) -> Kernel:
     parameters = [*given[:reads], *also_given[:also_reads], *given[reads : len(one.tensors)]]
     parameters += also_given[also_reads : len(other.tensors)]
     parameters += [*given[len(one.tensors) :], *also_given[len(other.tensors) :], "unsigned int also_first"]
-    text = (
-        f"{includes}{INCLUDE.sub('', begin)}({', '.join(parameters)}) {{\nif (blockIdx.x < also_first) {{\n{body}\n}} else {{\n{also}\n}}\n}}\n"
-    )
+    text = f"{includes}{INCLUDE.sub('', begin)}({', '.join(parameters)}) {{\nif (blockIdx.x < also_first) {{\n{body}\n}} else {{\n{also}\n}}\n}}\n"
     tensors = (*one.tensors[:reads], *other.tensors[:also_reads], *one.tensors[reads:], *other.tensors[also_reads:])
     blocks, also_blocks = one.blocks[0], other.blocks[0]
     sizes = (*one.sizes, *other.sizes, blocks)

@@ -215,16 +215,16 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "product_source": _products,
     "matrix_source": _matrix_products,
     "dense": _dense,
-    "attention_source": _plain_attention,
-    "attention_tensor_source": _matrix_attention,
-    "flash_source": _flash,
+    "attention": _plain_attention,
+    "attention_tensor": _matrix_attention,
+    "flash": _flash,
     "expert_rows": _expert_rows,
     "shifting": _shifting,
     "dequantizing_source": _dequantizing,
     "top_tokens": _top_tokens,
 }
 #: The first compute capability of modules whose kernels older GPUs do not get.
-FROM = {"flash_source": (8, 0)}
+FROM = {"flash": (8, 0)}
 
 
 def nvrtc_of_a_wheel() -> Nvrtc | None:
