@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import hashlib
 import itertools
 import os
 import shutil
@@ -19,15 +20,13 @@ import torch
 
 from gemma4_compat._kernels import programs
 from gemma4_compat._kernels.programs import Kernel
-from tests.helpers import ROOT
 
 #: ``cuda_on_host.h`` says what CUDA C has, C++ has not, and kernels here may use.
 _HEADER = Path(__file__).with_name("cuda_on_host.h")
-_INCLUDES = ROOT / "gemma4_compat" / "_kernels" / "cuda"
 
 _numbers = itertools.count()
 #: What is compiled stays for the process: tests ask for the same kernels again and again, and g++ takes a second.
-_compiled: dict[str, Callable[[Kernel], None]] = {}
+_compiled: dict[tuple[str, Any], Callable[[Kernel], None]] = {}
 _launchers: dict[int, Callable[[list[Any], list[int], list[int]], None]] = {}
 
 _library = torch.library.Library("gemma4_compat_tests", "DEF")
@@ -56,9 +55,10 @@ class HostCompiler:
 
     def compiled(self, texts: Sequence[str]) -> list[Callable[[Kernel], None]]:
         """Of a shared library of the program, which has what no earlier one had."""
-        if new := [text for text in dict.fromkeys(texts) if text not in _compiled]:
-            _compiled.update(zip(new, self._library_of(new), strict=True))
-        return [_compiled[text] for text in texts]
+        files = tuple(programs.headers().items())
+        if new := [text for text in dict.fromkeys(texts) if (text, files) not in _compiled]:
+            _compiled.update(zip([(text, files) for text in new], self._library_of(new), strict=True))
+        return [_compiled[text, files] for text in texts]
 
     @staticmethod
     def _library_of(texts: Sequence[str]) -> list[Callable[[Kernel], None]]:
@@ -68,7 +68,7 @@ class HostCompiler:
         source = _folder() / f"program{os.getpid()}-{next(_numbers)}.cc"
         source.write_text("".join([include, text, include, *drivers]))
         library = source.with_suffix(".so")
-        _compile([str(source), "-o", str(library)])
+        _compile([f"-I{_files()}", str(source), "-o", str(library)])
         found = ctypes.CDLL(str(library))  # stays mapped
         source.unlink()
         library.unlink()
@@ -85,9 +85,20 @@ def _folder() -> Path:
     return header.parent
 
 
+def _files() -> Path:
+    """What programs include, as it is now: tests change it."""
+    headers = programs.headers()
+    folder = _folder() / hashlib.sha256(repr(headers).encode()).hexdigest()
+    if not folder.exists():
+        folder.mkdir()
+        for name, text in headers.items():
+            (folder / name).write_text(text)
+    return folder
+
+
 def _compile(arguments: list[str]) -> None:
     options = ["-std=c++17", "-O1", "-ffp-contract=off", "-march=native", "-fno-gnu-unique", "-shared", "-fPIC", "-w"]
-    command = ["g++", *options, f"-I{_INCLUDES}", *arguments]
+    command = ["g++", *options, *arguments]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"g++ cannot compile a kernel: {done.stderr}")

@@ -16,17 +16,7 @@ from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
 from gemma4_compat._kernels.fuse.pointwise import Load, Number, Part, Value
 from gemma4_compat._kernels.match import own, top_tokens
 from gemma4_compat._kernels.programs import Kernel
-from gemma4_compat._kernels.specs import (
-    attention,
-    dense,
-    expert_rows,
-    flash,
-    nf4_dequantize,
-    nf4_exact,
-    nf4_gemv,
-    several,
-    shifting,
-)
+from gemma4_compat._kernels.specs import attention, dense, expert_rows, flash, nf4_dequantize, nf4_exact, nf4_gemv, several, shifting
 
 
 def _pointwise() -> Iterator[Kernel]:
@@ -212,16 +202,16 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "nf4_exact": _nf4_exact,
     "nf4_gemv": _nf4_gemv,
     "dense": _dense,
-    "attention_source": _plain_attention,
-    "attention_tensor_source": _matrix_attention,
-    "flash_source": _flash,
+    "attention": _plain_attention,
+    "attention_tensor": _matrix_attention,
+    "flash": _flash,
     "expert_rows": _expert_rows,
     "shifting": _shifting,
     "nf4_dequantize": _dequantizing,
     "top_tokens": _top_tokens,
 }
 #: The first compute capability of modules whose kernels older GPUs do not get.
-FROM = {"flash_source": (8, 0)}
+FROM = {"flash": (8, 0)}
 
 
 def nvrtc_of_a_wheel() -> Nvrtc | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -82,23 +83,23 @@ def test_what_does_not_suit_is_copied_and_said_once(caplog: pytest.LogCaptureFix
     assert not rows_moved(drawn(1, 2, 8, 16), drawn(1, 2, 8, 32), fresh, drawn(1, 2, 1, 32))
 
 
-def test_a_kernel_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_with_other_bits_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, change_file: Callable[[str, str, str], None]
+) -> None:
     monkeypatch.setattr(kernels, "_kernels", {})
-    shifting._text.cache_clear()
-    monkeypatch.setattr(shifting, "_TEXT", shifting._TEXT.replace("(at + 1u) * words]", "at * words]"))
+    change_file("shifting.cuh", "(at + 1u) * words]", "at * words]")
     keys, values, fresh = drawn(1, 1, 8, 16), drawn(1, 1, 8, 16), drawn(1, 1, 1, 16)
     assert rows_moved(keys, values, fresh, fresh)  # there is one, which has failed its trial
     assert kernels.of(CPU).inexact() == [f"{shifting.OPERATION} of torch.bfloat16"]
-    shifting._text.cache_clear()
 
 
-def test_the_trial_sees_a_missing_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_sees_a_missing_barrier(
+    monkeypatch: pytest.MonkeyPatch, change_file: Callable[[str, str, str], None]
+) -> None:
     """The emulator runs the threads of some blocks backwards."""
     monkeypatch.setattr(kernels, "_kernels", {})
-    shifting._text.cache_clear()
-    monkeypatch.setattr(shifting, "_TEXT", shifting._TEXT.replace("__syncthreads();", ""))
+    change_file("shifting.cuh", "__syncthreads();", "")
     assert not kernels.of(CPU).prepare([], [(shifting.OPERATION, (16, 2), torch.bfloat16)])
-    shifting._text.cache_clear()
 
 
 #: Calls whose sliding layers are full, or become so between two tokens: eager, captured and fused steps of each.
@@ -117,7 +118,7 @@ def launched(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...
     launch = kernels.Kernels.launch
 
     def noted(self: kernels.Kernels, kernel: Any) -> None:
-        if " shift(" in kernel.text and kernel.tensors[-1].shape[2] == calls.WINDOW:
+        if "\nshift<" in kernel.text and kernel.tensors[-1].shape[2] == calls.WINDOW:
             shapes.append(tuple(kernel.tensors[-1].shape))
         launch(self, kernel)
 

@@ -114,7 +114,7 @@ def test_a_trial_that_fails_leaves_it_to_pytorch(
 
     def wrong(device: Any, *launched: Any) -> None:
         launch(device, *launched)
-        if "flash_" in launched[-1].text and launched[-1].tensors[-1].is_floating_point():
+        if "flash::" in launched[-1].text and launched[-1].tensors[-1].is_floating_point():
             launched[-1].tensors[-1].mul_(1.1)
 
     monkeypatch.setattr(own, "launch", wrong)
@@ -155,13 +155,13 @@ def test_no_copies_for_each_head(models: Models, monkeypatch: pytest.MonkeyPatch
 def test_a_prompt_at_once_needs_no_mask(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(reading.CAUSAL, 64, True)
     asked: list[flash.Call] = []
-    understood = flash.match
+    match = flash.match
 
     def seen(*args: Any, **options: Any) -> Any:
-        asked.append(understood(*args, **options))
+        asked.append(match(*args, **options))
         return asked[-1]
 
-    monkeypatch.setattr(flash, "understood", seen)
+    monkeypatch.setattr(flash, "match", seen)
     model, given = fast(models), text(models(None), LENGTH)
     found = generate(model, given)
     calls = [call for call in asked if call is not None and call.mask is None]

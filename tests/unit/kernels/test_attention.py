@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels import kernels, programs
 from gemma4_compat._kernels.specs import attention
 from tests.unit.kernels.host_kernels import HostCompiler
 
@@ -182,26 +184,30 @@ def test_bounds_are_found_once() -> None:
     assert torch.equal(results[0], attend(query, key, value, mask))
 
 
-@pytest.mark.parametrize("by_matrix", [True, False])
-def test_there_is_room_for_every_number_of_keys(by_matrix: bool) -> None:
+@pytest.mark.parametrize("by_tensor_cores", [True, False])
+def test_there_is_room_for_every_number_of_keys(by_tensor_cores: bool) -> None:
     for length, kv_heads, width in itertools.product((1, 33, 140, 1024, 9000, 70_000), (1, 2, 8, 16), (256, 512)):
-        counted = max(attention._splits(count, kv_heads, width, by_matrix) for count in range(length + 1))
-        assert counted <= attention._most_splits(length, kv_heads, width, by_matrix) <= counted + 2
+        counted = max(attention._splits(count, kv_heads, width, by_tensor_cores) for count in range(length + 1))
+        assert counted <= attention._most_splits(length, kv_heads, width, by_tensor_cores) <= counted + 2
 
 
-def test_many_keys_of_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_ALONE", 1 << 18)  # one split of 700 keys, in rounds
+def test_numbers_that_the_kernels_know_as_well() -> None:
+    text = programs.headers()["attention.cuh"]
+    for name in ("RECORD", "FEW", "MANY", "BLOCKS", "FEWEST", "FEWER", "ALONE"):
+        (value,) = re.findall(rf"^  {name} = ([^,]+),", text, re.MULTILINE)
+        assert eval(value) == getattr(attention, f"_{name}"), name
+
+
+def test_many_keys_of_one_block(monkeypatch: pytest.MonkeyPatch, change_file: Callable[[str, str, str], None]) -> None:
     monkeypatch.setattr(attention, "_alone", lambda width: 1000)
-    attention._attention_text.cache_clear()
-    try:
-        query, key, value = 2 * drawn(1, 1, 8, 256), drawn(1, 1, 700, 256), drawn(1, 1, 700, 256)
-        lets = torch.arange(700) % 3 > 0
-        lets[100:400] = False  # no key in a whole round
-        mask = lets[None, None, None]
-        made, result = attention.kernels(attention.match(query, key, value, attn_mask=mask))  # type: ignore[arg-type]
-        launched(made)
-    finally:
-        attention._attention_text.cache_clear()
+    monkeypatch.setattr(kernels, "_kernels", {})
+    change_file("attention.cuh", "int ONE = AT_MOST > FEWEST ? AT_MOST : FEWEST", "int ONE = 1000")  # in rounds
+    query, key, value = 2 * drawn(1, 1, 8, 256), drawn(1, 1, 700, 256), drawn(1, 1, 700, 256)
+    lets = torch.arange(700) % 3 > 0
+    lets[100:400] = False  # no key in a whole round
+    mask = lets[None, None, None]
+    made, result = attention.kernels(attention.match(query, key, value, attn_mask=mask))  # type: ignore[arg-type]
+    launched(made)
     scores = (query.double() @ key.double().mT / 16).masked_fill(~mask, -torch.inf)
     expected = scores.softmax(-1) @ value.double()
     theirs = (sdpa(query, key, value, attn_mask=mask) - expected).abs()
