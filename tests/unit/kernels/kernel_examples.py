@@ -16,7 +16,17 @@ from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
 from gemma4_compat._kernels.fuse.pointwise import Load, Number, Part, Value
 from gemma4_compat._kernels.match import own, top_tokens
 from gemma4_compat._kernels.programs import Kernel
-from gemma4_compat._kernels.specs import attention, dense, expert_rows, flash, nf4_dequantize, nf4_exact, nf4_gemv, several, shifting
+from gemma4_compat._kernels.specs import (
+    attention,
+    dense,
+    expert_rows,
+    flash,
+    nf4_dequantize,
+    nf4_exact,
+    nf4_gemv,
+    several,
+    shifting,
+)
 
 
 def _pointwise() -> Iterator[Kernel]:
@@ -85,7 +95,7 @@ def _adapted(dtype: Any, rank: int, rows: int, columns: int) -> Value:
 
 
 def _nf4_exact() -> Iterator[Kernel]:
-    from tests.unit.decoding.test_products import CASES, asked
+    from tests.unit.kernels.test_nf4_exact import CASES, asked
 
     for operation, dtype, inputs, more in CASES:
         one = asked(operation, dtype, inputs, 37, **more)
@@ -93,7 +103,7 @@ def _nf4_exact() -> Iterator[Kernel]:
 
 
 def _nf4_gemv() -> Iterator[Kernel]:
-    from tests.unit.decoding.test_matrix_products import asked
+    from tests.unit.kernels.test_nf4_gemv import asked
 
     for dtype, inputs, outputs, rows, count in (
         (torch.bfloat16, 1536, 37, 1, 3),

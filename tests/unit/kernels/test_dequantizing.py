@@ -23,9 +23,9 @@ from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.match import dequantizing
 from gemma4_compat._kernels.specs import nf4_dequantize
 from gemma4_compat._kernels.specs.nf4_dequantize import Format
-from gemma4_compat._kernels.specs.nf4_exact import VALUES
 from gemma4_compat._stand_ins import packed_weights
 from tests.unit.kernels.host_kernels import HostCompiler
+from tests.unit.kernels.test_nf4_exact import of_type
 
 CPU = torch.device("cpu")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -54,7 +54,7 @@ def reference(packed: Any, shape: tuple[int, ...], layout: Format, scales: Any) 
         absmax = codes[quantized.int()] * nested.repeat_interleave(layout.nested)[: quantized.numel()] + offset
     given = packed.reshape(-1).view(torch.uint8)
     numbers = torch.stack([given >> 4, given & 15], dim=1).reshape(-1).int()
-    values = torch.tensor([float(one.removesuffix("f")) for one in VALUES[layout.quant_type]])[numbers]
+    values = torch.tensor(of_type(layout.quant_type, "values"))[numbers]
     return (values * absmax.repeat_interleave(layout.blocksize)[:size]).to(layout.dtype).view(shape)
 
 

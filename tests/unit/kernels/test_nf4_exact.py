@@ -64,19 +64,19 @@ def fma(a: Any, b: Any, c: Any) -> Any:
     return (a.double() * b.double() + c.double()).float()
 
 
-def numbers(quant_type: str, array: str) -> list[float]:
+def of_type(quant_type: str, array: str) -> list[float]:
     """An array of a 4-bit type in ``four_bit.cuh``."""
     _, _, type_of = headers()["four_bit.cuh"].partition(f"struct {quant_type.capitalize()} ")
     found = re.search(rf"{array}\[\d+\] = {{([^}}]*)}}", type_of)
     assert found is not None
-    return [float(int(text[:-1], 16)) if text.endswith("u") else float(text[:-1]) for text in found[1].split(", ")]
+    return [float(int(text[:-1], 16)) if text.endswith("u") else float(text[:-1]) for text in re.split(r",\s+", found[1])]
 
 
 @pytest.mark.parametrize(("quant_type", "factor"), [("nf4", 1.9247651100158691), ("fp4", 192.0)])
 def test_pairs_are_the_values_in_float16(quant_type: str, factor: float) -> None:
-    halves = (torch.tensor(numbers(quant_type, "values"), dtype=torch.float64) * factor).to(torch.float16)
+    halves = (torch.tensor(of_type(quant_type, "values"), dtype=torch.float64) * factor).to(torch.float16)
     pairs = halves.view(torch.int16).to(torch.int64).bitwise_and(0xFFFF).view(-1, 2)
-    assert (pairs[:, 0] + (pairs[:, 1] << 16)).tolist() == numbers(quant_type, "pairs")
+    assert (pairs[:, 0] + (pairs[:, 1] << 16)).tolist() == of_type(quant_type, "pairs")
     _, _, type_of = headers()["four_bit.cuh"].partition(f"struct {quant_type.capitalize()} ")
     assert type_of.index(f"return {1 / factor!r}f;") < type_of.find("struct ") % len(type_of)
 
@@ -89,7 +89,7 @@ def expected(product: Product) -> Any:
     packed = product.weight[0].reshape(shape[0], -1).int()
     nibbles = torch.stack((packed >> 4, packed & 15), -1).reshape(shape).long()
     newer = layout.operation == "gemm_4bit"
-    values = torch.tensor(numbers(layout.quant_type, "values")) if newer else product.weight[2]
+    values = torch.tensor(of_type(layout.quant_type, "values")) if newer else product.weight[2]
     scales = product.weight[1]
     if layout.nested:
         _, large, quantized, codes, offset = product.weight[:5]
