@@ -6,6 +6,7 @@ For ``own_kernels.py``. The weights have nested scales, NF4, blocks of 64.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -66,13 +67,22 @@ def asked(
     return found
 
 
+def of_type(quant_type: str, array: str) -> list[float]:
+    """An array of a 4-bit type in ``four_bit.cuh``."""
+    from gemma4_compat._kernels import programs
+
+    _, _, type_of = programs.headers()["four_bit.cuh"].partition(f"struct {quant_type.capitalize()} ")
+    found = re.search(rf"{array}\[\d+\] = {{([^}}]*)}}", type_of)
+    assert found is not None
+    return [float(int(text[:-1], 16)) if text.endswith("u") else float(text[:-1]) for text in re.split(r",\s+", found[1])]
+
+
 def exact(wanted: dict[str, Any]) -> Any:
     """The product in float64, ``[rows, outputs]``."""
     import torch
 
-    from gemma4_compat._kernels.specs.nf4_exact import VALUES
 
-    values = torch.tensor([float(value.rstrip("f")) for value in VALUES[wanted["quant_type"]]]).double()
+    values = torch.tensor(of_type(wanted["quant_type", "values")]).double()
     values = values.to(wanted["packed"].device)
     outputs, inputs = wanted["shape"]
     scales = wanted["absmax"].double()

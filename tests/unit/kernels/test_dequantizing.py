@@ -17,6 +17,7 @@ import torch
 from bitsandbytes import functional
 from bitsandbytes.nn import Params4bit
 
+from benchmarks.decoding.own_products import of_type
 from gemma4_compat._common.bits import same_bits
 from gemma4_compat._engine.changes import upstream
 from gemma4_compat._kernels import kernels
@@ -25,7 +26,6 @@ from gemma4_compat._kernels.specs import nf4_dequantize
 from gemma4_compat._kernels.specs.nf4_dequantize import Format
 from gemma4_compat._stand_ins import packed_weights
 from tests.unit.kernels.host_kernels import HostCompiler
-from tests.unit.kernels.test_nf4_exact import of_type
 
 CPU = torch.device("cpu")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import os
 import re
@@ -125,4 +126,19 @@ def test_every_kernel_has_examples() -> None:
         for found in kernel.findall(text):
             assert re.search(rf"\b{found}<", texts), (name, found)
     modules = (ROOT / "gemma4_compat" / "_kernels").rglob("*.py")
-    assert {file.stem for file in modules if "__global__ void" in file.read_text(encoding="utf-8")} <= EXAMPLES.keys()
+    writing = {file.stem for file in modules if "__global__ void" in file.read_text(encoding="utf-8")}
+    assert writing == {"several", "writer"}  # kernels of several weights, and fused ones
+
+
+def test_cuda_is_in_files() -> None:
+    """Only what fuses operations writes CUDA C++, and what instantiates a template has up to three lines of it."""
+    is_cuda = re.compile(r"threadIdx|blockIdx|__global__|__device__|__shared__|__syncthreads|#pragma unroll")
+    for file in sorted((ROOT / "gemma4_compat").rglob("*.py")):
+        if file.parent.name == "fuse":
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Constant, ast.JoinedStr)):
+                text = "".join(
+                    part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)
+                )
+                assert not is_cuda.search(text) or len(text.splitlines()) <= 3, (file, node.lineno)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ pytest.importorskip("bitsandbytes")
 import torch
 from bitsandbytes.functional import create_dynamic_map, get_4bit_type
 
+from benchmarks.decoding.own_products import of_type
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.programs import headers
 from gemma4_compat._kernels.specs import nf4_exact
@@ -62,14 +62,6 @@ def asked(
 def fma(a: Any, b: Any, c: Any) -> Any:
     """Rounded once: a product of two float32 numbers is exact in float64, and so is nearly every sum here."""
     return (a.double() * b.double() + c.double()).float()
-
-
-def of_type(quant_type: str, array: str) -> list[float]:
-    """An array of a 4-bit type in ``four_bit.cuh``."""
-    _, _, type_of = headers()["four_bit.cuh"].partition(f"struct {quant_type.capitalize()} ")
-    found = re.search(rf"{array}\[\d+\] = {{([^}}]*)}}", type_of)
-    assert found is not None
-    return [float(int(text[:-1], 16)) if text.endswith("u") else float(text[:-1]) for text in re.split(r",\s+", found[1])]
 
 
 @pytest.mark.parametrize(("quant_type", "factor"), [("nf4", 1.9247651100158691), ("fp4", 192.0)])
