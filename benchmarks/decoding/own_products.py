@@ -74,7 +74,8 @@ def of_type(quant_type: str, array: str) -> list[float]:
     _, _, type_of = programs.headers()["four_bit.cuh"].partition(f"struct {quant_type.capitalize()} ")
     found = re.search(rf"{array}\[\d+\] = {{([^}}]*)}}", type_of)
     assert found is not None
-    return [float(int(text[:-1], 16)) if text.endswith("u") else float(text[:-1]) for text in re.split(r",\s+", found[1])]
+    texts = re.split(r",\s+", found[1])
+    return [float(int(text[:-1], 16)) if text.endswith("u") else float(text[:-1]) for text in texts]
 
 
 def exact(wanted: dict[str, Any]) -> Any:
@@ -164,10 +165,10 @@ class Products:
         from gemma4_compat._kernels.specs import nf4_exact, nf4_gemv
 
         kind: Any = nf4_exact if bits else nf4_gemv
-        found = [nf4_exact.gemm(THEIR_ROWS, **one) if bits else nf4_gemv.understood(**one) for one in wanted]
+        found = [nf4_exact.gemm(THEIR_ROWS, **one) if bits else nf4_gemv.match(**one) for one in wanted]
         together: list[list[Any]] = []
         for one in found:
-            if together and kind.go_together(together[-1][0], one):
+            if together and kind.can_fuse(together[-1][0], one):
                 together[-1].append(one)
             else:
                 together.append([one])

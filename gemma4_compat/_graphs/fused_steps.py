@@ -185,8 +185,8 @@ def _fusing(device: Any, sink: Any) -> Iterator[Callable[[], None]]:
 
     mode = Fusing(device, sink, kernels_of(device).layouts)
     with mode, expert_storage.read_by(mode.rows):
-        yield mode.settle
-        mode.settle()
+        yield mode.flush
+        mode.flush()
 
 
 def _copies(outputs: Any) -> list[Any]:

@@ -46,7 +46,7 @@ class Sink(Protocol):
 class Fusing(TorchDispatchMode):  # type: ignore[misc]
     """Inside, pointwise operations on ``device`` are deferred.
 
-    Call :meth:`settle` before leaving, to compute what is still deferred; also before an event marks a point in a
+    Call :meth:`flush` before leaving, to compute what is still deferred; also before an event marks a point in a
     stream, and before freeing memory that an operation may read. ``rows`` reads the experts that are hit.
 
     Args:
@@ -54,6 +54,8 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         sink: receives the kernels.
         layouts: what is known about results, by operation and operands; kept by the caller.
     """
+
+    ignores_launches = True  # a kernel that computes a weight may run before what is deferred
 
     def __init__(self, device: Any, sink: Sink, layouts: dict[Any, tuple[Any, ...]]) -> None:
         super().__init__()
@@ -72,28 +74,28 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             return op(*args, **kwargs)
         if op is torch.ops.aten.index.Tensor and self.rows.is_order(args[1]) and len(args[0]) == len(args[1][0]):
             return torch.ops.aten.alias.default(args[0])  # the experts are in that order already
-        product = nf4_exact.understood(op, args, kwargs) if "products" in KINDS else None
+        product = nf4_exact.match(op, args, kwargs) if "products" in KINDS else None
         if product is not None and self._sink.accepts(product.format.signature):
-            return self._put_off_product(product, nf4_exact)
+            return self._defer_product(product, nf4_exact)
         if op is own.operator("dense"):
-            return self._put_off_dense(*args)
+            return self._defer_dense(*args)
         if op is own.operator("product"):
-            return self._put_off_product(nf4_gemv.understood(*args, **kwargs), nf4_gemv)
+            return self._defer_product(nf4_gemv.match(*args, **kwargs), nf4_gemv)
         if op is own.operator("shift") and args[0].device == self._device:
             return self._shift(op, args)
         alone = op is own.operator("means")  # of each token
-        call = pointwise.mean(*args) if alone else pointwise.understood(op, args, kwargs)
+        call = pointwise.mean(*args) if alone else pointwise.match(op, args, kwargs)
         if call is not None and (call.name != pointwise.MEAN or "rows" in KINDS):
-            found = self._put_off(call, op, args, kwargs)
+            found = self._defer(call, op, args, kwargs)
             if found is not None:
                 return found
         if (self._pending or self._results) and self._touches(op, args, kwargs):
-            self.settle()
+            self.flush()
         return op(*args, **kwargs)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Compute what is deferred, except results that nobody holds any more."""
-        self._settle_products()
+        self._flush_products()
         pending, self._pending = self._pending, {}
         values = [value for value in pending.values() if _is_held(value.memory)]
         if values:
@@ -102,7 +104,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
                 self._launch(kernel, signatures)
         self._read = {}
 
-    def _settle_products(self) -> None:
+    def _flush_products(self) -> None:
         """Compute the deferred products: those of one kind with one launch."""
         launched = []
         for kind, deferred in self._products.items():
@@ -128,28 +130,28 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         finally:
             self._launching = False
 
-    def _put_off_product(self, product: Any, kind: Any) -> Any:
+    def _defer_product(self, product: Any, kind: Any) -> Any:
         """The result of a product that ``kind`` computes later, together with others of the same input."""
         deferred = self._products[kind]
         if self._is_deferred(product.input):
-            self.settle()
-        elif deferred and (len(deferred) == kind.MAX_WEIGHTS or not kind.go_together(deferred[0][0], product)):
-            self._settle_products()
+            self.flush()
+        elif deferred and (len(deferred) == kind.MAX_WEIGHTS or not kind.can_fuse(deferred[0][0], product)):
+            self._flush_products()
         result = product.empty()
         deferred.append((product, torch.ops.aten.alias.default(result)))
         self._results.add(_storage(result))
         self._read[_storage(product.input)] = product.input
         return result
 
-    def _put_off_dense(self, given: Any, weight: Any, bias: Any) -> Any:
+    def _defer_dense(self, given: Any, weight: Any, bias: Any) -> Any:
         """The result of a product with a weight that is not quantized."""
         if any(self._is_deferred(tensor) for tensor in (weight, bias) if tensor is not None):
-            self.settle()
+            self.flush()
         given = self._before_cast(given)
         if weight.shape[1] > dense.SHORT:
-            return self._put_off_product(dense.product(given, weight, bias), dense)
+            return self._defer_product(dense.product(given, weight, bias), dense)
         if _storage(given) in self._pending:
-            self.settle()
+            self.flush()
         value = own.dot(given, weight, bias)
         result = torch.empty(value.shape, dtype=value.dtype, device=self._device)
         self._add(value, result)
@@ -158,7 +160,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
     def _shift(self, op: Any, args: Any) -> None:
         """Move the rows of a full sliding cache now: the attention that follows reads them, in this order."""
         if self._touches(op, args, {}):
-            self.settle()
+            self.flush()
         found = shifting.kernel_of(*args[:4])
         if found is None or not self._sink.accepts(found[1]):
             op(*args)
@@ -183,7 +185,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
 
     # Which operations
 
-    def _put_off(self, call: Call, op: Any, args: Any, kwargs: Any) -> Any:
+    def _defer(self, call: Call, op: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation that is computed later; None if it cannot be deferred."""
         if call.in_place and not self._is_whole(call.operands[0]):
             return None
@@ -193,7 +195,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         if layout is None:
             return None
         size, stride, dtype = layout
-        if not pointwise.fits(call, dtype, self._device):
+        if not pointwise.supports(call, dtype, self._device):
             return None
         if any(not self._is_plain(operand) for operand in call.operands if isinstance(operand, torch.Tensor)):
             return None
@@ -262,7 +264,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         value.memory = torch.ops.aten.alias.default(result) if known is None else known.memory
         self._pending[key] = value
         if len(self._pending) + len(self._read) >= _MAX_TENSORS:
-            self.settle()
+            self.flush()
 
     def _touches(self, op: Any, args: Any, kwargs: Any) -> bool:
         """Whether an operation needs a deferred value, or changes one of its operands."""

@@ -174,7 +174,7 @@ class Call:
     parts: int = 1
 
 
-def understood(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+def match(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
     """The call in terms of the operations above; None if they cannot express it.
 
     Args:
@@ -294,7 +294,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def fits(call: Call, dtype: Any, device: Any) -> bool:
+def supports(call: Call, dtype: Any, device: Any) -> bool:
     """Whether the operations define the result of this dtype for these operands on this device."""
     import torch
 
@@ -342,7 +342,8 @@ class Order(NamedTuple):
 
 @functools.cache
 def order(rows: int, columns: int) -> Order | None:
-    """The order in which PyTorch adds ``rows`` contiguous rows of float32 numbers; None if PyTorch divides a row among warps or blocks.
+    """The order in which PyTorch adds contiguous rows of float32 numbers; None if it divides a row among warps or
+    blocks.
 
     Follows ``setReduceConfig`` and ``ReduceConfig::set_block_dimension``.
     """

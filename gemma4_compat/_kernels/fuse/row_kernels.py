@@ -2,9 +2,9 @@
 
 A norm is a cast, a square, a mean and some more pointwise operations; the next norm's mean often needs the result. A
 row kernel computes the whole chain, with as few barriers as there are means. Each thread has the elements that
-PyTorch's reduction gives it (:func:`pointwise.order`), in all phases, so that the compiler may keep them in registers. If
-there are many rows, PyTorch gives each only a few threads; a row kernel then has more, which compute what those few
-add up.
+PyTorch's reduction gives it (:func:`pointwise.order`), in all phases, so that the compiler may keep them in
+registers. If there are many rows, PyTorch gives each only a few threads; a row kernel then has more, which compute
+what those few add up.
 
 An adapter's B is often computed just before a norm. If what a thread reads of it fits in registers, the row's block
 reads it while the kernel in front is still running, and adds it up in shared memory (it is *staged*). A larger B is

@@ -31,8 +31,8 @@ from gemma4_compat._kernels.fuse.pointwise import (
 from gemma4_compat._kernels.programs import Kernel, kinds
 
 NAME = "fused"
-#: Words of 16 bytes of weights of short products that a thread reads before the kernel in front has ended, at most: four
-#: registers each.
+#: Words of 16 bytes of weights of short products that a thread reads before the kernel in front has ended, at most:
+#: four registers each.
 WORDS = 24
 
 

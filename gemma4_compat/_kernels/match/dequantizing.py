@@ -99,9 +99,8 @@ def _is_watched() -> bool:
 
     if not torch._C._len_torch_dispatch_stack():
         return False
-    from gemma4_compat._kernels.fuse import fusing
-
-    return any(type(mode) is not fusing.Fusing for mode in _python_dispatch._get_current_dispatch_mode_stack())
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    return not all(getattr(type(mode), "ignores_launches", False) for mode in modes)
 
 
 def _key(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any, ...]) -> tuple[Any, ...]:

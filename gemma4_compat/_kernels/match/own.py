@@ -146,7 +146,7 @@ class Own(Repeats):
         return self.called(func, args, kwargs) if found is None else found
 
     def _linear(self, given: Any, weight: Any, bias: Any = None) -> Any:
-        if given.device != self._device or torch.is_grad_enabled() or not dense.suits(given, weight, bias):
+        if given.device != self._device or torch.is_grad_enabled() or not dense.supports(given, weight, bias):
             return None
         return self._computed(torch.ops.gemma4_compat.dense, given, weight, bias)
 
@@ -162,7 +162,7 @@ class Own(Repeats):
     def _product(self, given: Any, *args: Any, **kwargs: Any) -> Any:
         if given.device != self._device or torch.is_grad_enabled():
             return None
-        if nf4_gemv.understood(given, *args, **kwargs) is None:
+        if nf4_gemv.match(given, *args, **kwargs) is None:
             return None
         return self._computed(torch.ops.gemma4_compat.product, given, *args, **kwargs)
 
@@ -293,7 +293,7 @@ def _dense(given: Any, weight: Any, bias: Any) -> Any:
 
 
 def _product(*args: Any, **kwargs: Any) -> Any:
-    product = nf4_gemv.understood(*args, **kwargs)
+    product = nf4_gemv.match(*args, **kwargs)
     assert product is not None  # or Own would not have asked
     result = product.empty()
     launch(result.device, nf4_gemv.kernel_of([product], [result]))

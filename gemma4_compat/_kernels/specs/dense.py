@@ -79,7 +79,7 @@ class Product:
         return self.input.new_empty((*self.input.shape[:-1], self.outputs), dtype=self.format.weight)
 
 
-def suits(given: Any, weight: Any, bias: Any = None) -> bool:
+def supports(given: Any, weight: Any, bias: Any = None) -> bool:
     """Whether the kernels can compute ``torch.nn.functional.linear(given, weight, bias)``."""
     import torch
 
@@ -102,7 +102,7 @@ def suits(given: Any, weight: Any, bias: Any = None) -> bool:
 
 
 def product(given: Any, weight: Any, bias: Any = None) -> Product:
-    """The product that :func:`suits`; ``given`` may be what was cast to the weight's dtype."""
+    """The product that :func:`supports`; ``given`` may be what was cast to the weight's dtype."""
     outputs, inputs = weight.shape
     rows = given.numel() // inputs
     aligned = not (given.data_ptr() % 16 or weight.data_ptr() % 16)
@@ -110,13 +110,13 @@ def product(given: Any, weight: Any, bias: Any = None) -> Product:
     return Product(layout, given, (weight,) if bias is None else (weight, bias), outputs)
 
 
-def go_together(one: Product, other: Product) -> bool:
+def can_fuse(one: Product, other: Product) -> bool:
     """Whether one launch may compute both: they have the same format and read the same input."""
     return one.format == other.format and one.input.data_ptr() == other.input.data_ptr()
 
 
 def kernel_of(products: Sequence[Product], results: Sequence[Any]) -> Kernel:
-    """The kernel that writes the results of products that :func:`go_together`."""
+    """The kernel that writes the results of products that :func:`can_fuse`."""
     layout = products[0].format
     per_block = 1 if layout.small else _THREADS // 32 * _WARP_ROWS
     sizes: list[int | float] = []

@@ -78,7 +78,7 @@ class Format(NamedTuple):
         ]
 
 
-def fits(layout: Format) -> bool:
+def supports(layout: Format) -> bool:
     """Whether a kernel can read rows of so many inputs."""
     inputs = layout.inputs
     return not inputs % _THREAD and layout.dtype.itemsize * min(inputs, _GROUP) * layout.rows <= _SHARED
@@ -132,14 +132,14 @@ class Product:
         return self.input.new_empty((*self.input.shape[:-1], self.outputs))
 
 
-def understood(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Product | None:
+def match(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Product | None:
     """The product that this call of a bitsandbytes operator asks for; None for others, and for what does not suit."""
     name = op.name() if hasattr(op, "name") else ""
     if name == "bitsandbytes::gemm_4bit":
         found = gemm(MAX_ROWS["gemm_4bit"], *args, **kwargs)
     else:
         found = _gemv(*args, **kwargs) if name == "bitsandbytes::gemv_4bit" else None
-    return found if found is not None and fits(found.format) else None
+    return found if found is not None and supports(found.format) else None
 
 
 def gemm(
@@ -222,7 +222,7 @@ def _is_dense(tensor: Any) -> bool:
     return bool(tensor.is_contiguous() or (tensor.ndim == 2 and tensor.t().is_contiguous() and 1 in tensor.shape))
 
 
-def go_together(one: Product, other: Product) -> bool:
+def can_fuse(one: Product, other: Product) -> bool:
     """Whether one launch may compute both: they have the same format and read the same input."""
     return (
         one.format == other.format
@@ -232,7 +232,7 @@ def go_together(one: Product, other: Product) -> bool:
 
 
 def kernel_of(products: Sequence[Product], results: Sequence[Any]) -> Kernel:
-    """The kernel that writes the results of products that :func:`go_together`, each ``[..., outputs]``."""
+    """The kernel that writes the results of products that :func:`can_fuse`, each ``[..., outputs]``."""
     layout = products[0].format
     per_block = WARPS * rows_of_a_warp(layout.inputs)
     blocks = [-(-product.outputs // per_block) for product in products]
@@ -283,7 +283,7 @@ def trial(signature: tuple[Any, ...], device: Any) -> tuple[Kernel, Any, Any]:
                 "absmax_offset": numbers(kind=torch.float32),
             }
         op = torch.ops.bitsandbytes.gemm_4bit.default
-    product = understood(op, args, kwargs)
+    product = match(op, args, kwargs)
     if product is None:
         raise ValueError(f"there is no kernel for {signature}")
     result = product.empty()

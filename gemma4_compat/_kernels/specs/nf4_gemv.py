@@ -1,9 +1,8 @@
-"""Products of up to eight rows with 4-bit weights by matrix units, in an arithmetic of their own.
+"""Products of up to eight rows with 4-bit weights by tensor cores, with custom numerics.
 
 bitsandbytes rounds each weight and each product to the dtype of the input. That takes instructions: on an H100 its
-kernel, and ours with its bits (:mod:`nf4_exact`), are busy with arithmetic before they are with memory. Here, a byte of
-two packed weights is looked up as a pair of float16 values, matrix units multiply pairs by the inputs and add up, and
-the sum of each 64 inputs is multiplied by their scale. Inputs in bfloat16 become float16 with a factor for each 64, so
+kernel, and ours with its bits (:mod:`nf4_exact`), are compute-bound. Here, a byte of two packed weights is looked up
+as a pair of float16 values, tensor cores multiply pairs by the inputs and add up, and the sum of each 64 inputs is multiplied by their scale. Inputs in bfloat16 become float16 with a factor for each 64, so
 they lose nothing. What is rounded is the table of 16 values (``nf4_gemv.cuh``), sums in ``float``, and the result.
 
 A row of the input has the same bits whatever the others are, and wherever the weights are.
@@ -48,7 +47,7 @@ class Product(nf4_exact.Product):
         return warps_of(self.format.inputs, self.outputs)
 
 
-def understood(*args: Any, **kwargs: Any) -> Product | None:
+def match(*args: Any, **kwargs: Any) -> Product | None:
     """The product that ``bitsandbytes::gemm_4bit`` with these arguments asks for; None if it does not suit."""
     import torch
 
@@ -58,13 +57,13 @@ def understood(*args: Any, **kwargs: Any) -> Product | None:
     return Product(found.format, found.input, found.weight, found.outputs)
 
 
-def go_together(one: Product, other: Product) -> bool:
+def can_fuse(one: Product, other: Product) -> bool:
     """Whether one launch may compute both: they have the same format and read the same input."""
-    return nf4_exact.go_together(one, other) and one.warps == other.warps
+    return nf4_exact.can_fuse(one, other) and one.warps == other.warps
 
 
 def kernel_of(wanted: Sequence[Product], results: Sequence[Any]) -> Kernel:
-    """The kernel that writes the results of products that :func:`go_together`, each ``[..., outputs]``."""
+    """The kernel that writes the results of products that :func:`can_fuse`, each ``[..., outputs]``."""
     layout = wanted[0].format
     tiles = [-(-product.outputs // TILE) for product in wanted]
     warps = wanted[0].warps

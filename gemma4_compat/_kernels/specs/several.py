@@ -22,7 +22,8 @@ def text_of(
         function: the function template in ``cuda`` that computes them: ``nf4_gemv``, in a file with that name.
         arguments: of the template.
         given: C type of the input's numbers.
-        fields: C types and names of what the function is given of a weight; None for what is absent. The last is the output.
+        fields: C types and names of what the function is given of a weight; None for what is absent. The last is the
+            output.
         weights: how many.
         bounds: of launches: threads, and if need be blocks of a multiprocessor.
     """
@@ -71,7 +72,8 @@ def side_by_side(one: Kernel, other: Kernel) -> Kernel:
     parameters = [*given[:reads], *also_given[:also_reads], *given[reads : len(one.tensors)]]
     parameters += also_given[also_reads : len(other.tensors)]
     parameters += [*given[len(one.tensors) :], *also_given[len(other.tensors) :], "unsigned int also_first"]
-    text = f"{includes}{INCLUDE.sub('', begin)}({', '.join(parameters)}) {{\nif (blockIdx.x < also_first) {{\n{body}\n}} else {{\n{also}\n}}\n}}\n"
+    head = f"{includes}{INCLUDE.sub('', begin)}({', '.join(parameters)})"
+    text = f"{head} {{\nif (blockIdx.x < also_first) {{\n{body}\n}} else {{\n{also}\n}}\n}}\n"
     tensors = (*one.tensors[:reads], *other.tensors[:also_reads], *one.tensors[reads:], *other.tensors[also_reads:])
     blocks, also_blocks = one.blocks[0], other.blocks[0]
     sizes = (*one.sizes, *other.sizes, blocks)

@@ -89,7 +89,7 @@ def launched(sink: Any, run: Callable[[Any, Callable[[Any], Any]], Any], hidden:
     states = drawn(1, 1, hidden, seed=3)
     with torch.no_grad(), fusing.Fusing(CPU, sink, {}) as mode, own.Own(CPU):
         found = run(states, lambda given: given.mean(-1, keepdim=True))
-        mode.settle()
+        mode.flush()
     return found
 
 

@@ -138,7 +138,6 @@ def test_cuda_is_in_files() -> None:
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.Constant, ast.JoinedStr)):
-                text = "".join(
-                    part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)
-                )
+                parts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+                text = "".join(part for part in parts if isinstance(part, str))
                 assert not is_cuda.search(text) or len(text.splitlines()) <= 3, (file, node.lineno)

@@ -47,14 +47,14 @@ def asked(
     scales = torch.rand(-(-number // 256) if nested else number, generator=generator)
     if operation == GEMV:
         args: tuple[Any, ...] = (given, packed, [outputs, inputs], scales, get_4bit_type("nf4", "cpu"), blocksize)
-        found = nf4_exact.understood(Operator(GEMV), args, {})
+        found = nf4_exact.match(Operator(GEMV), args, {})
     else:
         more: dict[str, Any] = {"bias": torch.randn(outputs, generator=generator).to(dtype)} if bias else {}
         if nested:
             code = create_dynamic_map()
             more |= {"absmax_8bit": drawn(generator, number), "absmax_code": code, "absmax_offset": torch.tensor(0.1)}
         args = (given, packed, [outputs, inputs], scales, blocksize, quant_type)
-        found = nf4_exact.understood(Operator(GEMM), args, more)
+        found = nf4_exact.match(Operator(GEMM), args, more)
     assert found is not None
     return found
 
@@ -152,16 +152,16 @@ def test_products_of_one_input_share_a_launch(on_host: kernels.Kernels) -> None:
         asked(GEMM, torch.bfloat16, 1536, outputs, nested=True, seed=seed) for seed, outputs in enumerate((40, 8, 9))
     ]
     wanted = [dataclasses.replace(product, input=wanted[0].input) for product in wanted]
-    assert all(nf4_exact.go_together(wanted[0], product) for product in wanted)
+    assert all(nf4_exact.can_fuse(wanted[0], product) for product in wanted)
     for found, product in zip(computed(on_host, *wanted), wanted, strict=True):
         assert torch.equal(found, expected(product))
 
 
 def test_others_do_not_share_one() -> None:
     one = asked(GEMM, torch.bfloat16, 1536, 8)
-    assert not nf4_exact.go_together(one, asked(GEMM, torch.bfloat16, 1536, 8))  # another input
+    assert not nf4_exact.can_fuse(one, asked(GEMM, torch.bfloat16, 1536, 8))  # another input
     nested = dataclasses.replace(asked(GEMM, torch.bfloat16, 1536, 8, nested=True), input=one.input)
-    assert not nf4_exact.go_together(one, nested)
+    assert not nf4_exact.can_fuse(one, nested)
 
 
 @pytest.mark.parametrize(
@@ -180,5 +180,5 @@ def test_what_does_not_suit_is_left_to_bitsandbytes(change: str, rows: int, bloc
         scales = scales.double()
     elif change == "shape":
         shape = [outputs + 1, inputs]
-    assert nf4_exact.understood(Operator(GEMM), (given, packed, shape, scales, blocksize, "nf4"), {}) is None
-    assert nf4_exact.understood(Operator("aten::mm"), (), {}) is None
+    assert nf4_exact.match(Operator(GEMM), (given, packed, shape, scales, blocksize, "nf4"), {}) is None
+    assert nf4_exact.match(Operator("aten::mm"), (), {}) is None

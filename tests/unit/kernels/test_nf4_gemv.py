@@ -17,7 +17,7 @@ from gemma4_compat._kernels.specs.several import side_by_side
 
 
 def understood(wanted: dict[str, Any]) -> Product:
-    found = nf4_gemv.understood(**wanted)
+    found = nf4_gemv.match(**wanted)
     assert found is not None
     return found
 
@@ -119,4 +119,4 @@ def test_what_is_no_number_stays_none(on_host: kernels.Kernels) -> None:
 @pytest.mark.parametrize("more", [{"dtype": torch.float32}, {"blocksize": 32}, {"rows": 9}], ids=str)
 def test_what_does_not_suit_is_left(more: dict[str, Any]) -> None:
     wanted = asked(**{"dtype": torch.bfloat16, "inputs": 128, "outputs": 8, **more})
-    assert nf4_gemv.understood(**wanted) is None
+    assert nf4_gemv.match(**wanted) is None

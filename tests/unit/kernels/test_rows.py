@@ -114,7 +114,7 @@ def fused(known: kernels.Kernels, run: Callable[[], Any]) -> tuple[Any, list[Ker
     sink = Launching(known)
     with torch.no_grad(), fusing.Fusing(CPU, sink, {}) as mode:
         found = run()
-        mode.settle()
+        mode.flush()
     return found, sink.kernels
 
 
