@@ -2,8 +2,9 @@
 
 bitsandbytes rounds each weight and each product to the dtype of the input. That takes instructions: on an H100 its
 kernel, and ours with its bits (:mod:`nf4_exact`), are compute-bound. Here, a byte of two packed weights is looked up
-as a pair of float16 values, tensor cores multiply pairs by the inputs and add up, and the sum of each 64 inputs is multiplied by their scale. Inputs in bfloat16 become float16 with a factor for each 64, so
-they lose nothing. What is rounded is the table of 16 values (``nf4_gemv.cuh``), sums in ``float``, and the result.
+as a pair of float16 values, tensor cores multiply pairs by the inputs and add up, and the sum of each 64 inputs is
+multiplied by their scale. Inputs in bfloat16 become float16 with a factor for each 64, so they lose nothing. What is
+rounded is the table of 16 values (``nf4_gemv.cuh``), sums in ``float``, and the result.
 
 A row of the input has the same bits whatever the others are, and wherever the weights are.
 """
@@ -20,7 +21,7 @@ from gemma4_compat._kernels.specs import nf4_exact, several
 from gemma4_compat._kernels.specs.nf4_exact import Format
 
 #: The name in an operation's signature.
-OPERATION = "4-bit product by matrix units"
+OPERATION = "4-bit product by tensor cores"
 #: Rows of the input.
 MAX_ROWS = 8
 #: Weights of one launch.
