@@ -53,27 +53,28 @@ def signatures(few: bool) -> Iterator[tuple[Any, ...]]:
     """Of the operations that are tried."""
     import torch
 
-    from gemma4_compat._kernels.specs import dequantizing_source, product_source, products, reductions, shifting
+    from gemma4_compat._kernels.fuse import pointwise
+    from gemma4_compat._kernels.specs import nf4_dequantize, nf4_exact, shifting
 
     for columns, rows in itertools.product(COLUMNS[: 2 if few else None], ROWS[: 2 if few else None]):
-        if reductions.order(rows, columns) is not None:
-            yield reductions.MEAN, (rows, columns), torch.float32
+        if pointwise.order(rows, columns) is not None:
+            yield pointwise.MEAN, (rows, columns), torch.float32
     for dtype, inputs, rows in itertools.product(
         (torch.bfloat16, torch.float16, torch.float32), INPUTS[: 1 if few else None], (1, 2, 3)
     ):
         for quant_type, nested, bias in itertools.product(("nf4", "fp4"), (True, False), (False, True)):
-            one = product_source.Format("gemm_4bit", dtype, rows, inputs, quant_type, 64, nested, bias)
-            if product_source.fits(one):
+            one = nf4_exact.Format("gemm_4bit", dtype, rows, inputs, quant_type, 64, nested, bias)
+            if nf4_exact.fits(one):
                 yield one.signature
         if rows == 1:
-            yield products.OPERATION, ("gemv_4bit", 1, inputs, "", 64, False, False), dtype
+            yield nf4_exact.OPERATION, ("gemv_4bit", 1, inputs, "", 64, False, False), dtype
     for word, times in itertools.product((16, 8, 4, 2), (1, 2, 3, 4)):
         yield shifting.OPERATION, (word, times), torch.bfloat16 if word == 2 else torch.float32
-    sizes = sorted(dequantizing_source.BLOCKSIZES)[: 2 if few else None]
+    sizes = sorted(nf4_dequantize.BLOCKSIZES)[: 2 if few else None]
     for dtype, quant_type, size, nested in itertools.product(
         (torch.bfloat16, torch.float16, torch.float32), ("nf4", "fp4"), sizes, (0, 256)
     ):
-        yield dequantizing_source.Format(quant_type, size, nested, dtype).signature
+        yield nf4_dequantize.Format(quant_type, size, nested, dtype).signature
 
 
 def trials(device: Any, few: bool, more: Iterable[tuple[Any, ...]] = ()) -> Data:

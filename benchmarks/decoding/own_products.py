@@ -70,7 +70,7 @@ def exact(wanted: dict[str, Any]) -> Any:
     """The product in float64, ``[rows, outputs]``."""
     import torch
 
-    from gemma4_compat._kernels.specs.product_source import VALUES
+    from gemma4_compat._kernels.specs.nf4_exact import VALUES
 
     values = torch.tensor([float(value.rstrip("f")) for value in VALUES[wanted["quant_type"]]]).double()
     values = values.to(wanted["packed"].device)
@@ -151,10 +151,10 @@ class Products:
 
     @staticmethod
     def _kernels_of(wanted: Sequence[dict[str, Any]], bits: bool) -> Iterator[tuple[Any, list[Any]]]:
-        from gemma4_compat._kernels.specs import matrix_products, products
+        from gemma4_compat._kernels.specs import nf4_exact, nf4_gemv
 
-        kind: Any = products if bits else matrix_products
-        found = [products.gemm(THEIR_ROWS, **one) if bits else matrix_products.understood(**one) for one in wanted]
+        kind: Any = nf4_exact if bits else nf4_gemv
+        found = [nf4_exact.gemm(THEIR_ROWS, **one) if bits else nf4_gemv.understood(**one) for one in wanted]
         together: list[list[Any]] = []
         for one in found:
             if together and kind.go_together(together[-1][0], one):

@@ -11,20 +11,10 @@ from typing import Any, Protocol
 from gemma4_compat._common.bits import same_bits
 from gemma4_compat._common.selftest import SelfTests
 from gemma4_compat._kernels.compiling import CudaCompiler
+from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
+from gemma4_compat._kernels.fuse.pointwise import Load, Number, Operand, Value
 from gemma4_compat._kernels.programs import Kernel
-from gemma4_compat._kernels.specs import (
-    dense,
-    dequantizing_source,
-    expert_rows,
-    kernel_source,
-    matrix_products,
-    pointwise,
-    products,
-    reductions,
-    row_source,
-    shifting,
-)
-from gemma4_compat._kernels.specs.pointwise import Load, Number, Operand, Value
+from gemma4_compat._kernels.specs import dense, expert_rows, nf4_dequantize, nf4_exact, nf4_gemv, shifting
 
 _Signature = tuple[Any, ...]
 _TRIED = 1 << 18  # elements, in bits drawn at random
@@ -175,12 +165,12 @@ class Kernels:
         """
         import torch
 
-        for module in (dequantizing_source, expert_rows, products, shifting):
+        for module in (nf4_dequantize, expert_rows, nf4_exact, shifting):
             if signature[0] == module.OPERATION:
                 kernel, found, expected = module.trial(signature, self._device)
                 return [kernel], found, expected
         name, kinds, dtype = signature
-        if name == reductions.MEAN:
+        if name == pointwise.MEAN:
             return self._trial_of_mean(*kinds)
         generator = torch.Generator(self._device).manual_seed(0)
         tensors = [kind for kind in kinds if not isinstance(kind, float)]
@@ -198,7 +188,7 @@ class Kernels:
         reference = pointwise.operation(name).reference
         expected = given[0].to(dtype) if reference is None else reference(*given)
         value = Value(name, tuple(operands), (elements,), dtype, memory=torch.empty_like(expected))
-        return [kernel_source.kernel_of([value])], value.memory, expected
+        return [writer.kernel_of([value])], value.memory, expected
 
     def _trial_of_mean(self, rows: int, columns: int) -> tuple[list[Kernel], Any, Any]:
         """One row may have the right bits by chance: so many that it does not."""
@@ -212,14 +202,14 @@ class Kernels:
         kernels = []
         for one, memory in zip(given, found, strict=True):
             operands = (Load(one, (columns, 1)),)
-            value = Value(reductions.MEAN, operands, (rows, 1), given.dtype, columns=columns, memory=memory)
-            kernels += row_source.kernels_of([value])
+            value = Value(pointwise.MEAN, operands, (rows, 1), given.dtype, columns=columns, memory=memory)
+            kernels += row_kernels.kernels_of([value])
         return kernels, found, expected
 
 
 def _is_computed(signature: _Signature) -> bool:
     """Whether an operation computes what PyTorch does: some only move data, others have an arithmetic of their own."""
-    others = "concatenate", "constant", pointwise.DOT, dense.OPERATION, matrix_products.OPERATION
+    others = "concatenate", "constant", pointwise.DOT, dense.OPERATION, nf4_gemv.OPERATION
     return signature[0] not in others
 
 

@@ -1,7 +1,7 @@
 // What every kernel needs: dtypes and their roundings, words of 16 bytes, waiting for the kernel before.
 //
 // Included by every program (_kernels/programs.py). Tests: those of each kernel, in tests/unit/kernels.
-// bfloat16 is rounded as in c10::BFloat16; GELU is GeluCUDAKernelImpl's (ActivationGeluKernel.cu).
+// bfloat16 is rounded as in c10::BFloat16.
 #pragma once
 
 typedef unsigned short u16;
@@ -106,13 +106,6 @@ __device__ __forceinline__ unsigned int multiply_pairs_f16(unsigned int a, unsig
 }
 #endif
 __device__ __forceinline__ float round_f16(float x) { return from_f16(to_f16(x)); }
-__device__ __forceinline__ float gelu_tanh(float x) {
-  const float beta = 1.41421356237309504880168872420969808f * 1.12837916709551257389615890312154517f * 0.5f;
-  const float kappa = 0.044715f;
-  float cube = x * x * x;
-  float inner = beta * (x + kappa * cube);
-  return 0.5f * x * (1.0f + tanhf(inner));
-}
 
 // Dtypes: what is stored, and the conversions to and from float. `lowest`: the least number.
 // `of_bits`: what is stored, from the low bits of an integer. `element`: a number in a word of 16 bytes.

@@ -14,3 +14,8 @@ __device__ __forceinline__ void multiply_add(float& sum, const float (&x)[T::IN_
   sum = __fmaf_rn(x[K], T::element(weights, K), sum);
   if constexpr (K + 1 < T::IN_WORD) multiply_add<T, K + 1>(sum, x, weights);
 }
+template <typename T, int K = 0>
+__device__ __forceinline__ void multiply_add(float& sum, const Word16& x, const Word16& weights) {
+  sum = __fmaf_rn(T::element(x, K), T::element(weights, K), sum);
+  if constexpr (K + 1 < T::IN_WORD) multiply_add<T, K + 1>(sum, x, weights);
+}

@@ -19,20 +19,11 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gemma4_compat._kernels.fuse import pointwise, row_kernels
+from gemma4_compat._kernels.fuse.pointwise import Call, Load, Number, Operand, Part, Value
 from gemma4_compat._kernels.match import own
 from gemma4_compat._kernels.programs import Kernel
-from gemma4_compat._kernels.specs import (
-    dense,
-    expert_rows,
-    kernel_source,
-    matrix_products,
-    pointwise,
-    products,
-    reductions,
-    row_source,
-    shifting,
-)
-from gemma4_compat._kernels.specs.pointwise import Call, Load, Number, Operand, Part, Value
+from gemma4_compat._kernels.specs import dense, expert_rows, nf4_exact, nf4_gemv, several, shifting
 
 #: What is computed by kernels of ours, beside pointwise operations. A benchmark takes some away.
 KINDS = frozenset({"products", "rows"})
@@ -71,7 +62,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         self._pending: dict[int, Value] = {}  # by storage, the oldest first; for each its last value
         self._read: dict[int, Any] = {}  # storages that pending values are computed from
         # Deferred products with their results, by the module that computes them; computed before values.
-        self._products: dict[Any, list[tuple[Any, Any]]] = {kind: [] for kind in (products, matrix_products, dense)}
+        self._products: dict[Any, list[tuple[Any, Any]]] = {kind: [] for kind in (nf4_exact, nf4_gemv, dense)}
         self._results: set[int] = set()  # storages of those results
         self._launching = False
 
@@ -81,18 +72,18 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             return op(*args, **kwargs)
         if op is torch.ops.aten.index.Tensor and self.rows.is_order(args[1]) and len(args[0]) == len(args[1][0]):
             return torch.ops.aten.alias.default(args[0])  # the experts are in that order already
-        product = products.understood(op, args, kwargs) if "products" in KINDS else None
+        product = nf4_exact.understood(op, args, kwargs) if "products" in KINDS else None
         if product is not None and self._sink.accepts(product.format.signature):
-            return self._put_off_product(product, products)
+            return self._put_off_product(product, nf4_exact)
         if op is own.operator("dense"):
             return self._put_off_dense(*args)
         if op is own.operator("product"):
-            return self._put_off_product(matrix_products.understood(*args, **kwargs), matrix_products)
+            return self._put_off_product(nf4_gemv.understood(*args, **kwargs), nf4_gemv)
         if op is own.operator("shift") and args[0].device == self._device:
             return self._shift(op, args)
         alone = op is own.operator("means")  # of each token
         call = pointwise.mean(*args) if alone else pointwise.understood(op, args, kwargs)
-        if call is not None and (call.name != reductions.MEAN or "rows" in KINDS):
+        if call is not None and (call.name != pointwise.MEAN or "rows" in KINDS):
             found = self._put_off(call, op, args, kwargs)
             if found is not None:
                 return found
@@ -107,7 +98,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         values = [value for value in pending.values() if _is_held(value.memory)]
         if values:
             signatures = [value.signature for value in pointwise.everything(values)]
-            for kernel in row_source.kernels_of(values):
+            for kernel in row_kernels.kernels_of(values):
                 self._launch(kernel, signatures)
         self._read = {}
 
@@ -122,7 +113,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         if len(launched) == 2 and others and others[0][0].format.small:
             # LoRA's A beside the weights that it adapts.
             (one, signatures), (other, _) = launched
-            launched = [(kernel_source.side_by_side(one, other), signatures)]
+            launched = [(several.side_by_side(one, other), signatures)]
         for deferred in self._products.values():
             deferred.clear()
         self._results.clear()
@@ -244,10 +235,10 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
     # Values
 
     def _value(self, call: Call, shape: tuple[int, ...], dtype: Any) -> Value:
-        if call.name not in ("concatenate", reductions.MEAN):
+        if call.name not in ("concatenate", pointwise.MEAN):
             return Value(call.name, tuple(self._operand(operand, shape) for operand in call.operands), shape, dtype)
         operands = tuple(self._operand(operand, tuple(operand.shape)) for operand in call.operands)
-        if call.name == reductions.MEAN:
+        if call.name == pointwise.MEAN:
             return Value(call.name, operands, shape, dtype, columns=call.operands[0].shape[-1], parts=call.parts)
         sizes = tuple(operand.shape[call.dim] for operand in call.operands)
         return Value(call.name, operands, shape, dtype, sizes, call.dim)

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._kernels.fuse import dequantizing
-from gemma4_compat._kernels.specs.dequantizing_source import Format
+from gemma4_compat._kernels.match import dequantizing
+from gemma4_compat._kernels.specs.nf4_dequantize import Format
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace

@@ -12,24 +12,21 @@ from typing import Any
 import torch
 
 from gemma4_compat._kernels.compiling import Nvrtc
+from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
+from gemma4_compat._kernels.fuse.pointwise import Load, Number, Part, Value
 from gemma4_compat._kernels.match import own, top_tokens
 from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs import (
     attention,
     dense,
-    dequantizing_source,
     expert_rows,
     flash,
-    kernel_source,
-    matrix_products,
-    pointwise,
-    products,
-    reductions,
-    row_source,
+    nf4_dequantize,
+    nf4_exact,
+    nf4_gemv,
     several,
     shifting,
 )
-from gemma4_compat._kernels.specs.pointwise import Load, Number, Part, Value
 
 
 def _pointwise() -> Iterator[Kernel]:
@@ -44,19 +41,19 @@ def _pointwise() -> Iterator[Kernel]:
                 operands = (*operands[:-1], Number(0.3))
             if how.source:
                 values.append(Value(name, operands, (6, 8), dtype, memory=torch.zeros(6, 8, dtype=dtype)))
-        yield kernel_source.kernel_of(values)
+        yield writer.kernel_of(values)
         scaled = Value("multiply", (rows, column), (6, 8), dtype)
         halves = Part(scaled, 4, (8, 1)), Part(scaled, 0, (8, 1))
         turned = Value("concatenate", halves, (6, 8), dtype, sizes=(4, 4), dim=1)
         out = Value("add", (Part(turned, 0, (8, 1)), rows), (6, 8), dtype, memory=torch.zeros(6, 8, dtype=dtype))
-        yield kernel_source.kernel_of([out])
-        yield kernel_source.kernel_of([_adapted(dtype, 16, 8, 256), _adapted(dtype, 16, 8, 256)])
+        yield writer.kernel_of([out])
+        yield writer.kernel_of([_adapted(dtype, 16, 8, 256), _adapted(dtype, 16, 8, 256)])
 
 
 def _rows() -> Iterator[Kernel]:
     """A norm, for rows that PyTorch adds in different ways."""
     for rows, columns in ((1, 1536), (1, 5376), (8, 256), (16, 512), (64, 3840)):
-        yield from row_source.kernels_of(
+        yield from row_kernels.kernels_of(
             [_normed(Load(torch.zeros(rows, columns, dtype=torch.bfloat16), (columns, 1)))]
         )
     for dtype, rank, rows, columns in (
@@ -68,7 +65,7 @@ def _rows() -> Iterator[Kernel]:
         (torch.float16, 24, 1, 3840),
         (torch.float32, 4, 1, 5376),
     ):
-        yield from row_source.kernels_of([_normed(Part(_adapted(dtype, rank, rows, columns), 0, (columns, 1)))])
+        yield from row_kernels.kernels_of([_normed(Part(_adapted(dtype, rank, rows, columns), 0, (columns, 1)))])
 
 
 def _normed(given: Load | Part) -> Value:
@@ -78,7 +75,7 @@ def _normed(given: Load | Part) -> Value:
     shape = tuple(given.tensor.shape if isinstance(given, Load) else (given.value.elements // columns, columns))
     wide = Value("cast", (given,), shape, torch.float32)
     square = Value("square", (Part(wide, 0, (columns, 1)),), shape, torch.float32)
-    mean = Value(reductions.MEAN, (Part(square, 0, (columns, 1)),), (shape[0], 1), torch.float32, columns=columns)
+    mean = Value(pointwise.MEAN, (Part(square, 0, (columns, 1)),), (shape[0], 1), torch.float32, columns=columns)
     root = Value("power_of_minus_half", (Part(mean, 0, (1, 0)),), (shape[0], 1), torch.float32)
     scaled = Value("multiply", (Part(wide, 0, (columns, 1)), Part(root, 0, (1, 0))), shape, torch.float32)
     weight = Load(torch.zeros(columns, dtype=torch.float32), (0, 1), True)
@@ -97,16 +94,16 @@ def _adapted(dtype: Any, rank: int, rows: int, columns: int) -> Value:
     return Value("add", (given, Part(cast, 0, inner)), shape, torch.bfloat16, memory=torch.zeros(shape).bfloat16())
 
 
-def _products() -> Iterator[Kernel]:
-    from tests.unit.decoding.test_products import CASES, asked
+def _nf4_exact() -> Iterator[Kernel]:
+    from tests.unit.kernels.test_nf4_exact import CASES, asked
 
     for operation, dtype, inputs, more in CASES:
         one = asked(operation, dtype, inputs, 37, **more)
-        yield products.kernel_of([one], [one.empty()])
+        yield nf4_exact.kernel_of([one], [one.empty()])
 
 
-def _matrix_products() -> Iterator[Kernel]:
-    from tests.unit.decoding.test_matrix_products import asked
+def _nf4_gemv() -> Iterator[Kernel]:
+    from tests.unit.kernels.test_nf4_gemv import asked
 
     for dtype, inputs, outputs, rows, count in (
         (torch.bfloat16, 1536, 37, 1, 3),
@@ -118,9 +115,9 @@ def _matrix_products() -> Iterator[Kernel]:
         (torch.bfloat16, 21504, 4000, 8, 1),
     ):
         given = asked(dtype, inputs, outputs, rows=rows, bias=rows == 1)
-        one = matrix_products.understood(**given)
+        one = nf4_gemv.understood(**given)
         assert one is not None
-        kernel = matrix_products.kernel_of([one] * count, [one.empty()] * count)
+        kernel = nf4_gemv.kernel_of([one] * count, [one.empty()] * count)
         yield kernel
         low = dense.product(given["given"], torch.zeros(16, inputs, dtype=torch.float32 if rows == 1 else dtype))
         yield several.side_by_side(kernel, dense.kernel_of([low] * count, [low.empty()] * count))
@@ -139,7 +136,7 @@ def _shifting() -> Iterator[Kernel]:
 
 def _dequantizing() -> Iterator[Kernel]:
     for dtype, nested in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
-        yield Kernel(dequantizing_source.text_of(dtype, nested=nested), (), 1, (), dequantizing_source._THREADS)
+        yield Kernel(nf4_dequantize.text_of(dtype, nested=nested), (), 1, (), nf4_dequantize._THREADS)
 
 
 def _attention(*cases: tuple[Any, ...]) -> Iterator[Kernel]:
@@ -210,17 +207,17 @@ def _top_tokens() -> Iterator[Kernel]:
 
 #: By the name of the module in ``gemma4_compat/_kernels``. Of a kernel the text and the threads of a block count.
 EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
-    "kernel_source": _pointwise,
-    "row_source": _rows,
-    "product_source": _products,
-    "matrix_source": _matrix_products,
+    "writer": _pointwise,
+    "row_writer": _rows,
+    "nf4_exact": _nf4_exact,
+    "nf4_gemv": _nf4_gemv,
     "dense": _dense,
     "attention": _plain_attention,
     "attention_tensor": _matrix_attention,
     "flash": _flash,
     "expert_rows": _expert_rows,
     "shifting": _shifting,
-    "dequantizing_source": _dequantizing,
+    "nf4_dequantize": _dequantizing,
     "top_tokens": _top_tokens,
 }
 #: The first compute capability of modules whose kernels older GPUs do not get.

@@ -17,8 +17,8 @@ from packaging.version import Version
 import gemma4_compat
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.compiling import CudaCompiler
-from gemma4_compat._kernels.fuse import dequantizing
-from gemma4_compat._kernels.specs.dequantizing_source import BLOCKSIZES, Format, computed
+from gemma4_compat._kernels.match import dequantizing
+from gemma4_compat._kernels.specs.nf4_dequantize import BLOCKSIZES, Format, computed
 from gemma4_compat._reproduction import tiny
 
 PATCH = "bitsandbytes-fused-dequantization"

@@ -12,12 +12,12 @@ pytest.importorskip("torch")
 import torch
 
 from gemma4_compat._kernels import kernels
-from gemma4_compat._kernels.fuse import fusing
+from gemma4_compat._kernels.fuse import fusing, pointwise, row_kernels
+from gemma4_compat._kernels.fuse.pointwise import Load, Value
 from gemma4_compat._kernels.match import own
 from gemma4_compat._kernels.programs import Kernel
-from gemma4_compat._kernels.specs import dense, reductions, row_source
-from gemma4_compat._kernels.specs.kernel_source import side_by_side
-from gemma4_compat._kernels.specs.pointwise import Load, Value
+from gemma4_compat._kernels.specs import dense
+from gemma4_compat._kernels.specs.several import side_by_side
 
 CPU = torch.device("cpu")
 
@@ -25,10 +25,10 @@ CPU = torch.device("cpu")
 def mean(given: Any) -> Any:
     """Row by row as ``Reduce.cuh`` adds: four sums a thread, then halves of the threads, then a warp."""
     rows, columns = given.reshape(-1, given.shape[-1]).shape
-    found = reductions.order(rows, columns)
+    found = pointwise.order(rows, columns)
     assert found is not None
     flat = given.reshape(rows, columns)
-    turns = reductions.turns(columns, found)
+    turns = pointwise.turns(columns, found)
     room = found.threads * (4 if found.vector else 1) * turns
     padded = torch.nn.functional.pad(flat, (0, room - columns))
     sums = torch.zeros(rows, 4, found.threads)
@@ -54,9 +54,9 @@ SHAPES += [(9, 1536), (64, 1536), (17, 2560), (40, 5376), (64, 768)]
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_a_mean_is_added_in_cudas_order(on_host: kernels.Kernels, rows: int, columns: int) -> None:
     given = torch.randn(rows, columns, generator=torch.Generator().manual_seed(columns))
-    value = Value(reductions.MEAN, (Load(given, (columns, 1)),), (rows, 1), torch.float32, columns=columns)
+    value = Value(pointwise.MEAN, (Load(given, (columns, 1)),), (rows, 1), torch.float32, columns=columns)
     value.memory = torch.empty(rows, 1)
-    (kernel,) = row_source.kernels_of([value])
+    (kernel,) = row_kernels.kernels_of([value])
     on_host.prepare([kernel.text], [])
     on_host.launch(kernel)
     assert torch.equal(value.memory, mean(given))
@@ -64,7 +64,7 @@ def test_a_mean_is_added_in_cudas_order(on_host: kernels.Kernels, rows: int, col
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 16), (1, 130), (64, 20000)])
 def test_other_shapes_are_left_to_pytorch(rows: int, columns: int) -> None:
-    assert reductions.order(rows, columns) is None
+    assert pointwise.order(rows, columns) is None
 
 
 class Launching:
@@ -133,9 +133,9 @@ def test_more_threads_compute_the_rows_of_a_prompt(on_host: kernels.Kernels) -> 
     for one, other in zip(found, layer(mean, tokens, columns), strict=True):
         assert torch.equal(one, other)
     (kernel,) = launched
-    order = reductions.order(tokens, columns)
+    order = pointwise.order(tokens, columns)
     assert order is not None
-    assert kernel.block > order.threads == reductions.WARP
+    assert kernel.block > order.threads == pointwise.WARP
     assert kernel.blocks == (tokens * (1 + 4), 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -193,10 +194,14 @@ def test_an_adapter_on_the_experts(workspace: Any, checkpoint: Path, launched: l
 
 @pytest.mark.usefixtures("tapes")
 def test_other_bits_leave_bitsandbytes_at_it(
-    workspace: Any, checkpoint: Path, launched: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Any,
+    checkpoint: Path,
+    launched: list[str],
+    change_file: Callable[[str, str, str], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kernels, "_kernels", {})  # what was tried before would be known
-    monkeypatch.setattr(expert_rows, "_UNPACK_16", expert_rows._UNPACK_16.replace("byte >> 4", "byte >> 3"))
+    change_file("experts.cuh", "code[byte >> 4], scale", "code[byte >> 3], scale")
     model = placed(workspace, loaded(workspace, checkpoint, "4bit-double", **BATCHED), "nested", "memory")
     calls.compared(model, calls.ask(model, new=8))
     said = calls.steps(model)

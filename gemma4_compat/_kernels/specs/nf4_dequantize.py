@@ -64,7 +64,7 @@ def kernel_of(packed: Any, layout: Format, scales: Sequence[Any], result: Any) -
 
 def text_of(dtype: Any, *, nested: bool) -> str:
     """The kernel's text for weights of this dtype."""
-    return instance("dequantizing.cuh", "dequantized_nested" if nested else "dequantized", kinds()[dtype].name)
+    return instance("nf4_dequantize.cuh", "dequantized_nested" if nested else "dequantized", kinds()[dtype].name)
 
 
 def trial(signature: tuple[Any, ...], device: Any) -> tuple[Kernel, Any, Any]:

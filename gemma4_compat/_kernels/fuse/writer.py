@@ -1,7 +1,12 @@
-"""The CUDA C of one kernel that computes several results of small pointwise operations.
+"""Writes one kernel that computes several results of small pointwise operations, with the functions of
+``pointwise.cuh``.
 
 In every result that is long enough, each thread computes the element with the thread's number. If it needs another
 result that is not in memory yet, it computes that again: results are pure functions of what is in memory.
+
+A *short* product, like LoRA's B, is computed where its result is needed (:data:`pointwise.DOT`), and a thread needs a
+row of the weight for each of its elements. It reads the row before the kernel in front has ended. The row goes into
+registers, so there must not be many of them.
 """
 
 from __future__ import annotations
@@ -12,22 +17,67 @@ from collections import ChainMap
 from collections.abc import Collection, MutableMapping, Sequence
 from typing import Any
 
+from gemma4_compat._kernels.fuse.pointwise import (
+    DOT,
+    Load,
+    Number,
+    Operand,
+    Part,
+    Value,
+    everything,
+    index_in,
+    operation,
+)
 from gemma4_compat._kernels.programs import Kernel, kinds
-from gemma4_compat._kernels.specs.pointwise import DOT, Load, Number, Operand, Part, Value, index_in, operation
-from gemma4_compat._kernels.specs.short_products import WORDS, dots_of, words_of, words_of_a_row
 
 NAME = "fused"
+#: Words of 16 bytes of weights of short products that a thread reads before the kernel in front has ended, at most: four
+#: registers each.
+WORDS = 24
 
 
-def unpacked(dtype: Any, word: str, each: int) -> list[str]:
-    """C for the numbers in a ``Word16``: ``each`` of this dtype."""
-    import torch
+def dots_of(values: Sequence[Value], done: Collection[int]) -> list[Value]:
+    """The short products that have the same number as the element of these values that needs them, and whose weight
+    no kernel writes. ``done`` are ids of values in memory.
+    """
+    found: dict[int, Value] = {}
+    seen = set(done)
+    waiting = list(reversed(values))
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if value.name == DOT:
+            weight = value.operands[1]
+            if isinstance(weight, Load) and weight.constant and words_of_a_row(value):
+                found[id(value)] = value
+        elif not value.columns and not value.sizes:
+            for operand in reversed(value.operands):
+                if isinstance(operand, Part) and index_in(value.shape, operand.strides, operand.offset, "i") == "i":
+                    waiting.append(operand.value)
+    return list(found.values())
 
-    if dtype == torch.float32:
-        return [f"__uint_as_float({word}.part[{k}])" for k in range(each)]
-    halves = [f"{word}.part[{k // 2}] {'>> 16' if k % 2 else '& 0xffffu'}" for k in range(each)]
-    load = kinds()[dtype].load
-    return [load.format(f"(u16)({half})") for half in halves]
+
+def words_of(values: Sequence[Value], done: Collection[int] = ()) -> int:
+    """How many words of weights an element of these values needs for :func:`dots_of`."""
+    return sum(map(words_of_a_row, dots_of(values, done)))
+
+
+def is_read_ahead(value: Value) -> bool:
+    """Whether all short products that it is computed from are among :func:`dots_of`, and there is one."""
+    dots = [one for one in everything([value]) if one.name == DOT]
+    return 0 < len(dots) == len(dots_of([value], ()))
+
+
+def words_of_a_row(dot: Value) -> int:
+    """The words in a row of a short product's weight; 0 if it is not read in words."""
+    given, weight = dot.operands[:2]
+    assert isinstance(given, Load)
+    assert isinstance(weight, Load)
+    each = 16 // weight.dtype.itemsize
+    aligned = not any(operand.tensor.data_ptr() % 16 for operand in (given, weight))
+    return dot.columns // each if aligned and given.dtype == weight.dtype and not dot.columns % each else 0
 
 
 def kernel_of(values: Sequence[Value]) -> Kernel:
@@ -52,7 +102,7 @@ class Writer:
         self._count = 0
         self._reads: dict[tuple[int, Any], tuple[str, Any]] = {}  # by address and dtype: parameter and tensor
         self._values: dict[int, Value] = {}  # whose numbers are in a scope: alive until the end
-        self._ahead: dict[int, str] = {}  # by short product: C for a word of its weight that is read already
+        self._ahead: dict[int, str] = {}  # by short product: C for its weight that is read already
         self._constant: dict[str, Any] = {}  # by parameter: a tensor that no kernel of a step writes
 
     def kernel(self, values: Sequence[Value]) -> Kernel:
@@ -70,7 +120,9 @@ class Writer:
                 if value.elements == elements:
                     self._line(self._stored(value, position, "i", scope))
             self._line("}")
-        return Kernel(self._text(NAME, begin, values, len(sizes)), self._tensors(values), len(values), sizes)
+        return Kernel(
+            self._text("pointwise.cuh", NAME, begin, values, len(sizes)), self._tensors(values), len(values), sizes
+        )
 
     def _read_ahead(self, values: Sequence[Value], first: str) -> list[str]:
         """Lines that read what the short products in element ``i`` of these values need of weights, into ``ahead``.
@@ -83,14 +135,12 @@ class Writer:
             assert isinstance(weight, Load)
             count, name = words_of_a_row(dot), self._read(weight)
             row = f"{name} + i % {dot.shape[-1]}u * {dot.columns}u"
-            place = f"ahead[{first}{number} + word]"
-            lines.append(f"#pragma unroll\nfor (int word = 0; word < {count}; ++word)")
-            lines.append(f"{place} = ((const Word16*)({row}))[word];")
-            self._ahead[id(dot)] = place
+            self._ahead[id(dot)] = place = f"ahead + {first}{number}"
+            lines.append(f"read_ahead<{count}>({place}, {row});")
             number += count
         return lines
 
-    def _text(self, name: str, begin: str, values: Sequence[Value], sizes: int) -> str:
+    def _text(self, file: str, name: str, begin: str, values: Sequence[Value], sizes: int) -> str:
         """The kernel with the lines so far, which stores these values."""
         parameters = [
             *(f"const {self._kinds[tensor.dtype].c}* __restrict__ {read}" for read, tensor in self._reads.values()),
@@ -98,7 +148,11 @@ class Writer:
             *(f"unsigned int n{number}" for number in range(sizes)),
         ]
         lines = [begin, "let_next_kernel_begin();", "wait_for_kernel_before();", *self._lines]
-        return f'extern "C" __global__ void {name}({", ".join(parameters)}) {{\n' + "\n".join(lines) + "\n}\n"
+        return (
+            f'#include "{file}"\nextern "C" __global__ void {name}({", ".join(parameters)}) {{\n'
+            + "\n".join(lines)
+            + "\n}\n"
+        )
 
     def _tensors(self, values: Sequence[Value]) -> tuple[Any, ...]:
         return (*(tensor for _, tensor in self._reads.values()), *(value.memory for value in values))
@@ -140,25 +194,14 @@ class Writer:
         names = [self._read(operand) for operand in (given, weight)]
         row = self._index(f"{at} % {outputs}u", scope)
         of_input = self._index(f"({at} / {outputs}u) * {value.columns}u", scope)
-        result = self._new("float", "0.0f")
-        each = 16 // weight.dtype.itemsize if words_of_a_row(value) else 0
-        read = self._ahead.get(id(value)) if at == "i" else None
-        self._line("{")
-        if each:
-            self._line(f"const Word16* words_of_input = (const Word16*)({names[0]} + {of_input});")
-            if not read:
-                self._line(f"const Word16* words_of_weight = (const Word16*)({names[1]} + {row} * {value.columns}u);")
-            self._line("#pragma unroll")
-            self._line(f"for (int word = 0; word < {value.columns // each}; ++word) {{")
-            self._line(f"const Word16 x = words_of_input[word], w = {read or 'words_of_weight[word]'};")
-            for a, b in zip(unpacked(given.dtype, "x", each), unpacked(weight.dtype, "w", each), strict=True):
-                self._line(f"{result} = __fmaf_rn({a}, {b}, {result});")
+        x, w = f"{names[0]} + {of_input}", f"{names[1]} + {row} * {value.columns}u"
+        kind = self._kinds[weight.dtype].name
+        if words := words_of_a_row(value):
+            read = (self._ahead.get(id(value)) if at == "i" else None) or f"(const Word16*)({w})"
+            result = self._new("float", f"dot_of_words<{kind}, {words}>({x}, {read})")
         else:
-            self._line(f"for (unsigned int k = 0; k < {value.columns}u; ++k) {{")
-            a = self._kinds[given.dtype].load.format(f"{names[0]}[{of_input} + k]")
-            b = self._kinds[weight.dtype].load.format(f"{names[1]}[{row} * {value.columns}u + k]")
-            self._line(f"{result} = __fmaf_rn({a}, {b}, {result});")
-        self._line("}}")
+            of = f"{self._kinds[given.dtype].name}, {kind}, {value.columns}"
+            result = self._new("float", f"dot<{of}>({x}, {w})")
         if bias:
             self._line(f"{result} = __fadd_rn({result}, {self._loaded(bias[0], row, scope)});")
         return self._new("float", self._kinds[value.dtype].rounded.format(result))

@@ -8,19 +8,23 @@ bits before its first use (:mod:`kernels`).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from gemma4_compat._kernels.specs import reductions
-
+#: The name of a mean over the last dimension.
+MEAN = "mean"
 #: The name of a product with few inputs (:mod:`dense`): each element is a sum over them, in order.
 DOT = "dot"
 #: An operation on more elements needs no small kernel.
 MAX_ELEMENTS = 1 << 22
 #: Kernels count elements in 32 bits.
 _FAR = 1 << 31
+WARP = 32
+_MOST_THREADS = 512  # of a row: max_reduce_threads of PyTorch
+_SUMS = 4  # of a thread: vt0, and input_vec_size
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def _operations() -> dict[str, Operation]:
         "tanh": Operation("tanhf({0})", torch.tanh),
         "gelu_tanh": Operation("gelu_tanh({0})", lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
         "where": Operation("({0} ? {1} : {2})", torch.where, rounds=False),
-        reductions.MEAN: Operation("", lambda x: x.mean(-1, keepdim=True), rounds=False),
+        MEAN: Operation("", lambda x: x.mean(-1, keepdim=True), rounds=False),
         DOT: Operation("", None),
     }
 
@@ -148,7 +152,7 @@ class Value:
     @property
     def is_mean(self) -> bool:
         """Whether each element is the mean of a row."""
-        return self.name == reductions.MEAN
+        return self.name == MEAN
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -277,9 +281,9 @@ def _mean(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
 def mean(tensor: Any, parts: int = 1) -> Call | None:
     """The means of the rows of a tensor, as PyTorch computes them in so many calls."""
     columns = tensor.shape[-1]
-    if not tensor.is_contiguous() or reductions.order(tensor.numel() // columns // parts, columns) is None:
+    if not tensor.is_contiguous() or order(tensor.numel() // columns // parts, columns) is None:
         return None
-    return Call(reductions.MEAN, (tensor,), parts=parts)
+    return Call(MEAN, (tensor,), parts=parts)
 
 
 def _constant(args: Sequence[Any], _kwargs: dict[str, Any]) -> Call | None:
@@ -313,7 +317,7 @@ def fits(call: Call, dtype: Any, device: Any) -> bool:
             return False
         elif operand.dtype != dtype and call.name != "cast" and dtype != torch.float32:
             return False  # PyTorch rounds the operand first
-        elif operand.dtype != dtype and call.name in ("concatenate", reductions.MEAN):
+        elif operand.dtype != dtype and call.name in ("concatenate", MEAN):
             return False
     return True
 
@@ -321,6 +325,48 @@ def fits(call: Call, dtype: Any, device: Any) -> bool:
 def _span(tensor: Any) -> int:
     """Elements from the first to the last one in memory."""
     return int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+
+
+class Order(NamedTuple):
+    """Which thread adds what.
+
+    Attributes:
+        threads: that share a row.
+        vector: whether a thread reads four neighbours at once, one for each of its sums; otherwise every fourth of its
+            elements belongs to the same sum.
+    """
+
+    threads: int
+    vector: bool
+
+
+@functools.cache
+def order(rows: int, columns: int) -> Order | None:
+    """The order in which PyTorch adds ``rows`` contiguous rows of float32 numbers; None if PyTorch divides a row among warps or blocks.
+
+    Follows ``setReduceConfig`` and ``ReduceConfig::set_block_dimension``.
+    """
+    vector = columns >= 128
+    if columns < WARP or (vector and columns % _SUMS):
+        return None
+    wide = columns // _SUMS if vector else columns
+    width, height = min(_power_of_two(wide), WARP), min(_power_of_two(rows), _MOST_THREADS)
+    height = min(height, _MOST_THREADS // width)
+    width = min(_power_of_two(wide), _MOST_THREADS // height)
+    if -(-columns // width) >= min(height * 16, 256):
+        return None
+    return Order(width, vector)
+
+
+def _power_of_two(number: int) -> int:
+    """The largest power of two that is not larger, at most the number of threads."""
+    return min(1 << (number.bit_length() - 1), _MOST_THREADS)
+
+
+def turns(columns: int, found: Order) -> int:
+    """How often each thread reads."""
+    each = columns // _SUMS if found.vector else columns
+    return -(-each // found.threads)
 
 
 def strides_in(tensor: Any, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
 """Products of up to eight rows with 4-bit weights by matrix units, in an arithmetic of their own.
 
 bitsandbytes rounds each weight and each product to the dtype of the input. That takes instructions: on an H100 its
-kernel, and ours with its bits (:mod:`products`), are busy with arithmetic before they are with memory. Here, a byte of
+kernel, and ours with its bits (:mod:`nf4_exact`), are busy with arithmetic before they are with memory. Here, a byte of
 two packed weights is looked up as a pair of float16 values, matrix units multiply pairs by the inputs and add up, and
 the sum of each 64 inputs is multiplied by their scale. Inputs in bfloat16 become float16 with a factor for each 64, so
-they lose nothing. What is rounded is the table of 16 values (:mod:`matrix_source`), sums in ``float``, and the result.
+they lose nothing. What is rounded is the table of 16 values (``nf4_gemv.cuh``), sums in ``float``, and the result.
 
 A row of the input has the same bits whatever the others are, and wherever the weights are.
 """
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemma4_compat._kernels.programs import Kernel, kinds
-from gemma4_compat._kernels.specs import products, several
-from gemma4_compat._kernels.specs.product_source import Format
+from gemma4_compat._kernels.specs import nf4_exact, several
+from gemma4_compat._kernels.specs.nf4_exact import Format
 
 #: The name in an operation's signature.
 OPERATION = "4-bit product by matrix units"
@@ -34,7 +34,7 @@ _WARPS = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Product(products.Product):
+class Product(nf4_exact.Product):
     """As there, in this arithmetic."""
 
     @property
@@ -52,7 +52,7 @@ def understood(*args: Any, **kwargs: Any) -> Product | None:
     """The product that ``bitsandbytes::gemm_4bit`` with these arguments asks for; None if it does not suit."""
     import torch
 
-    found = products.gemm(MAX_ROWS, *args, **kwargs)
+    found = nf4_exact.gemm(MAX_ROWS, *args, **kwargs)
     if found is None or found.format.dtype == torch.float32 or found.format.blocksize < CHUNK:
         return None
     return Product(found.format, found.input, found.weight, found.outputs)
@@ -60,7 +60,7 @@ def understood(*args: Any, **kwargs: Any) -> Product | None:
 
 def go_together(one: Product, other: Product) -> bool:
     """Whether one launch may compute both: they have the same format and read the same input."""
-    return products.go_together(one, other) and one.warps == other.warps
+    return nf4_exact.go_together(one, other) and one.warps == other.warps
 
 
 def kernel_of(wanted: Sequence[Product], results: Sequence[Any]) -> Kernel:

@@ -20,12 +20,12 @@ from bitsandbytes.nn import Params4bit
 from gemma4_compat._common.bits import same_bits
 from gemma4_compat._engine.changes import upstream
 from gemma4_compat._kernels import kernels
-from gemma4_compat._kernels.fuse import dequantizing
-from gemma4_compat._kernels.specs import dequantizing_source
-from gemma4_compat._kernels.specs.dequantizing_source import Format
-from gemma4_compat._kernels.specs.product_source import VALUES
+from gemma4_compat._kernels.match import dequantizing
+from gemma4_compat._kernels.specs import nf4_dequantize
+from gemma4_compat._kernels.specs.nf4_dequantize import Format
 from gemma4_compat._stand_ins import packed_weights
 from tests.unit.kernels.host_kernels import HostCompiler
+from tests.unit.kernels.test_nf4_exact import of_type
 
 CPU = torch.device("cpu")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -54,7 +54,7 @@ def reference(packed: Any, shape: tuple[int, ...], layout: Format, scales: Any) 
         absmax = codes[quantized.int()] * nested.repeat_interleave(layout.nested)[: quantized.numel()] + offset
     given = packed.reshape(-1).view(torch.uint8)
     numbers = torch.stack([given >> 4, given & 15], dim=1).reshape(-1).int()
-    values = torch.tensor([float(one.removesuffix("f")) for one in VALUES[layout.quant_type]])[numbers]
+    values = torch.tensor(of_type(layout.quant_type, "values"))[numbers]
     return (values * absmax.repeat_interleave(layout.blocksize)[:size]).to(layout.dtype).view(shape)
 
 
@@ -89,7 +89,7 @@ def test_bits(compiler: Any, quant_type: str, blocksize: int, nested: int, dtype
     layout = Format(quant_type, blocksize, nested, dtype)
     found = kernels.of(CPU)
     assert found.prepare([], [layout.signature])
-    kernel, values, expected = dequantizing_source.trial(layout.signature, CPU)
+    kernel, values, expected = nf4_dequantize.trial(layout.signature, CPU)
     values.fill_(float("nan"))
     found.launch(kernel)
     assert same_bits(values, expected)
@@ -326,14 +326,14 @@ def test_new_kernels_are_tried_anew(compiler: Any, launched: list[Any], monkeypa
 def test_other_bits_leave_it_to_bitsandbytes(
     compiler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    original = dequantizing_source.computed
+    original = nf4_dequantize.computed
 
     def computed(*args: Any) -> Any:
         found = original(*args)
         found[-1, -1] += 1
         return found
 
-    monkeypatch.setattr(dequantizing_source, "computed", computed)
+    monkeypatch.setattr(nf4_dequantize, "computed", computed)
     packed, state = quantized()
     with caplog.at_level(logging.INFO, "gemma4_compat"):
         for _ in range(2):
@@ -364,19 +364,19 @@ def test_without_memory_for_a_trial_the_next_call_tries(compiler: Any, monkeypat
         def trial(*_: Any) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        patched.setattr(dequantizing_source, "trial", trial)
+        patched.setattr(nf4_dequantize, "trial", trial)
         assert dequantizing.of_state(packed, state) is None
     assert dequantizing.of_state(packed, state) is not None
 
 
 def test_threads_try_once(compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    trials, original = [], dequantizing_source.trial
+    trials, original = [], nf4_dequantize.trial
 
     def trial(*args: Any) -> Any:
         trials.append(args)
         return original(*args)
 
-    monkeypatch.setattr(dequantizing_source, "trial", trial)
+    monkeypatch.setattr(nf4_dequantize, "trial", trial)
     packed, state = quantized()
     expected = upstream(functional.dequantize_4bit)(packed, state)
     found: list[Any] = []
@@ -400,11 +400,11 @@ def test_subnormal_products_are_zero_as_in_code_for_fast_math(monkeypatch: pytes
     scales = (torch.tensor([2e-38, 1e-40]),)
     packed = torch.arange(64, dtype=torch.uint8).view(-1, 1)
     result = torch.empty(2, 64)
-    kernel = dequantizing_source.kernel_of(packed, layout, scales, result)
+    kernel = nf4_dequantize.kernel_of(packed, layout, scales, result)
     found = kernels.of(CPU)
     assert found.prepare([kernel.text], [])
     found.launch(kernel)
-    exact = dequantizing_source.computed(packed, (2, 64), layout, scales)
+    exact = nf4_dequantize.computed(packed, (2, 64), layout, scales)
     is_normal = exact.abs() >= torch.finfo(torch.float32).tiny
     assert torch.equal(result, torch.where(is_normal, exact, 0.0))
     assert is_normal.any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ import torch
 from bitsandbytes.functional import create_dynamic_map, get_4bit_type
 
 from gemma4_compat._kernels import kernels
-from gemma4_compat._kernels.specs import product_source, products
-from gemma4_compat._kernels.specs.products import Product
+from gemma4_compat._kernels.programs import headers
+from gemma4_compat._kernels.specs import nf4_exact
+from gemma4_compat._kernels.specs.nf4_exact import Product
 
 GEMM, GEMV = "bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"
 
@@ -45,14 +47,14 @@ def asked(
     scales = torch.rand(-(-number // 256) if nested else number, generator=generator)
     if operation == GEMV:
         args: tuple[Any, ...] = (given, packed, [outputs, inputs], scales, get_4bit_type("nf4", "cpu"), blocksize)
-        found = products.understood(Operator(GEMV), args, {})
+        found = nf4_exact.understood(Operator(GEMV), args, {})
     else:
         more: dict[str, Any] = {"bias": torch.randn(outputs, generator=generator).to(dtype)} if bias else {}
         if nested:
             code = create_dynamic_map()
             more |= {"absmax_8bit": drawn(generator, number), "absmax_code": code, "absmax_offset": torch.tensor(0.1)}
         args = (given, packed, [outputs, inputs], scales, blocksize, quant_type)
-        found = products.understood(Operator(GEMM), args, more)
+        found = nf4_exact.understood(Operator(GEMM), args, more)
     assert found is not None
     return found
 
@@ -60,6 +62,25 @@ def asked(
 def fma(a: Any, b: Any, c: Any) -> Any:
     """Rounded once: a product of two float32 numbers is exact in float64, and so is nearly every sum here."""
     return (a.double() * b.double() + c.double()).float()
+
+
+def of_type(quant_type: str, array: str) -> list[float]:
+    """An array of a 4-bit type in ``four_bit.cuh``."""
+    _, _, type_of = headers()["four_bit.cuh"].partition(f"struct {quant_type.capitalize()} ")
+    found = re.search(rf"{array}\[\d+\] = {{([^}}]*)}}", type_of)
+    assert found is not None
+    return [
+        float(int(text[:-1], 16)) if text.endswith("u") else float(text[:-1]) for text in re.split(r",\s+", found[1])
+    ]
+
+
+@pytest.mark.parametrize(("quant_type", "factor"), [("nf4", 1.9247651100158691), ("fp4", 192.0)])
+def test_pairs_are_the_values_in_float16(quant_type: str, factor: float) -> None:
+    halves = (torch.tensor(of_type(quant_type, "values"), dtype=torch.float64) * factor).to(torch.float16)
+    pairs = halves.view(torch.int16).to(torch.int64).bitwise_and(0xFFFF).view(-1, 2)
+    assert (pairs[:, 0] + (pairs[:, 1] << 16)).tolist() == of_type(quant_type, "pairs")
+    _, _, type_of = headers()["four_bit.cuh"].partition(f"struct {quant_type.capitalize()} ")
+    assert type_of.index(f"return {1 / factor!r}f;") < type_of.find("struct ") % len(type_of)
 
 
 def expected(product: Product) -> Any:
@@ -70,8 +91,7 @@ def expected(product: Product) -> Any:
     packed = product.weight[0].reshape(shape[0], -1).int()
     nibbles = torch.stack((packed >> 4, packed & 15), -1).reshape(shape).long()
     newer = layout.operation == "gemm_4bit"
-    values = torch.tensor([float(text[:-1]) for text in product_source.VALUES[layout.quant_type]]) if newer else None
-    values = product.weight[2] if values is None else values
+    values = torch.tensor(of_type(layout.quant_type, "values")) if newer else product.weight[2]
     scales = product.weight[1]
     if layout.nested:
         _, large, quantized, codes, offset = product.weight[:5]
@@ -107,7 +127,7 @@ def expected(product: Product) -> Any:
 
 def computed(on_host: kernels.Kernels, *wanted: Product) -> list[Any]:
     results = [torch.full_like(product.empty(), float("nan")) for product in wanted]
-    kernel = products.kernel_of(wanted, results)
+    kernel = nf4_exact.kernel_of(wanted, results)
     assert on_host.prepare([kernel.text], [])
     on_host.launch(kernel)
     return results
@@ -142,16 +162,16 @@ def test_products_of_one_input_share_a_launch(on_host: kernels.Kernels) -> None:
         asked(GEMM, torch.bfloat16, 1536, outputs, nested=True, seed=seed) for seed, outputs in enumerate((40, 8, 9))
     ]
     wanted = [dataclasses.replace(product, input=wanted[0].input) for product in wanted]
-    assert all(products.go_together(wanted[0], product) for product in wanted)
+    assert all(nf4_exact.go_together(wanted[0], product) for product in wanted)
     for found, product in zip(computed(on_host, *wanted), wanted, strict=True):
         assert torch.equal(found, expected(product))
 
 
 def test_others_do_not_share_one() -> None:
     one = asked(GEMM, torch.bfloat16, 1536, 8)
-    assert not products.go_together(one, asked(GEMM, torch.bfloat16, 1536, 8))  # another input
+    assert not nf4_exact.go_together(one, asked(GEMM, torch.bfloat16, 1536, 8))  # another input
     nested = dataclasses.replace(asked(GEMM, torch.bfloat16, 1536, 8, nested=True), input=one.input)
-    assert not products.go_together(one, nested)
+    assert not nf4_exact.go_together(one, nested)
 
 
 @pytest.mark.parametrize(
@@ -170,5 +190,5 @@ def test_what_does_not_suit_is_left_to_bitsandbytes(change: str, rows: int, bloc
         scales = scales.double()
     elif change == "shape":
         shape = [outputs + 1, inputs]
-    assert products.understood(Operator(GEMM), (given, packed, shape, scales, blocksize, "nf4"), {}) is None
-    assert products.understood(Operator("aten::mm"), (), {}) is None
+    assert nf4_exact.understood(Operator(GEMM), (given, packed, shape, scales, blocksize, "nf4"), {}) is None
+    assert nf4_exact.understood(Operator("aten::mm"), (), {}) is None

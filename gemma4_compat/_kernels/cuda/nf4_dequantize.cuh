@@ -1,6 +1,6 @@
 // A 4-bit weight, dequantized with bitsandbytes' bits: `code * scale` in float, rounded once; a nested scale is
 // `code * scale + offset`. As in bitsandbytes' kernels, products that are subnormal are zero; PyTorch adds the offset.
-// Launched by specs/dequantizing.py; proved by tests/unit/kernels/test_dequantizing.py.
+// Launched by specs/nf4_dequantize.py; proved by tests/unit/kernels/test_dequantizing.py.
 #pragma once
 
 namespace dequantizing {

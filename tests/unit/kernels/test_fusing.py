@@ -14,8 +14,8 @@ import torch
 from gemma4_compat._common.bits import same_bits
 from gemma4_compat._graphs import fused_steps
 from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.fuse import pointwise
 from gemma4_compat._kernels.programs import Kernel
-from gemma4_compat._kernels.specs import pointwise
 from tests.helpers import ROOT
 from tests.unit.kernels.host_kernels import HostCompiler
 

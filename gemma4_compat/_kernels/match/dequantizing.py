@@ -1,4 +1,4 @@
-"""4-bit weights dequantized by one kernel, with bitsandbytes' bits (:mod:`dequantizing_source`).
+"""4-bit weights dequantized by one kernel, with bitsandbytes' bits (:mod:`nf4_dequantize`).
 
 For every product of many rows bitsandbytes dequantizes the nested scales, adds their offset, and dequantizes the
 weight: three kernels and three tensors.
@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gemma4_compat._kernels import kernels
-from gemma4_compat._kernels.specs import dequantizing_source
-from gemma4_compat._kernels.specs.dequantizing_source import BLOCKSIZES, VALUES, Format
+from gemma4_compat._kernels.specs import nf4_dequantize
+from gemma4_compat._kernels.specs.nf4_dequantize import BLOCKSIZES, VALUES, Format
 
 # What a launch depends on (:func:`_key`): how to launch again. All checks would take longer than the launch.
 _launches: dict[tuple[Any, ...], Callable[[], Any]] = {}
@@ -52,7 +52,7 @@ def weight(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any,
         packed: the bytes, in any dtype, one after the other.
         shape: of the weight.
         layout: its format.
-        scales: as for :func:`dequantizing_source.kernel_of`.
+        scales: as for :func:`nf4_dequantize.kernel_of`.
 
     Returns:
         None if bitsandbytes has to dequantize it: the kernel does not suit, or has other bits on this device.
@@ -77,7 +77,7 @@ def weight(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any,
         if not _supports(packed, math.prod(shape), layout, scales) or not _is_exact(layout, own):
             return None
         result = torch.empty(shape, dtype=layout.dtype, device=device)
-        kernel = dequantizing_source.kernel_of(packed, layout, scales, result)
+        kernel = nf4_dequantize.kernel_of(packed, layout, scales, result)
         own.launch(kernel)
         if (launch := own.again(kernel)) is not None:
             _remember(key, result, launch)
@@ -156,6 +156,6 @@ def _supports(packed: Any, size: int, layout: Format, scales: tuple[Any, ...]) -
 
 def _is_exact(layout: Format, own: kernels.Kernels) -> bool:
     """Whether the kernel has bitsandbytes' bits. A trial calls bitsandbytes, and so this function again."""
-    text = dequantizing_source.text_of(layout.dtype, nested=layout.nested > 0)
+    text = nf4_dequantize.text_of(layout.dtype, nested=layout.nested > 0)
     instead = "bitsandbytes dequantizes 4-bit weights"
     return own.selftest(layout, str(layout), instead, lambda: own.prepare([text], [layout.signature]))

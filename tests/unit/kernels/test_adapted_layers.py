@@ -15,7 +15,7 @@ from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.fuse import fusing
 from gemma4_compat._kernels.match import own
 from gemma4_compat._kernels.programs import Kernel
-from tests.unit.decoding.test_rows import CPU, Launching, adapted, drawn, low_rank, mean, norm, turned
+from tests.unit.kernels.test_rows import CPU, Launching, adapted, drawn, low_rank, mean, norm, turned
 
 Linear = Callable[[Any], Any]
 

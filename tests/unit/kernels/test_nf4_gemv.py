@@ -11,17 +11,18 @@ import torch
 
 from benchmarks.decoding.own_products import asked, exact
 from gemma4_compat._kernels import kernels
-from gemma4_compat._kernels.specs import dense, kernel_source, matrix_products, products
-from gemma4_compat._kernels.specs.products import Product
+from gemma4_compat._kernels.specs import dense, nf4_exact, nf4_gemv
+from gemma4_compat._kernels.specs.nf4_exact import Product
+from gemma4_compat._kernels.specs.several import side_by_side
 
 
 def understood(wanted: dict[str, Any]) -> Product:
-    found = matrix_products.understood(**wanted)
+    found = nf4_gemv.understood(**wanted)
     assert found is not None
     return found
 
 
-def computed(on_host: kernels.Kernels, several: list[Product], kind: Any = matrix_products) -> list[Any]:
+def computed(on_host: kernels.Kernels, several: list[Product], kind: Any = nf4_gemv) -> list[Any]:
     results = [one.empty().fill_(float("nan")) for one in several]
     kernel = kind.kernel_of(several, results)
     on_host.prepare([kernel.text], [])
@@ -45,7 +46,7 @@ def test_the_errors_are_smaller_than_those_of_bitsandbytes_sums(
 ) -> None:
     wanted = asked(dtype, **SHAPES[shape])
     (found,) = computed(on_host, [understood(wanted)])
-    (theirs,) = computed(on_host, [products.gemm(3, **wanted)], products)
+    (theirs,) = computed(on_host, [nf4_exact.gemm(3, **wanted)], nf4_exact)
     right = exact(wanted)
     errors, other_errors = ((one.double() - right).abs() for one in (found, theirs))
     assert errors.mean() <= other_errors.mean()
@@ -86,9 +87,7 @@ def test_an_adapters_first_product_goes_beside_one_with_larger_blocks(on_host: k
     adapter = torch.randn(16, 4160, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     other = dense.product(wanted["given"], adapter)
     results = [one.empty(), other.empty()]
-    both = kernel_source.side_by_side(
-        matrix_products.kernel_of([one], results[:1]), dense.kernel_of([other], results[1:])
-    )
+    both = side_by_side(nf4_gemv.kernel_of([one], results[:1]), dense.kernel_of([other], results[1:]))
     assert both.block == 512
     on_host.prepare([both.text], [])
     on_host.launch(both)
@@ -120,4 +119,4 @@ def test_what_is_no_number_stays_none(on_host: kernels.Kernels) -> None:
 @pytest.mark.parametrize("more", [{"dtype": torch.float32}, {"blocksize": 32}, {"rows": 9}], ids=str)
 def test_what_does_not_suit_is_left(more: dict[str, Any]) -> None:
     wanted = asked(**{"dtype": torch.bfloat16, "inputs": 128, "outputs": 8, **more})
-    assert matrix_products.understood(**wanted) is None
+    assert nf4_gemv.understood(**wanted) is None
