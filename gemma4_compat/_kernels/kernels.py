@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from gemma4_compat._common.bits import same_bits
+from gemma4_compat._common.selftest import SelfTests
 from gemma4_compat._kernels.compiling import CudaCompiler
 from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
 from gemma4_compat._kernels.fuse.pointwise import Load, Number, Operand, Value
@@ -41,6 +43,7 @@ class Compiler(Protocol):
 COMPILERS: dict[str, type[Compiler]] = {"cuda": CudaCompiler}
 
 _lock = threading.Lock()
+_log = logging.getLogger("gemma4_compat")
 
 
 class StillCompiling(Exception):  # noqa: N818 (not an error: kernels will be there)
@@ -67,6 +70,7 @@ class Kernels:
         self._compiler = COMPILERS[device.type](device)
         self._known: dict[str, Callable[[Kernel], None]] = {}
         self._same: dict[_Signature, bool] = {}
+        self.tests = SelfTests()
         self.layouts: dict[Any, tuple[Any, ...]] = {}  # of fusing.Fusing
 
     def prepare(self, texts: Sequence[str], signatures: Sequence[_Signature], *, wait: bool = True) -> bool:
@@ -90,6 +94,35 @@ class Kernels:
                 self.launch(kernel)
             self._same[key] = same_bits(found, expected)
         return all(self.accepts(key) for key in signatures)
+
+    def selftest(self, key: Any, what: str, instead: str, has_same_bits: Callable[[], bool]) -> bool:
+        """Whether kernels may compute something here. They are tried once; one line says so if they may not.
+
+        Args:
+            key: of the trial.
+            what: they compute.
+            instead: who computes it if they may not.
+            has_same_bits: compiles and tries them. It is not called where nothing can be compiled.
+        """
+        import torch
+
+        def trial() -> bool:
+            try:
+                why = COMPILERS[self._device.type].obstacle()
+                if why is None and not has_same_bits():
+                    why = f"{what} has other bits on {self._device}"
+            except torch.OutOfMemoryError:
+                raise
+            except (OSError, RuntimeError) as error:
+                why = f"this package's kernels failed: {' '.join(str(error).split()):.200}"
+            if why is not None:
+                _log.info("gemma4_compat: %s: %s", instead, why)
+            return why is None
+
+        try:
+            return self.tests.passes(key, self._device, trial)
+        except torch.OutOfMemoryError:
+            return False  # only this time
 
     def accepts(self, signature: _Signature) -> bool:
         """Whether no trial gave other bits than PyTorch's."""
@@ -191,30 +224,6 @@ def _any_bits(dtype: Any, elements: int, generator: Any) -> Any:
     if dtype == torch.bool:
         return bits > 0
     return bits.to(torch.int32 if dtype == torch.float32 else torch.int16).view(dtype)
-
-
-def refusal(device: Any, what: str, has_same_bits: Callable[[], bool]) -> str | None:
-    """Why kernels may not compute something on a device; None if they may.
-
-    Args:
-        device: ``torch.device`` of a type in :data:`COMPILERS`.
-        what: they compute.
-        has_same_bits: compiles and tries them. It is not called where nothing can be compiled.
-
-    Raises:
-        torch.OutOfMemoryError: there was no memory to try them; there may be later.
-    """
-    import torch
-
-    try:
-        found = COMPILERS[device.type].obstacle()
-        if found is None and not has_same_bits():
-            found = f"{what} has other bits on {device}"
-    except torch.OutOfMemoryError:
-        raise
-    except (OSError, RuntimeError) as error:
-        found = f"this package's kernels failed: {' '.join(str(error).split()):.200}"
-    return found
 
 
 _kernels: dict[Any, Kernels] = {}

@@ -94,7 +94,7 @@ class Kernel:
 
     Attributes:
         text: of CUDA C++; kernels with the same text are the same kernel. After lines that include files of
-            :mod:`cuda`, either the kernel, or an instance of a template in them: ``attention_bounds<Bool>``.
+            :mod:`cuda`, either the kernel, or an instance of a template in them: ``attention::bounds<Bool>``.
         tensors: its arguments, in order: memory that it reads, then memory that it writes.
         written: how many of them it writes.
         sizes: arguments after those: 32-bit unsigned integers, or 32-bit floats. For pointwise operations they are the

@@ -10,10 +10,7 @@ Nor is a weight kept for the next chunk of a prompt: that of E2B would take 4 Gi
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,11 +18,6 @@ from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.specs import nf4_dequantize
 from gemma4_compat._kernels.specs.nf4_dequantize import BLOCKSIZES, VALUES, Format
 
-_log = logging.getLogger("gemma4_compat")
-_lock = threading.Lock()
-_here = threading.local()
-# By the kernels of a device, by format: whether the kernel has bitsandbytes' bits.
-_exact: weakref.WeakKeyDictionary[kernels.Kernels, dict[Format, bool]] = weakref.WeakKeyDictionary()
 # What a launch depends on (:func:`_key`): how to launch again. All checks would take longer than the launch.
 _launches: dict[tuple[Any, ...], Callable[[], Any]] = {}
 _MOST_LAUNCHES = 4096  # weights that are streamed have new addresses
@@ -82,7 +74,7 @@ def weight(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any,
         if again is not None:
             return again()
         own = kernels.of(device)
-        if not _suits(packed, math.prod(shape), layout, scales) or not _is_exact(layout, device, own):
+        if not _supports(packed, math.prod(shape), layout, scales) or not _is_exact(layout, own):
             return None
         result = torch.empty(shape, dtype=layout.dtype, device=device)
         kernel = nf4_dequantize.kernel_of(packed, layout, scales, result)
@@ -126,7 +118,7 @@ def _remember(key: tuple[Any, ...], result: Any, launch: Callable[[int], None]) 
     _launches[key] = again
 
 
-def _suits(packed: Any, size: int, layout: Format, scales: tuple[Any, ...]) -> bool:
+def _supports(packed: Any, size: int, layout: Format, scales: tuple[Any, ...]) -> bool:
     """Whether the kernel reads no other memory than bitsandbytes, and reads it as it is meant."""
     import torch
 
@@ -161,32 +153,8 @@ def _suits(packed: Any, size: int, layout: Format, scales: tuple[Any, ...]) -> b
     return fits and all([tensor.is_contiguous() and tensor.device == device for tensor in scales])
 
 
-def _is_exact(layout: Format, device: Any, own: kernels.Kernels) -> bool:
+def _is_exact(layout: Format, own: kernels.Kernels) -> bool:
     """Whether the kernel has bitsandbytes' bits. A trial calls bitsandbytes, and so this function again."""
-    import torch
-
-    if getattr(_here, "trying", False):
-        return False
-    known = _exact.get(own, {}).get(layout)
-    if known is not None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return bool(known)
-    with _lock:
-        known = _exact.setdefault(own, {}).get(layout)
-        if known is not None:
-            return known
-        _here.trying = True
-        try:
-            refused = kernels.refusal(device, str(layout), lambda: _has_same_bits(layout, own))
-        except torch.OutOfMemoryError:
-            return False  # only this time
-        finally:
-            _here.trying = False
-        if refused is not None:
-            _log.info("gemma4_compat: bitsandbytes dequantizes 4-bit weights: %s", refused)
-        _exact[own][layout] = refused is None
-        return refused is None
-
-
-def _has_same_bits(layout: Format, own: kernels.Kernels) -> bool:
     text = nf4_dequantize.text_of(layout.dtype, nested=layout.nested > 0)
-    return own.prepare([text], [layout.signature])
+    instead = "bitsandbytes dequantizes 4-bit weights"
+    return own.selftest(layout, str(layout), instead, lambda: own.prepare([text], [layout.signature]))

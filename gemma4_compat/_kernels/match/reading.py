@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from gemma4_compat._attention import windows
+from gemma4_compat._common.selftest import SelfTests
 from gemma4_compat._engine import sleep
 from gemma4_compat._kernels.match import own
 from gemma4_compat._kernels.specs import attention, flash
@@ -30,8 +30,7 @@ POSITIONS = flash.POSITIONS
 _BEFORE = 70
 _TOKENS_OF_A_TRIAL = 20
 _log = logging.getLogger("gemma4_compat")
-_lock = threading.Lock()
-_passed: dict[Any, bool] = {}  # by device and layout
+_tests = SelfTests()  # by device and layout
 
 
 def read(device: Any) -> contextlib.AbstractContextManager[Any]:
@@ -95,8 +94,7 @@ class Reading(own.Own):
 
 def is_used(device: Any) -> bool:
     """Whether these kernels compute the attention of prompts that has a mask, as far as it was tried."""
-    with _lock:
-        found = [passed for (where, layout), passed in _passed.items() if where == device and layout.masked]
+    found = [passed for (where, layout), passed in _tests.passed.copy().items() if where == device and layout.masked]
     return bool(found) and all(found) and sleep.is_installed(windows.ID)
 
 
@@ -128,16 +126,14 @@ def _passes(call: flash.Call) -> bool:
     device = call.query.device
     if flash.tiling(call.query.shape[3], flash.shared_memory(device)) is None or own.obstacle(device) is not None:
         return False
-    key = device, flash.layout_of(call)
-    with _lock:
-        if key not in _passed:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return False
-            why = _trial(call)
-            _passed[key] = why is None
-            if why is not None:
-                _log.warning("gemma4_compat: PyTorch computes attention of prompts: %s", why)
-        return _passed[key]
+
+    def trial() -> bool:
+        why = _trial(call)
+        if why is not None:
+            _log.warning("gemma4_compat: PyTorch computes attention of prompts: %s", why)
+        return why is None
+
+    return _tests.passes((device, flash.layout_of(call)), device, trial)
 
 
 def _trial(call: flash.Call) -> str | None:

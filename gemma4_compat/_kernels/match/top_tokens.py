@@ -13,19 +13,12 @@ If more scores reach the bound than a block has room for, it looks at all of the
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
-import weakref
 from typing import Any, NamedTuple
 
 from gemma4_compat._common.bits import same_bits
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.programs import Kernel, instance
-
-_log = logging.getLogger("gemma4_compat")
-_lock = threading.Lock()
-_exact: weakref.WeakKeyDictionary[kernels.Kernels, bool] = weakref.WeakKeyDictionary()
 
 #: Groups of a row at most, and so the largest k: a thread of a block for each.
 MOST = 1024
@@ -65,7 +58,7 @@ def limits(top_k: Any, top_p: Any) -> Limits | None:
     return Limits(top_k.top_k, *((2.0, 1) if top_p is None else (top_p.top_p, top_p.min_tokens_to_keep)))
 
 
-def serves(scores: Any) -> bool:
+def supports(scores: Any) -> bool:
     """Whether the kernels compute what transformers and PyTorch do for these scores, (rows, vocabulary)."""
     import torch
 
@@ -84,7 +77,7 @@ def filtered(scores: Any, k: int, p: float, least: int, single: bool) -> Any:
     """The scores, with -inf for tokens that are not left.
 
     Args:
-        scores: (rows, vocabulary), which :func:`serves` is true of.
+        scores: (rows, vocabulary), which :func:`supports` is true of.
         k: as in :class:`Limits`.
         p: the same.
         least: the same.
@@ -175,23 +168,9 @@ class Work:
 
 def is_exact(device: Any) -> bool:
     """Whether the kernels have transformers' bits on a device. Not known inside a capture, unless it was before."""
-    import torch
-
     own = kernels.of(device)
-    known = _exact.get(own)
-    if known is not None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return bool(known)
-    with _lock:
-        if own in _exact:
-            return _exact[own]
-        try:
-            refused = kernels.refusal(device, "top-p", lambda: _has_same_bits(own, device))
-        except torch.OutOfMemoryError:
-            return False  # only this time
-        if refused is not None:
-            _log.info("gemma4_compat: transformers looks at all scores for top-k and top-p: %s", refused)
-        _exact[own] = refused is None
-        return refused is None
+    instead = "transformers looks at all scores for top-k and top-p"
+    return own.selftest("top-p", "top-p", instead, lambda: _has_same_bits(own, device))
 
 
 def _has_same_bits(own: kernels.Kernels, device: Any) -> bool:

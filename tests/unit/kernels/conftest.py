@@ -8,14 +8,13 @@ import pytest
 
 from gemma4_compat._graphs import recording
 from gemma4_compat._kernels import kernels, programs
-from gemma4_compat._kernels.match import dequantizing
 from tests.unit.decoding.calls import Models
 
 
 @pytest.fixture(autouse=True)
 def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test finds out whether a kernel dequantizes weights: those of the test before may be released."""
-    monkeypatch.setattr(dequantizing, "_exact", {})
+    monkeypatch.setattr(kernels, "_kernels", {})
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def narrow_heads(monkeypatch: pytest.MonkeyPatch) -> list[flash.Call]:
     monkeypatch.setitem(flash._TILINGS, 64, (flash.Tiling(128, 32, 4, 2, 1),))
     monkeypatch.setitem(reading.WITH_MASK, 64, True)
     monkeypatch.setattr(reading, "POSITIONS", 2)
-    monkeypatch.setattr(reading, "_passed", {})
+    monkeypatch.setattr(reading._tests, "passed", {})
     monkeypatch.setattr(own, "_broken", {})
     tried: list[flash.Call] = []
     trial = reading._trial
