@@ -19,7 +19,7 @@ from benchmarks.decoding import own_products
 from gemma4_compat._kernels import compiling, kernels
 from gemma4_compat._kernels.fuse import pointwise
 
-#: Compute capabilities. For the first, matrix units add up fewer products at once, so sums may round otherwise.
+#: Compute capabilities. For the first, tensor cores add up fewer products at once, so sums may round otherwise.
 OLDER = ((7, 5), (8, 0))
 #: Outputs and inputs of products, keys and widths of attention.
 PRODUCTS = ((256, 1536), (1536, 6144), (2048, 1536))

@@ -7,7 +7,7 @@ trials     means of rows, products with 4-bit weights in the shapes of the five 
            every format of 4-bit weights: the trials that are made before such a kernel is used
 attention  errors of one query's attention against float64, beside PyTorch's, and microseconds of both in a captured
            graph, the keys not in the cache of the GPU
-products   errors of up to eight rows with 4-bit weights by matrix units against float64, beside bitsandbytes' kernel,
+products   errors of up to eight rows with 4-bit weights by tensor cores against float64, beside bitsandbytes' kernel,
            in eight shapes and in those of the five variants; microseconds of both and of the kernels with
            bitsandbytes' bits, and their share of the speed of the memory
 older      the code that GPUs of compute capability 7.5 and 8.0 get, run on this one: trials, errors, and where bits

@@ -82,8 +82,7 @@ def exact(wanted: dict[str, Any]) -> Any:
     """The product in float64, ``[rows, outputs]``."""
     import torch
 
-
-    values = torch.tensor(of_type(wanted["quant_type", "values")]).double()
+    values = torch.tensor(of_type(wanted["quant_type"], "values")).double()
     values = values.to(wanted["packed"].device)
     outputs, inputs = wanted["shape"]
     scales = wanted["absmax"].double()

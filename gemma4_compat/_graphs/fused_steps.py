@@ -181,7 +181,7 @@ def fused(
 
 @contextlib.contextmanager
 def _fusing(device: Any, sink: Any) -> Iterator[Callable[[], None]]:
-    from gemma4_compat._kernels.fuse.fusing import Fusing
+    from gemma4_compat._kernels.match.fusing import Fusing
 
     mode = Fusing(device, sink, kernels_of(device).layouts)
     with mode, expert_storage.read_by(mode.rows):

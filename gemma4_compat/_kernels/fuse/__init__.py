@@ -1,8 +1,7 @@
-"""Several operations as one kernel, with the bits of the original. Called by the steps that are captured
-(:mod:`gemma4_compat._graphs.fused_steps`).
+"""Several operations as one kernel, with the bits of the original: their CUDA C++ is written here, and calls functions
+of :mod:`cuda`. Called by :mod:`gemma4_compat._kernels.match.fusing`.
 
-* :mod:`fusing`: defers the small operations of a step, and computes them in few kernels.
-* :mod:`pointwise`: the operations that it defers, and the order in which PyTorch adds a mean.
+* :mod:`pointwise`: the operations, and the order in which PyTorch adds a mean.
 * :mod:`writer`: writes a kernel of them. :mod:`row_writer`: one of rows. :mod:`row_kernels`: which kernels compute
   results that need means.
 """

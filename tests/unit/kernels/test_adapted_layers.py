@@ -12,8 +12,7 @@ import torch
 
 from benchmarks.decoding.own_products import asked
 from gemma4_compat._kernels import kernels
-from gemma4_compat._kernels.fuse import fusing
-from gemma4_compat._kernels.match import own
+from gemma4_compat._kernels.match import fusing, own
 from gemma4_compat._kernels.programs import Kernel
 from tests.unit.kernels.test_rows import CPU, Launching, adapted, drawn, low_rank, mean, norm, turned
 

@@ -211,7 +211,7 @@ def test_operations_are_watched_one_by_one(compiler: Any, launched: list[Any]) -
 
 def test_one_kernel_dequantizes_while_others_are_fused(compiler: Any, launched: list[Any]) -> None:
     """Weights are there before a step begins."""
-    from gemma4_compat._kernels.fuse import fusing
+    from gemma4_compat._kernels.match import fusing
 
     packed, state = quantized()
     expected = dequantizing.of_state(packed, state)

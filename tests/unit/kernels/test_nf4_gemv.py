@@ -1,4 +1,4 @@
-"""4-bit products by matrix units: nearer to float64 than bitsandbytes' own sums, whatever else is in the batch."""
+"""4-bit products by tensor cores: nearer to float64 than bitsandbytes' own sums, whatever else is in the batch."""
 
 from __future__ import annotations
 

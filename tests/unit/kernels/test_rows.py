@@ -12,9 +12,9 @@ pytest.importorskip("torch")
 import torch
 
 from gemma4_compat._kernels import kernels
-from gemma4_compat._kernels.fuse import fusing, pointwise, row_kernels
+from gemma4_compat._kernels.fuse import pointwise, row_kernels
 from gemma4_compat._kernels.fuse.pointwise import Load, Value
-from gemma4_compat._kernels.match import own
+from gemma4_compat._kernels.match import fusing, own
 from gemma4_compat._kernels.programs import Kernel, name_of
 from gemma4_compat._kernels.specs import dense
 from gemma4_compat._kernels.specs.several import side_by_side
