@@ -1,4 +1,16 @@
-"""Kernels as CUDA C++: the files of :mod:`cuda`, and programs that include them."""
+"""Kernels as CUDA C++: the files of ``cuda``, and programs that include them.
+
+Each file says who launches its kernels, and which test proves them.
+
+* ``prelude.cuh``: what every kernel needs. ``tensor_cores.cuh``: one multiplication by tensor cores.
+* ``attention.cuh``, ``attention_tensor.cuh``: attention of one query. ``flash.cuh``: of a prompt.
+* ``nf4_gemv.cuh``, ``nf4_exact.cuh``: products with 4-bit weights, with numerics of their own and with bitsandbytes'.
+  ``nf4_dequantize.cuh``, ``experts.cuh``: such weights, and rows of experts, dequantized. ``four_bit.cuh``: how they
+  are stored.
+* ``dense.cuh``: products with weights that are not quantized.
+* ``pointwise.cuh``, ``rows.cuh``: what fused kernels call, whose bodies :mod:`fuse` writes.
+* ``shifting.cuh``: rows of a sliding cache. ``top_tokens.cuh``: top-k and top-p.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +31,8 @@ _WAITS = "wait_for_kernel_before()"
 
 @functools.cache
 def headers() -> dict[str, str]:
-    """The files of :mod:`cuda`, by the name that a text includes. They are read once."""
-    folder = resources.files("gemma4_compat._kernels.cuda")
+    """The files of ``cuda``, by the name that a text includes. They are read once."""
+    folder = resources.files("gemma4_compat._kernels").joinpath("cuda")
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".cuh")), key=lambda file: file.name)
     return {file.name: file.read_text(encoding="utf-8") for file in files}
 
@@ -94,7 +106,7 @@ class Kernel:
 
     Attributes:
         text: of CUDA C++; kernels with the same text are the same kernel. After lines that include files of
-            :mod:`cuda`, either the kernel, or an instance of a template in them: ``attention::bounds<Bool>``.
+            ``cuda``, either the kernel, or an instance of a template in them: ``attention::bounds<Bool>``.
         tensors: its arguments, in order: memory that it reads, then memory that it writes.
         written: how many of them it writes.
         sizes: arguments after those: 32-bit unsigned integers, or 32-bit floats. For pointwise operations they are the

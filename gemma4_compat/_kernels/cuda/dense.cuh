@@ -1,7 +1,7 @@
 // Products of a few rows with weights that are not quantized, for one or more weights in one launch. Sums are in float,
 // and only the result is rounded. Launched by specs/dense.py; proved by tests/unit/kernels/test_own.py.
 #pragma once
-#include "words.cuh"
+#include "prelude.cuh"
 
 namespace dense {
 enum { THREADS = 256, WARPS = THREADS / 32 };

@@ -2,7 +2,7 @@
 // few inputs, like LoRA's B. Launched by fuse/writer.py, which writes the kernels; proved by
 // tests/unit/kernels/test_fusing.py and test_rows.py.
 #pragma once
-#include "words.cuh"
+#include "prelude.cuh"
 
 // GeluCUDAKernelImpl's (ActivationGeluKernel.cu).
 __device__ __forceinline__ float gelu_tanh(float x) {

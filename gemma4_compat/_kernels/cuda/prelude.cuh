@@ -53,7 +53,7 @@ __device__ __forceinline__ Word16 load_once(const void* at) {
     : "=r"(word.part[0]), "=r"(word.part[1]), "=r"(word.part[2]), "=r"(word.part[3]) : "l"(at));
   return word;
 }
-// Have the line of 128 bytes with this address on its way to the cache that all multiprocessors share.
+// Have the line of 128 bytes with this address on its way to the cache that all SMs share.
 __device__ __forceinline__ void fetch_ahead(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" :: "l"(at));
 }
@@ -153,3 +153,23 @@ struct Bool {
 // Enumerators, for NVRTC would write a static member as a global variable.
 template <typename A, typename B> struct Same { enum { value = false }; };
 template <typename A> struct Same<A, A> { enum { value = true }; };
+
+// Words of 16 bytes, number by number. Recursion, not loops: the numbers are in registers from the beginning, and the
+// compiler keeps the order in which they are written here.
+// The numbers of a word.
+template <typename T, int K = 0>
+__device__ __forceinline__ void unpack(const Word16& word, float (&x)[T::IN_WORD]) {
+  x[K] = T::element(word, K);
+  if constexpr (K + 1 < T::IN_WORD) unpack<T, K + 1>(word, x);
+}
+// sum += x * weights, one after the other.
+template <typename T, int K = 0>
+__device__ __forceinline__ void multiply_add(float& sum, const float (&x)[T::IN_WORD], const Word16& weights) {
+  sum = __fmaf_rn(x[K], T::element(weights, K), sum);
+  if constexpr (K + 1 < T::IN_WORD) multiply_add<T, K + 1>(sum, x, weights);
+}
+template <typename T, int K = 0>
+__device__ __forceinline__ void multiply_add(float& sum, const Word16& x, const Word16& weights) {
+  sum = __fmaf_rn(T::element(x, K), T::element(weights, K), sum);
+  if constexpr (K + 1 < T::IN_WORD) multiply_add<T, K + 1>(sum, x, weights);
+}

@@ -1,4 +1,4 @@
-"""The attention of a prompt, in own arithmetic: by :mod:`flash` where its kernels run on this GPU and pass a trial.
+"""The attention of a prompt, by custom kernels: :mod:`flash` where its kernels run on this GPU and pass a trial.
 
 :class:`Reading` sees the functions of ``torch`` that the forward of a prompt calls. Everything but attention stays
 PyTorch's.
