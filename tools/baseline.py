@@ -81,9 +81,15 @@ def plans() -> dict[str, Any]:
 
 
 def unnamed(code: str, name: str) -> str:
-    """PTX without the kernel's name, which shared variables have in theirs, and its linkage: a template's is weak."""
+    """PTX without the kernel's name, which its shared variables have in theirs, without its linkage (a template's is
+    weak), and without parameters that it does not read.
+    """
     code = re.sub(r"\b_ZZ\w*E\d+(\w+)", r"\1", code.replace(name, "kernel"))
-    return code.replace(".weak\tkernel", ".globl\tkernel").replace(".weak .entry", ".visible .entry")
+    code = re.sub(r"\b_ZN\d+[a-z_]+\d+(\w+)E\b", r"\1", code)
+    code = code.replace(".weak\tkernel", ".globl\tkernel").replace(".weak .entry", ".visible .entry")
+    code = re.sub(r"\t\.param [^\n]*kernel_param_\d+,?\n", "", code)
+    read = {name: number for number, name in enumerate(dict.fromkeys(re.findall(r"kernel_param_\d+", code)))}
+    return re.sub(r"kernel_param_\d+", lambda found: f"param{read[found[0]]}", code)
 
 
 def ptx() -> dict[str, list[str]]:
