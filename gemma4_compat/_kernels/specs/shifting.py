@@ -33,7 +33,7 @@ def kernel_of(keys: Any, values: Any, new_keys: Any, new_values: Any) -> tuple[K
     batch, heads, rows, width = keys.shape
     fresh, held = (new_keys, new_values), (keys, values)
     size = width * keys.itemsize
-    word = next((one for one in _WORDS if _suits(one, size, fresh, held)), None)
+    word = next((one for one in _WORDS if _supports(one, size, fresh, held)), None)
     if (
         word is None
         or not keys.numel()
@@ -56,7 +56,7 @@ def kernel_of(keys: Any, values: Any, new_keys: Any, new_values: Any) -> tuple[K
     return kernel, (OPERATION, (word, times), keys.dtype)
 
 
-def _suits(word: int, size: int, fresh: tuple[Any, ...], held: tuple[Any, ...]) -> bool:
+def _supports(word: int, size: int, fresh: tuple[Any, ...], held: tuple[Any, ...]) -> bool:
     """Whether rows of ``size`` bytes can be moved in words of so many."""
     addresses = [tensor.data_ptr() for tensor in (*fresh, *held)]
     steps = [stride * tensor.itemsize for tensor in fresh for stride in tensor.stride()[:2]]
