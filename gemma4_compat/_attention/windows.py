@@ -280,7 +280,8 @@ def _has_the_bits(
         generator = torch.Generator(value.device).manual_seed(0)
         drawn = torch.empty_like(value).normal_(generator=generator)
         expected = whole(module, query, key, drawn, mask, **kwargs)[0]
-        return torch.equal(expected, _by_windows(whole, layout, blocks, module, query, key, drawn, mask, **kwargs))
+        found = _by_windows(whole, layout, blocks, module, query, key, drawn, mask, **kwargs)
+        return bool(torch.equal(expected, found))
 
     return _tests.passes(kind, value.device, trial)
 

@@ -235,8 +235,8 @@ def kernels(call: Call, found: Any = None, layout: Layout | None = None) -> tupl
     scale, outer, text, room = call.scale * _LOG2_E, batch * kv_heads, _text(layout), how.room(width)
     if not layout.segment:
         grid = (-(-tokens * layout.heads // how.rows), outer)
-        sizes = (tokens, 0, *sizes, scale)
-        kernel = Kernel(text, (*reads, *[result] * 3), 3, sizes, block=_THREADS, grid=grid, shared=room)
+        of = (tokens, 0, *sizes, scale)
+        kernel = Kernel(text, (*reads, *[result] * 3), 3, of, block=_THREADS, grid=grid, shared=room)
         return [*launched, kernel], result.transpose(1, 2)
     at_once = max(_AT_ONCE // (1 << (batch * heads * layout.streams - 1).bit_length()), _TOKENS)
     blocks = -(-min(tokens, at_once) * layout.heads // how.rows)
