@@ -1,7 +1,7 @@
 """What a renovation must leave as it is, as JSON: ``python -m tools.baseline OUT``, before and after, then ``diff``.
 
 Patches with all their fields, the public names, the help of every command, plans, and, with ``--ptx``, a hash of each
-example kernel's PTX, without its name (``tests/unit/decoding/kernel_examples.py``; needs NVRTC, takes minutes).
+example kernel's PTX, without its name (``tests/unit/kernels/kernel_examples.py``; needs NVRTC, takes minutes).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -79,11 +80,22 @@ def plans() -> dict[str, Any]:
     return found
 
 
+def unnamed(code: str, name: str) -> str:
+    """PTX without the kernel's name, which its shared variables have in theirs, without its linkage (a template's is
+    weak), and without parameters that it does not read.
+    """
+    code = re.sub(r"\b_ZZ\w*E\d+(\w+)", r"\1", code.replace(name, "kernel"))
+    code = re.sub(r"\b_ZN\d+[a-z_]+\d+(\w+)E\b", r"\1", code)
+    code = code.replace(".weak\tkernel", ".globl\tkernel").replace(".weak .entry", ".visible .entry")
+    code = re.sub(r"\t\.param [^\n]*kernel_param_\d+,?\n", "", code)
+    read = {name: number for number, name in enumerate(dict.fromkeys(re.findall(r"kernel_param_\d+", code)))}
+    return re.sub(r"kernel_param_\d+", lambda found: f"param{read[found[0]]}", code)
+
+
 def ptx() -> dict[str, list[str]]:
     """Hashes of the PTX of each module's examples, by module and architecture."""
-    from gemma4_compat._kernels import compiling
-    from gemma4_compat._kernels.specs import kernel_source
-    from tests.unit.decoding.kernel_examples import EXAMPLES, FROM, nvrtc_of_a_wheel
+    from gemma4_compat._kernels import compiling, programs
+    from tests.unit.kernels.kernel_examples import EXAMPLES, FROM, nvrtc_of_a_wheel
 
     compiler = nvrtc_of_a_wheel()
     if compiler is None:
@@ -95,9 +107,9 @@ def ptx() -> dict[str, list[str]]:
                 continue
             hashes = set()
             for text in {example.text for example in examples()}:
-                program, (name,) = kernel_source.program([text])
-                code, _ = compiler.compiled(program, compiling.options(architecture))
-                hashes.add(hashlib.sha256(code.replace(name.encode(), b"kernel")).hexdigest())
+                options = compiling.options(architecture)
+                code, _, (name,) = compiler.compiled(*programs.program([text]), options)
+                hashes.add(hashlib.sha256(unnamed(code.decode(), name).encode()).hexdigest())
             found[f"{module} {architecture}"] = sorted(hashes)
     return found
 

@@ -45,7 +45,7 @@ def using(way: str) -> Iterator[Any]:
     """Inside, steps run in that way. Each way keeps its graphs and its cache, so that turns do not capture again."""
     import gemma4_compat
     from gemma4_compat._graphs import decoder
-    from gemma4_compat._kernels.fuse import fusing
+    from gemma4_compat._kernels.match import fusing
 
     base = models.base(measure.model())
     if way not in _decodings:

@@ -67,12 +67,12 @@ def bound(order: Order) -> Data:
     if order["count"] < everything:
         from torch.cuda.green_contexts import GreenContext
 
-        from gemma4_compat._kernels.specs import matrix_products
+        from gemma4_compat._kernels.specs import nf4_gemv
 
         # Before any stream exists: those that PyTorch hands out belong to the context that is current then.
         _context = GreenContext.create(num_sms=order["count"], device_id=0)
         _context.set_context()
-        matrix_products.multiprocessors = lambda _device: order["count"]  # the device still has all of them
+        nf4_gemv.multiprocessors = lambda _device: order["count"]  # the device still has all of them
     return {"of": everything, "gb_s": _read(), "product_s": _product(), "clock_mhz": _clock()}
 
 

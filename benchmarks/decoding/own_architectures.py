@@ -17,9 +17,9 @@ from unittest import mock
 from benchmarks.common import Data
 from benchmarks.decoding import own_products
 from gemma4_compat._kernels import compiling, kernels
-from gemma4_compat._kernels.specs import pointwise, reductions
+from gemma4_compat._kernels.fuse import pointwise
 
-#: Compute capabilities. For the first, matrix units add up fewer products at once, so sums may round otherwise.
+#: Compute capabilities. For the first, tensor cores add up fewer products at once, so sums may round otherwise.
 OLDER = ((7, 5), (8, 0))
 #: Outputs and inputs of products, keys and widths of attention.
 PRODUCTS = ((256, 1536), (1536, 6144), (2048, 1536))
@@ -64,7 +64,7 @@ def signatures() -> Iterator[tuple[Any, ...]]:
 
     for dtype, name in itertools.product((torch.bfloat16, torch.float16, torch.float32), pointwise._operations()):
         how = pointwise.operation(name)
-        if how.reference is not None and name not in ("where", "divide_by_number", reductions.MEAN):
+        if how.reference is not None and name not in ("where", "divide_by_number", pointwise.MEAN):
             yield name, (dtype,) * (how.source.count("{1}") + 1), dtype
     for one, other in itertools.permutations((torch.bfloat16, torch.float16, torch.float32), 2):
         yield "cast", (one,), other

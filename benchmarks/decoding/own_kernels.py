@@ -7,7 +7,7 @@ trials     means of rows, products with 4-bit weights in the shapes of the five 
            every format of 4-bit weights: the trials that are made before such a kernel is used
 attention  errors of one query's attention against float64, beside PyTorch's, and microseconds of both in a captured
            graph, the keys not in the cache of the GPU
-products   errors of up to eight rows with 4-bit weights by matrix units against float64, beside bitsandbytes' kernel,
+products   errors of up to eight rows with 4-bit weights by tensor cores against float64, beside bitsandbytes' kernel,
            in eight shapes and in those of the five variants; microseconds of both and of the kernels with
            bitsandbytes' bits, and their share of the speed of the memory
 older      the code that GPUs of compute capability 7.5 and 8.0 get, run on this one: trials, errors, and where bits
@@ -53,27 +53,28 @@ def signatures(few: bool) -> Iterator[tuple[Any, ...]]:
     """Of the operations that are tried."""
     import torch
 
-    from gemma4_compat._kernels.specs import dequantizing_source, product_source, products, reductions, shifting
+    from gemma4_compat._kernels.fuse import pointwise
+    from gemma4_compat._kernels.specs import nf4_dequantize, nf4_exact, shifting
 
     for columns, rows in itertools.product(COLUMNS[: 2 if few else None], ROWS[: 2 if few else None]):
-        if reductions.order(rows, columns) is not None:
-            yield reductions.MEAN, (rows, columns), torch.float32
+        if pointwise.order(rows, columns) is not None:
+            yield pointwise.MEAN, (rows, columns), torch.float32
     for dtype, inputs, rows in itertools.product(
         (torch.bfloat16, torch.float16, torch.float32), INPUTS[: 1 if few else None], (1, 2, 3)
     ):
         for quant_type, nested, bias in itertools.product(("nf4", "fp4"), (True, False), (False, True)):
-            one = product_source.Format("gemm_4bit", dtype, rows, inputs, quant_type, 64, nested, bias)
-            if product_source.fits(one):
+            one = nf4_exact.Format("gemm_4bit", dtype, rows, inputs, quant_type, 64, nested, bias)
+            if nf4_exact.fits(one):
                 yield one.signature
         if rows == 1:
-            yield products.OPERATION, ("gemv_4bit", 1, inputs, "", 64, False, False), dtype
+            yield nf4_exact.OPERATION, ("gemv_4bit", 1, inputs, "", 64, False, False), dtype
     for word, times in itertools.product((16, 8, 4, 2), (1, 2, 3, 4)):
         yield shifting.OPERATION, (word, times), torch.bfloat16 if word == 2 else torch.float32
-    sizes = sorted(dequantizing_source.BLOCKSIZES)[: 2 if few else None]
+    sizes = sorted(nf4_dequantize.BLOCKSIZES)[: 2 if few else None]
     for dtype, quant_type, size, nested in itertools.product(
         (torch.bfloat16, torch.float16, torch.float32), ("nf4", "fp4"), sizes, (0, 256)
     ):
-        yield dequantizing_source.Format(quant_type, size, nested, dtype).signature
+        yield nf4_dequantize.Format(quant_type, size, nested, dtype).signature
 
 
 def trials(device: Any, few: bool, more: Iterable[tuple[Any, ...]] = ()) -> Data:
@@ -118,7 +119,7 @@ class Attention:
         """What the kernels compute."""
         from gemma4_compat._kernels.specs import attention
 
-        call = attention.understood(query, key, value, attn_mask=mask, scale=scale)
+        call = attention.match(query, key, value, attn_mask=mask, scale=scale)
         assert call is not None
         launched, found = attention.kernels(call)
         self._kernels.prepare([kernel.text for kernel in launched if not self._kernels.is_prepared(kernel.text)], [])

@@ -6,6 +6,7 @@ For ``own_kernels.py``. The weights have nested scales, NF4, blocks of 64.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -66,13 +67,22 @@ def asked(
     return found
 
 
+def of_type(quant_type: str, array: str) -> list[float]:
+    """An array of a 4-bit type in ``four_bit.cuh``."""
+    from gemma4_compat._kernels import programs
+
+    _, _, type_of = programs.headers()["four_bit.cuh"].partition(f"struct {quant_type.capitalize()} ")
+    found = re.search(rf"{array}\[\d+\] = {{([^}}]*)}}", type_of)
+    assert found is not None
+    texts = re.split(r",\s+", found[1])
+    return [float(int(text[:-1], 16)) if text.endswith("u") else float(text[:-1]) for text in texts]
+
+
 def exact(wanted: dict[str, Any]) -> Any:
     """The product in float64, ``[rows, outputs]``."""
     import torch
 
-    from gemma4_compat._kernels.specs.product_source import VALUES
-
-    values = torch.tensor([float(value.rstrip("f")) for value in VALUES[wanted["quant_type"]]]).double()
+    values = torch.tensor(of_type(wanted["quant_type"], "values")).double()
     values = values.to(wanted["packed"].device)
     outputs, inputs = wanted["shape"]
     scales = wanted["absmax"].double()
@@ -151,13 +161,13 @@ class Products:
 
     @staticmethod
     def _kernels_of(wanted: Sequence[dict[str, Any]], bits: bool) -> Iterator[tuple[Any, list[Any]]]:
-        from gemma4_compat._kernels.specs import matrix_products, products
+        from gemma4_compat._kernels.specs import nf4_exact, nf4_gemv
 
-        kind: Any = products if bits else matrix_products
-        found = [products.gemm(THEIR_ROWS, **one) if bits else matrix_products.understood(**one) for one in wanted]
+        kind: Any = nf4_exact if bits else nf4_gemv
+        found = [nf4_exact.gemm(THEIR_ROWS, **one) if bits else nf4_gemv.match(**one) for one in wanted]
         together: list[list[Any]] = []
         for one in found:
-            if together and kind.go_together(together[-1][0], one):
+            if together and kind.can_fuse(together[-1][0], one):
                 together[-1].append(one)
             else:
                 together.append([one])

@@ -327,7 +327,7 @@ def stand_in() -> contextlib.AbstractContextManager[Any]:
         from gemma4_compat._graphs import recording
         from gemma4_compat._kernels.match import own
         from gemma4_compat._stand_ins import tape
-        from tests.unit.decoding.by_rows import ByRows
+        from tests.unit.kernels.by_rows import ByRows
 
         stack.enter_context(tape.standing_in(recording.RECORDERS))
         stack.enter_context(mock.patch.object(own, "Own", ByRows))

@@ -3,7 +3,7 @@
 python benchmarks/decoding/rounds_trained.py --out FILE.json [--kinds E2B,12B,26B-A4B] [--tokens 8000]
 
 A tape stands in for CUDA graphs, and PyTorch gives each token its own bits (``ByWidth`` in
-tests/unit/decoding/by_rows.py). The models of tests/data are asked for facts, stories, sums, docstrings, pictures and
+tests/unit/kernels/by_rows.py). The models of tests/data are asked for facts, stories, sums, docstrings, pictures and
 sounds, alone and at the end of conversations that are longer than their sliding window. A model on one device says
 each text without drafts. The models in all placements say it again with drafts, until so many tokens are compared in
 each case. Drafts come from the trained assistant (E2B), from prompt lookup, or are the text itself with altered
@@ -184,7 +184,7 @@ def altered(text: Any, dice: random.Random) -> Any:
 def computed_by_width() -> contextlib.AbstractContextManager[Any]:
     """Inside, PyTorch computes the tokens of a round at once, with the bits of single ones."""
     from gemma4_compat._kernels.match import own
-    from tests.unit.decoding.by_rows import ByWidth
+    from tests.unit.kernels.by_rows import ByWidth
 
     return mock.patch.object(own, "Own", ByWidth)
 

@@ -21,6 +21,7 @@ from typing import Any
 from gemma4_compat._accelerate import attached
 from gemma4_compat._attention import layers, products, tracing
 from gemma4_compat._attention.block_layout import UNIT, Layout
+from gemma4_compat._common.selftest import SelfTests
 from gemma4_compat._engine import dormant, settings
 
 ID = "transformers-sliding-windows"
@@ -41,9 +42,7 @@ _AFTER = range(4)
 _TEXT_MODELS = ("Gemma4TextModel", "Gemma4UnifiedTextModel")
 
 _inside = threading.local()
-#: What was tried, and whether it had the same bits.
-_tried: dict[Any, bool] = {}
-_TRIED = 1024
+_tests = SelfTests(limit=1024)
 
 
 @contextlib.contextmanager
@@ -310,16 +309,15 @@ def _has_the_bits(
         whole,
         _kernels(query.device.type),
     )
-    if kind not in _tried:
+
+    def trial() -> bool:
         generator = torch.Generator(value.device).manual_seed(0)
         drawn = torch.empty_like(value).normal_(generator=generator)
         expected = whole(module, query, key, drawn, mask, **kwargs)[0]
-        if len(_tried) >= _TRIED:
-            _tried.clear()
-        _tried[kind] = torch.equal(
-            expected, _by_windows(whole, layout, blocks, module, query, key, drawn, mask, **kwargs)
-        )
-    return _tried[kind]
+        found = _by_windows(whole, layout, blocks, module, query, key, drawn, mask, **kwargs)
+        return bool(torch.equal(expected, found))
+
+    return _tests.passes(kind, value.device, trial)
 
 
 def _kernels(device: str) -> tuple[Any, ...]:

@@ -181,12 +181,12 @@ def fused(
 
 @contextlib.contextmanager
 def _fusing(device: Any, sink: Any) -> Iterator[Callable[[], None]]:
-    from gemma4_compat._kernels.fuse.fusing import Fusing
+    from gemma4_compat._kernels.match.fusing import Fusing
 
     mode = Fusing(device, sink, kernels_of(device).layouts)
     with mode, expert_storage.read_by(mode.rows):
-        yield mode.settle
-        mode.settle()
+        yield mode.flush
+        mode.flush()
 
 
 def _copies(outputs: Any) -> list[Any]:

@@ -6,14 +6,13 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from gemma4_compat._kernels import kernel_files, launching
+from gemma4_compat._kernels import kernel_files, launching, programs
 from gemma4_compat._kernels.kernel_files import Compiled
-from gemma4_compat._kernels.specs import kernel_source
-from gemma4_compat._kernels.specs.kernel_source import Kernel
+from gemma4_compat._kernels.programs import Kernel
 
 #: Characters of kernels that are worth a thread: NVRTC takes 20 ms for any program, and 4 ms for a kernel of 700.
 _WORTH = 4000
@@ -57,11 +56,12 @@ class Nvrtc:
             raise RuntimeError(f"NVRTC {release} cannot compile for compute capability {major}.{minor}")
         return f"sm_{max(fitting)}"
 
-    def compiled(self, text: str, options: Sequence[str]) -> tuple[bytes, str]:
-        """The binary of a program, and NVRTC's log.
+    def compiled(self, text: str, names: Sequence[str], options: Sequence[str]) -> tuple[bytes, str, list[str]]:
+        """The binary of a program, NVRTC's log, and the names of its kernels in the binary.
 
         Args:
-            text: CUDA C.
+            text: CUDA C++, which may include what :func:`programs.headers` has.
+            names: of kernels, or instances of templates.
             options: with ``--gpu-architecture=sm_…``; with ``compute_…``, a virtual architecture, the result is PTX,
                 which the driver translates.
 
@@ -69,18 +69,27 @@ class Nvrtc:
             RuntimeError: it cannot be compiled; the message has the log, its errors first.
         """
         program = ctypes.c_void_p()
-        given = [option.encode() for option in options]
+        headers = programs.headers()
+        files = len(headers), _strings(headers.values()), _strings(headers)
         create = self._library.nvrtcCreateProgram
-        self._check(create(ctypes.byref(program), text.encode(), b"gemma4_compat.cu", 0, None, None))
+        self._check(create(ctypes.byref(program), text.encode(), b"gemma4_compat.cu", *files))
         try:
-            array = (ctypes.c_char_p * len(given))(*given)
-            result = self._library.nvrtcCompileProgram(program, len(given), array)
+            for name in names:
+                self._check(self._library.nvrtcAddNameExpression(program, name.encode()))
+            result = self._library.nvrtcCompileProgram(program, len(options), _strings(options))
             log = self._bytes("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
             self._check(result, _errors_first(log))
             virtual = any("=compute_" in option for option in options)
-            return self._bytes("PTX" if virtual else "CUBIN", program), log
+            binary = self._bytes("PTX" if virtual else "CUBIN", program)
+            return binary, log, [self._name(program, name) for name in names]
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _name(self, program: Any, name: str) -> str:
+        found = ctypes.c_char_p()
+        self._check(self._library.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(found)))
+        assert found.value is not None  # or it failed
+        return found.value.decode()
 
     def _bytes(self, what: str, program: Any) -> bytes:
         size = ctypes.c_size_t()
@@ -94,6 +103,11 @@ class Nvrtc:
             name = self._library.nvrtcGetErrorString
             name.restype = ctypes.c_char_p
             raise RuntimeError(f"{(name(result) or b'NVRTC failed').decode()}\n{log}".rstrip())
+
+
+def _strings(texts: Iterable[str]) -> Any:
+    encoded = [text.encode() for text in texts]
+    return (ctypes.c_char_p * len(encoded))(*encoded)
 
 
 def _errors_first(log: str) -> str:
@@ -218,7 +232,7 @@ class CudaCompiler:
 
     @functools.cached_property
     def _files(self) -> kernel_files.Files:
-        key = repr((self._nvrtc.version(), self._options, kernel_source.PRELUDE))
+        key = repr((self._nvrtc.version(), self._options, programs.headers()))
         return kernel_files.Files(kernel_files.folder(), key)
 
 
@@ -235,8 +249,8 @@ def compiled(nvrtc: Nvrtc, texts: Sequence[str], given: Sequence[str]) -> list[C
     """
 
     def compile_part(part: Sequence[str]) -> Compiled:
-        program, names = kernel_source.program(part)
-        return Compiled(nvrtc.compiled(program, given)[0], dict(zip(map(kernel_files.identity, part), names)))
+        binary, _, names = nvrtc.compiled(*programs.program(part), given)
+        return Compiled(binary, dict(zip(map(kernel_files.identity, part), names)))
 
     parts = shared_out(texts, _cores())
     if len(parts) == 1:
@@ -247,13 +261,13 @@ def compiled(nvrtc: Nvrtc, texts: Sequence[str], given: Sequence[str]) -> list[C
 
 def shared_out(texts: Sequence[str], cores: int) -> list[list[str]]:
     """Parts of about the same length, each worth a thread: the longest text goes first, to the shortest part."""
-    count = max(1, min(cores, sum(map(len, texts)) // _WORTH, len(texts)))
+    count = max(1, min(cores, sum(map(programs.length, texts)) // _WORTH, len(texts)))
     parts: list[list[str]] = [[] for _ in range(count)]
     lengths = [0] * count
-    for text in sorted(texts, key=len, reverse=True):
+    for text in sorted(texts, key=programs.length, reverse=True):
         shortest = lengths.index(min(lengths))
         parts[shortest].append(text)
-        lengths[shortest] += len(text)
+        lengths[shortest] += programs.length(text)
     return parts
 
 

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from gemma4_compat._common.bits import same_bits
+from gemma4_compat._common.selftest import SelfTests
 from gemma4_compat._kernels.compiling import CudaCompiler
-from gemma4_compat._kernels.specs import (
-    dense,
-    dequantizing_source,
-    expert_rows,
-    kernel_source,
-    matrix_products,
-    pointwise,
-    products,
-    reductions,
-    row_source,
-    shifting,
-)
-from gemma4_compat._kernels.specs.kernel_source import Kernel
-from gemma4_compat._kernels.specs.pointwise import Load, Number, Operand, Value
+from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
+from gemma4_compat._kernels.fuse.pointwise import Load, Number, Operand, Value
+from gemma4_compat._kernels.programs import Kernel
+from gemma4_compat._kernels.specs import dense, expert_rows, nf4_dequantize, nf4_exact, nf4_gemv, shifting
 
 _Signature = tuple[Any, ...]
 _TRIED = 1 << 18  # elements, in bits drawn at random
@@ -51,6 +43,7 @@ class Compiler(Protocol):
 COMPILERS: dict[str, type[Compiler]] = {"cuda": CudaCompiler}
 
 _lock = threading.Lock()
+_log = logging.getLogger("gemma4_compat")
 
 
 class StillCompiling(Exception):  # noqa: N818 (not an error: kernels will be there)
@@ -77,6 +70,7 @@ class Kernels:
         self._compiler = COMPILERS[device.type](device)
         self._known: dict[str, Callable[[Kernel], None]] = {}
         self._same: dict[_Signature, bool] = {}
+        self.tests = SelfTests()
         self.layouts: dict[Any, tuple[Any, ...]] = {}  # of fusing.Fusing
 
     def prepare(self, texts: Sequence[str], signatures: Sequence[_Signature], *, wait: bool = True) -> bool:
@@ -100,6 +94,35 @@ class Kernels:
                 self.launch(kernel)
             self._same[key] = same_bits(found, expected)
         return all(self.accepts(key) for key in signatures)
+
+    def selftest(self, key: Any, what: str, instead: str, has_same_bits: Callable[[], bool]) -> bool:
+        """Whether kernels may compute something here. They are tried once; one line says so if they may not.
+
+        Args:
+            key: of the trial.
+            what: they compute.
+            instead: who computes it if they may not.
+            has_same_bits: compiles and tries them. It is not called where nothing can be compiled.
+        """
+        import torch
+
+        def trial() -> bool:
+            try:
+                why = COMPILERS[self._device.type].obstacle()
+                if why is None and not has_same_bits():
+                    why = f"{what} has other bits on {self._device}"
+            except torch.OutOfMemoryError:
+                raise
+            except (OSError, RuntimeError) as error:
+                why = f"this package's kernels failed: {' '.join(str(error).split()):.200}"
+            if why is not None:
+                _log.info("gemma4_compat: %s: %s", instead, why)
+            return why is None
+
+        try:
+            return self.tests.passes(key, self._device, trial)
+        except torch.OutOfMemoryError:
+            return False  # only this time
 
     def accepts(self, signature: _Signature) -> bool:
         """Whether no trial gave other bits than PyTorch's."""
@@ -142,12 +165,12 @@ class Kernels:
         """
         import torch
 
-        for module in (dequantizing_source, expert_rows, products, shifting):
+        for module in (nf4_dequantize, expert_rows, nf4_exact, shifting):
             if signature[0] == module.OPERATION:
                 kernel, found, expected = module.trial(signature, self._device)
                 return [kernel], found, expected
         name, kinds, dtype = signature
-        if name == reductions.MEAN:
+        if name == pointwise.MEAN:
             return self._trial_of_mean(*kinds)
         generator = torch.Generator(self._device).manual_seed(0)
         tensors = [kind for kind in kinds if not isinstance(kind, float)]
@@ -165,7 +188,7 @@ class Kernels:
         reference = pointwise.operation(name).reference
         expected = given[0].to(dtype) if reference is None else reference(*given)
         value = Value(name, tuple(operands), (elements,), dtype, memory=torch.empty_like(expected))
-        return [kernel_source.kernel_of([value])], value.memory, expected
+        return [writer.kernel_of([value])], value.memory, expected
 
     def _trial_of_mean(self, rows: int, columns: int) -> tuple[list[Kernel], Any, Any]:
         """One row may have the right bits by chance: so many that it does not."""
@@ -179,14 +202,14 @@ class Kernels:
         kernels = []
         for one, memory in zip(given, found, strict=True):
             operands = (Load(one, (columns, 1)),)
-            value = Value(reductions.MEAN, operands, (rows, 1), given.dtype, columns=columns, memory=memory)
-            kernels += row_source.kernels_of([value])
+            value = Value(pointwise.MEAN, operands, (rows, 1), given.dtype, columns=columns, memory=memory)
+            kernels += row_kernels.kernels_of([value])
         return kernels, found, expected
 
 
 def _is_computed(signature: _Signature) -> bool:
     """Whether an operation computes what PyTorch does: some only move data, others have an arithmetic of their own."""
-    others = "concatenate", "constant", pointwise.DOT, dense.OPERATION, matrix_products.OPERATION
+    others = "concatenate", "constant", pointwise.DOT, dense.OPERATION, nf4_gemv.OPERATION
     return signature[0] not in others
 
 
@@ -201,30 +224,6 @@ def _any_bits(dtype: Any, elements: int, generator: Any) -> Any:
     if dtype == torch.bool:
         return bits > 0
     return bits.to(torch.int32 if dtype == torch.float32 else torch.int16).view(dtype)
-
-
-def refusal(device: Any, what: str, has_same_bits: Callable[[], bool]) -> str | None:
-    """Why kernels may not compute something on a device; None if they may.
-
-    Args:
-        device: ``torch.device`` of a type in :data:`COMPILERS`.
-        what: they compute.
-        has_same_bits: compiles and tries them. It is not called where nothing can be compiled.
-
-    Raises:
-        torch.OutOfMemoryError: there was no memory to try them; there may be later.
-    """
-    import torch
-
-    try:
-        found = COMPILERS[device.type].obstacle()
-        if found is None and not has_same_bits():
-            found = f"{what} has other bits on {device}"
-    except torch.OutOfMemoryError:
-        raise
-    except (OSError, RuntimeError) as error:
-        found = f"this package's kernels failed: {' '.join(str(error).split()):.200}"
-    return found
 
 
 _kernels: dict[Any, Kernels] = {}

@@ -14,11 +14,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._kernels.specs.kernel_source import Kernel
+from gemma4_compat._kernels import programs
+from gemma4_compat._kernels.programs import Kernel
 
 #: Whether kernels may start early; a benchmark turns it off.
 EARLY = True
-_WAITS = "wait_for_kernel_before()"
 _EARLY_CAPABILITY = (9, 0)
 _EARLY_DRIVER = 12030  # CUDA 12.3: the first that captures early launches in a graph
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -117,7 +117,7 @@ class Driver:
 
 def may_start_early(text: str, capability: tuple[int, int], driver: Driver) -> bool:
     """Whether a kernel with this text, on a device of this compute capability, may start early."""
-    return _WAITS in text and capability >= _EARLY_CAPABILITY and driver.version() >= _EARLY_DRIVER
+    return programs.waits(text) and capability >= _EARLY_CAPABILITY and driver.version() >= _EARLY_DRIVER
 
 
 class Launcher:

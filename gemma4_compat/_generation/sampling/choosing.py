@@ -66,7 +66,7 @@ class TopTokens:
 
         self.top_k, self.top_p = top_k, top_p
         self._limits = None if top_k is None else top_tokens.limits(top_k, top_p)
-        self._serves = top_tokens.serves
+        self._serves = top_tokens.supports
 
     def __call__(self, _ids: Any, scores: Any) -> Any:
         return self._filtered(scores, single=False)

@@ -1,5 +1,5 @@
 """Kernels in place of PyTorch's and bitsandbytes', with other bits: attention (:mod:`attention`) and products
-(:mod:`dense`, and :mod:`matrix_products` for 4-bit weights).
+(:mod:`dense`, and :mod:`nf4_gemv` for 4-bit weights).
 
 :class:`Own` sees the functions of ``torch`` that a forward calls, and calls operators of this package for those that
 the kernels can compute. As operators they are visible to what defers operations (:mod:`fusing`). They compute the same
@@ -18,19 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
+from gemma4_compat._kernels.fuse.pointwise import DOT, Load, Value
 from gemma4_compat._kernels.match import top_tokens
-from gemma4_compat._kernels.specs import (
-    attention,
-    dense,
-    flash,
-    kernel_source,
-    matrix_products,
-    pointwise,
-    reductions,
-    row_source,
-    shifting,
-)
-from gemma4_compat._kernels.specs.pointwise import DOT, Load, Value
+from gemma4_compat._kernels.specs import attention, dense, flash, nf4_gemv, shifting
 
 #: Properties of a tensor that its shape, dtype and device decide.
 _PROPERTIES = frozenset({"device", "dtype", "is_cuda", "itemsize", "layout", "ndim", "requires_grad", "shape"})
@@ -155,7 +146,7 @@ class Own(Repeats):
         return self.called(func, args, kwargs) if found is None else found
 
     def _linear(self, given: Any, weight: Any, bias: Any = None) -> Any:
-        if given.device != self._device or torch.is_grad_enabled() or not dense.suits(given, weight, bias):
+        if given.device != self._device or torch.is_grad_enabled() or not dense.supports(given, weight, bias):
             return None
         return self._computed(torch.ops.gemma4_compat.dense, given, weight, bias)
 
@@ -171,7 +162,7 @@ class Own(Repeats):
     def _product(self, given: Any, *args: Any, **kwargs: Any) -> Any:
         if given.device != self._device or torch.is_grad_enabled():
             return None
-        if matrix_products.understood(given, *args, **kwargs) is None:
+        if nf4_gemv.match(given, *args, **kwargs) is None:
             return None
         return self._computed(torch.ops.gemma4_compat.product, given, *args, **kwargs)
 
@@ -179,7 +170,7 @@ class Own(Repeats):
         key, value, kwargs = self.shared(key, value, kwargs)
         if query.device != self._device or torch.is_grad_enabled():
             return None
-        call = attention.understood(query, key, value, *args, **kwargs)
+        call = attention.match(query, key, value, *args, **kwargs)
         if call is None:
             return None
         operands = query, key, value, kwargs.get("attn_mask", args[0] if args else None)
@@ -257,7 +248,7 @@ def launch(device: Any, *launched: Any) -> None:
 
 
 def _call(query: Any, key: Any, value: Any, mask: Any, scale: float, gqa: bool) -> attention.Call:
-    found = attention.understood(query, key, value, mask, scale=scale, enable_gqa=gqa)
+    found = attention.match(query, key, value, mask, scale=scale, enable_gqa=gqa)
     assert found is not None  # or Own would not have asked
     return found
 
@@ -293,7 +284,7 @@ def _dense(given: Any, weight: Any, bias: Any) -> Any:
     if weight.shape[1] <= dense.SHORT:
         value = dot(given, weight, bias)
         value.memory = given.new_empty(value.shape)
-        launch(given.device, kernel_source.kernel_of([value]))
+        launch(given.device, writer.kernel_of([value]))
         return value.memory
     product = dense.product(given, weight, bias)
     result = product.empty()
@@ -302,10 +293,10 @@ def _dense(given: Any, weight: Any, bias: Any) -> Any:
 
 
 def _product(*args: Any, **kwargs: Any) -> Any:
-    product = matrix_products.understood(*args, **kwargs)
+    product = nf4_gemv.match(*args, **kwargs)
     assert product is not None  # or Own would not have asked
     result = product.empty()
-    launch(result.device, matrix_products.kernel_of([product], [result]))
+    launch(result.device, nf4_gemv.kernel_of([product], [result]))
     return result
 
 
@@ -329,14 +320,14 @@ def _means(given: Any, parts: int) -> Any:
     if given.device.type in kernels.COMPILERS and pointwise.mean(given, parts) is not None:
         memory = given.new_empty((*given.shape[:-1], 1))
         operand, shape = Load(given, given.stride()), tuple(memory.shape)
-        value = Value(reductions.MEAN, (operand,), shape, given.dtype, columns=given.shape[-1], parts=parts)
+        value = Value(pointwise.MEAN, (operand,), shape, given.dtype, columns=given.shape[-1], parts=parts)
         value.memory = memory
-        known, (kernel,) = kernels.of(given.device), row_source.kernels_of([value])
+        known, (kernel,) = kernels.of(given.device), row_kernels.kernels_of([value])
         if known.prepare([kernel.text], [value.signature]):
             known.launch(kernel)
             return memory
-    rows = given.reshape(parts, -1, given.shape[-1])
-    return torch.cat([one.mean(-1, keepdim=True) for one in rows]).view(*given.shape[:-1], 1)
+    separate = given.reshape(parts, -1, given.shape[-1])
+    return torch.cat([one.mean(-1, keepdim=True) for one in separate]).view(*given.shape[:-1], 1)
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

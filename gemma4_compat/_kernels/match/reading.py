@@ -1,4 +1,4 @@
-"""The attention of a prompt, in own arithmetic: by :mod:`flash` where its kernels run on this GPU and pass a trial.
+"""The attention of a prompt, by custom kernels: :mod:`flash` where its kernels run on this GPU and pass a trial.
 
 :class:`Reading` sees the functions of ``torch`` that the forward of a prompt calls. Everything but attention stays
 PyTorch's.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from gemma4_compat._attention import windows
+from gemma4_compat._common.selftest import SelfTests
 from gemma4_compat._engine import dormant
 from gemma4_compat._kernels.match import own
 from gemma4_compat._kernels.specs import attention, flash
@@ -30,8 +30,7 @@ POSITIONS = flash.POSITIONS
 _BEFORE = 70
 _TOKENS_OF_A_TRIAL = 20
 _log = logging.getLogger("gemma4_compat")
-_lock = threading.Lock()
-_passed: dict[Any, bool] = {}  # by device and layout
+_tests = SelfTests()  # by device and layout
 
 
 def read(device: Any) -> contextlib.AbstractContextManager[Any]:
@@ -76,7 +75,7 @@ class Reading(own.Own):
             found = super()._attention(query, key, value, *args, **kwargs)
             if found is not None:
                 return found
-        call = flash.understood(query, key, value, *args, **kwargs)
+        call = flash.match(query, key, value, *args, **kwargs)
         if call is None or not (CAUSAL if call.mask is None else WITH_MASK).get(query.shape[3], False):
             return None
         if not _passes(call):
@@ -95,8 +94,7 @@ class Reading(own.Own):
 
 def is_used(device: Any) -> bool:
     """Whether these kernels compute the attention of prompts that has a mask, as far as it was tried."""
-    with _lock:
-        found = [passed for (where, layout), passed in _passed.items() if where == device and layout.masked]
+    found = [passed for (where, layout), passed in _tests.passed.copy().items() if where == device and layout.masked]
     return bool(found) and all(found) and dormant.is_installed(windows.ID)
 
 
@@ -117,7 +115,7 @@ def computes(device: Any, dtype: Any, heads: Iterable[tuple[int, int, int]]) -> 
         key = drawn(kv_heads, _TOKENS_OF_A_TRIAL, width)
         query = drawn(count, _TOKENS_OF_A_TRIAL, width)
         with torch.no_grad():
-            call = flash.understood(query, key, key, mask, enable_gqa=True)
+            call = flash.match(query, key, key, mask, enable_gqa=True)
         if call is None or not WITH_MASK.get(width, False) or not _passes(call):
             return False
     return dormant.is_installed(windows.ID)
@@ -128,16 +126,14 @@ def _passes(call: flash.Call) -> bool:
     device = call.query.device
     if flash.tiling(call.query.shape[3], flash.shared_memory(device)) is None or own.obstacle(device) is not None:
         return False
-    key = device, flash.layout_of(call)
-    with _lock:
-        if key not in _passed:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return False
-            why = _trial(call)
-            _passed[key] = why is None
-            if why is not None:
-                _log.warning("gemma4_compat: PyTorch computes attention of prompts: %s", why)
-        return _passed[key]
+
+    def trial() -> bool:
+        why = _trial(call)
+        if why is not None:
+            _log.warning("gemma4_compat: PyTorch computes attention of prompts: %s", why)
+        return why is None
+
+    return _tests.passes((device, flash.layout_of(call)), device, trial)
 
 
 def _trial(call: flash.Call) -> str | None:
@@ -155,7 +151,7 @@ def _trial(call: flash.Call) -> str | None:
     at = torch.arange(length, device=device)
     mask = (at <= at[before:, None])[None, None]
     options: dict[str, Any] = {"attn_mask": mask} if before else {"is_causal": True}
-    tried = flash.understood(query, key, value, **options, enable_gqa=True)
+    tried = flash.match(query, key, value, **options, enable_gqa=True)
     assert tried is not None  # as the call
     try:
         launched, found = flash.kernels(tried, layout=flash.layout_of(call))

@@ -1,4 +1,4 @@
-"""Attention of one query position over a cache, split over the keys: kernels with an arithmetic of their own.
+"""Attention of one query position over a cache, split over the keys: custom kernels, with numerics of their own.
 
 PyTorch's kernels for one query give a head to one block, which walks over all keys that are allocated. Here the keys
 from the first to the last one that the mask lets through are divided among blocks. All sums are in ``float``; nothing
@@ -16,9 +16,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._kernels.specs import attention_source as source
-from gemma4_compat._kernels.specs import attention_tensor_source as matrices
-from gemma4_compat._kernels.specs.kernel_source import Kernel, kinds
+from gemma4_compat._kernels.programs import Kernel, instance, kinds
 
 #: Query positions of a call; each has the bits that it would have in a call of its own.
 MAX_QUERIES = 8
@@ -29,11 +27,16 @@ _WORD = 16  # bytes of a load
 FAR = 1 << 31
 #: Splits of one sequence, over all key-value heads, if there are many keys: two blocks for each SM of an H100.
 _BLOCKS = 264
-#: Keys of a split: at least; at least if that gives each SM a block; at most without matrix units, which
+#: Keys of a split: at least; at least if that gives each SM a block; at most without tensor cores, which
 #: take so many at once.
 _FEWEST, _FEWER, _MOST = 32, 64, 128
 #: So few keys that they have up to so many numbers are one split: adding up splits takes as long as reading those.
 _ALONE = 1 << 15
+#: As in ``attention.cuh``: integers that the bounds kernel writes for each query (the first key, how many there are,
+#: counters of blocks), the most splits that the last block of a head adds up itself, and the most splits.
+_RECORD, _FEW, _MANY = 66, 32, 4096
+#: The most key-value heads that have a counter.
+_MAX_COUNTERS = _RECORD - 2
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Call:
     shape: tuple[int, ...]
 
 
-def understood(
+def match(
     query: Any,
     key: Any,
     value: Any,
@@ -110,18 +113,18 @@ def understood(
     else:
         return None
     queries = query.shape[3]
-    if query.shape[2] > MAX_HEADS or queries > MAX_QUERIES or kv_heads > source.MAX_COUNTERS:
+    if query.shape[2] > MAX_HEADS or queries > MAX_QUERIES or kv_heads > _MAX_COUNTERS:
         return None
     if mask is not None:
         mask = mask.expand(batch, queries, length)
-    if _most_splits(length, kv_heads, width, _by_matrix(query.dtype, width)) > source.MANY:
+    if _most_splits(length, kv_heads, width, _by_tensor_cores(query.dtype, width)) > _MANY:
         return None
     shape = (batch, heads, rows, width)
     return Call(query, key, value, mask, width**-0.5 if scale is None else float(scale), shape)
 
 
 def is_readable(tensor: Any) -> bool:
-    """Whether its last dimension can be read in words of 16 bytes, at offsets that 32 bits can count."""
+    """Whether its last dimension can be read by 128-bit loads, at offsets that 32 bits can count."""
     import torch
 
     return (
@@ -167,7 +170,7 @@ def bounds(call: Call) -> tuple[Kernel, Any] | None:
     if call.mask is None:
         return None
     batch, queries, length = call.mask.shape
-    found = torch.empty((batch, queries, source.RECORD), dtype=torch.int32, device=call.mask.device)
+    found = torch.empty((batch, queries, _RECORD), dtype=torch.int32, device=call.mask.device)
     sizes = (queries, length, *call.mask.stride())
     text = _bounds_text(call.mask.dtype)
     threads = min(1024, -(-length // 32) * 32)
@@ -178,7 +181,7 @@ def kernels(call: Call, found: Any = None) -> tuple[list[Kernel], Any]:
     """The kernels that compute a call, in order, and its result, not yet written.
 
     Args:
-        call: from :func:`understood`.
+        call: from :func:`match`.
         found: what the kernel of :func:`bounds` writes, launched before, if the call has a mask. None: it comes first.
 
     Returns:
@@ -194,12 +197,12 @@ def kernels(call: Call, found: Any = None) -> tuple[list[Kernel], Any]:
         first = bounds(call)
         launched, found = [first[0]], first[1]  # type: ignore[index]
     outer = batch * queries
-    rows, splits = outer * kv_heads, _most_splits(length, kv_heads, width, _by_matrix(query.dtype, width))
+    rows, splits = outer * kv_heads, _most_splits(length, kv_heads, width, _by_tensor_cores(query.dtype, width))
     new = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
     result = torch.empty((batch, queries, kv_heads * heads, width), dtype=query.dtype, device=query.device)
     parts = new((rows, splits if splits > 1 else 0, heads, width))
     of_splits = new((rows, splits if splits > 1 else 0, heads, 2))
-    adds = mask is not None and 1 < splits <= source.FEW  # the last block adds up
+    adds = mask is not None and 1 < splits <= _FEW  # the last block adds up
     layout = _Layout(query.dtype, width, heads, None if mask is None else mask.dtype, adds)
     shared = (kv_heads, queries, splits) if mask is not None else (kv_heads, queries, splits, length)
     reads = [query, key, value] if mask is None else [query, key, value, mask]
@@ -208,7 +211,7 @@ def kernels(call: Call, found: Any = None) -> tuple[list[Kernel], Any]:
     writes = [parts, of_splits, result, *([found] if adds else [])]
     strides = [query.stride(0), query.stride(1), query.stride(2), query.stride(3)]
     strides += [*key.stride()[:3], *value.stride()[:3], *(() if mask is None else mask.stride())]
-    grid = (splits if layout.by_matrix else min(splits, max(1, _BLOCKS // kv_heads)), rows)
+    grid = (splits if layout.by_tensor_cores else min(splits, max(1, _BLOCKS // kv_heads)), rows)
     sizes = (*shared, *strides, call.scale)
     text, threads = _attention_text(layout)
     launched.append(Kernel(text, (*reads, *writes), len(writes), sizes, block=threads, grid=grid))
@@ -221,13 +224,13 @@ def kernels(call: Call, found: Any = None) -> tuple[list[Kernel], Any]:
     return launched, result if tuple(result.shape) == call.shape else result.reshape(call.shape)
 
 
-def _splits(count: int, kv_heads: int, width: int, by_matrix: bool) -> int:
-    """How many splits there are for so many keys: as in ``_SPLITS``."""
+def _splits(count: int, kv_heads: int, width: int, by_tensor_cores: bool) -> int:
+    """How many splits there are for so many keys: as ``Splits`` in ``attention.cuh``."""
     if count <= _alone(width):
         return 1
     per = -(-count * kv_heads // (_BLOCKS * 4)) * 4
     per = max(per, _FEWEST if count * kv_heads <= _BLOCKS // 2 * _FEWEST else _FEWER)
-    return -(-count // (per if by_matrix else min(per, _MOST)))
+    return -(-count // (per if by_tensor_cores else min(per, _MOST)))
 
 
 def _alone(width: int) -> int:
@@ -235,7 +238,7 @@ def _alone(width: int) -> int:
     return max(_FEWEST, min(_MOST, _ALONE // width))
 
 
-def _most_splits(length: int, kv_heads: int, width: int, by_matrix: bool) -> int:
+def _most_splits(length: int, kv_heads: int, width: int, by_tensor_cores: bool) -> int:
     """So many splits suffice for every number of keys up to ``length``."""
     if length <= _alone(width):
         return 1
@@ -245,15 +248,9 @@ def _most_splits(length: int, kv_heads: int, width: int, by_matrix: bool) -> int
         found.append(-(-min(length, long) // _FEWER))
     if length > long:
         found.append(-(-_BLOCKS // kv_heads))
-    if not by_matrix:
+    if not by_tensor_cores:
         found.append(-(-length // _MOST))
     return max(found)
-
-
-_SPLITS = """const int wanted = (int)((count * kv_heads + {span}u) / {spanned}u) * 4;
-  const int fewest = count * kv_heads <= {few}u ? {fewest} : {fewer};
-  const int per = count <= {alone}u ? {alone} : min(max(wanted, fewest), {most});
-  const int splits = max((int)((count + per - 1u) / per), 1);"""
 
 
 @dataclass(frozen=True)
@@ -267,156 +264,39 @@ class _Layout:
     adds: bool
 
     @property
-    def by_matrix(self) -> bool:
-        """Whether there are matrix units for it."""
-        return _by_matrix(self.dtype, self.width)
+    def by_tensor_cores(self) -> bool:
+        """Whether tensor cores compute it."""
+        return _by_tensor_cores(self.dtype, self.width)
 
 
-def _by_matrix(dtype: Any, width: int) -> bool:
+def _by_tensor_cores(dtype: Any, width: int) -> bool:
     return bool(dtype.itemsize == 2 and width >= 64)
-
-
-def _filled(text: str, known: dict[str, str]) -> str:
-    for name, value in known.items():
-        text = text.replace(f"@{name}@", value)
-    return text
-
-
-def _constants(dtype: Any, **values: int) -> str:
-    """The first lines of a kernel."""
-    kind = kinds()[dtype]
-    numbers = ", ".join(f"{name} = {value}" for name, value in values.items())
-    stored = kind.store.format(kind.rounded.format("x"))
-    return f"  constexpr int {numbers};\n  auto stored = [](float x) {{ return {stored}; }};"
 
 
 @functools.cache
 def _bounds_text(dtype: Any) -> str:
-    import torch
-
-    kind = kinds()[dtype]
-    known = {"MASK": kind.c, "CONSTANTS": f"  constexpr unsigned int RECORD = {source.RECORD}u;"}
-    if dtype == torch.bool:
-        known |= {"VALID": "bits != 0", "SOME": "0u", "FROM_WORD": "(unsigned char)bits"}
-    else:
-        number = kind.load.format("bits")
-        known["VALID"] = f"{number} > {torch.finfo(dtype).min / 2!r}f"
-        known["SOME"] = f"({number} > __uint_as_float(0xff800000u) ? 1u : 0u)"
-        known["FROM_WORD"] = "__uint_as_float(bits)" if dtype == torch.float32 else "(u16)bits"
-    return _filled(source.BOUNDS, known)
-
-
-def _shared(layout: _Layout) -> dict[str, str]:
-    """What the two kernels of a layout have in common."""
-    kind = kinds()[layout.dtype]
-    wide = layout.dtype.itemsize == 4
-    part = "(u16)(word.part[e / 2] >> (e % 2 * 16))"
-    at = f"outer * {source.RECORD}u"
-    return {
-        "T": kind.c,
-        "ELEMENT": "__uint_as_float(word.part[e])" if wide else kind.load.format(part),
-        "BOUNDS": (
-            "const unsigned int first = 0u, count = length;"
-            if layout.mask is None
-            else f"const unsigned int first = bounds[{at}], count = bounds[{at} + 1u];"
-        ),
-        "SPLITS": _SPLITS.format(
-            span=_BLOCKS * 4 - 1,
-            spanned=_BLOCKS * 4,
-            few=_BLOCKS // 2 * _FEWEST,
-            fewest=_FEWEST,
-            fewer=_FEWER,
-            alone=_alone(layout.width),
-            most=1 << 30 if layout.by_matrix else _MOST,
-        ),
-    }
+    return instance("attention.cuh", "attention::bounds", kinds()[dtype].name)
 
 
 @functools.cache
 def _attention_text(layout: _Layout) -> tuple[str, int]:
     """The text, and the threads of a block."""
-    known = _shared(layout)
-    by_matrix = layout.by_matrix
-    values, threads = _matrix_constants(layout) if by_matrix else _plain_constants(layout)
-    known |= _mask_lines(layout, by_matrix)
-    known["THREADS"] = str(threads)
-    alone = threads > 256 or values.get("NT") == 2  # on a multiprocessor
-    known["RESIDENT"] = ", 1" if alone else ", 2"
-    values |= {"D": layout.width, "NH": layout.heads, "THREADS": threads, "MAX_KEYS": _MOST}
-    known["CONSTANTS"] = _constants(layout.dtype, **values, RECORD=source.RECORD, FEW=source.FEW)
-    pointers = [f"const @T@* {name}" for name in ("query_at", "keys_at", "values_at")]
-    if layout.mask is not None:
-        pointers.append(f"const {kinds()[layout.mask].c}* mask_at")
-        pointers += [] if layout.adds else ["const unsigned int* bounds"]
-    pointers += ["float* parts", "float2* of_splits", "@T@* out"]
-    pointers += ["unsigned int* bounds"] if layout.adds else []
-    numbers = ["kv_heads", "queries", "max_splits", *(["length"] if layout.mask is None else [])]
-    numbers += ["query_batch", "query_kv", "query_head", "query_stride"]
-    numbers += ["key_batch", "key_head", "key_stride", "value_batch", "value_head", "value_stride"]
-    numbers += [] if layout.mask is None else ["mask_batch", "mask_query", "mask_stride"]
-    parameters = [*pointers, *(f"unsigned int {name}" for name in numbers), "float scale"]
-    known = {"PARAMETERS": ", ".join(parameters), "LAST": source.LAST if layout.adds else "", **known}
-    if not by_matrix:
-        return _filled(source.ATTENTION, known), threads
-    kind = kinds()[layout.dtype]
-    half = kind.load.startswith("from_f16")
-    known |= {"PAIR": "pair_f16" if half else "pair_bf16", "ROUNDED": kind.rounded.format("share[i]")}
-    known["MULTIPLY"] = matrices.multiplication(layout.dtype)
-    return _filled(matrices.ATTENTION, known), threads
-
-
-def _matrix_constants(layout: _Layout) -> tuple[dict[str, int], int]:
-    """What :mod:`attention_tensor_source` counts by, and the threads of a block."""
-    return {
-        "NT": -(-layout.heads // 8),
-        "KT": max(1, min(4, 512 // layout.width)),
-        "VT": 1,
-    }, 256
-
-
-def _plain_constants(layout: _Layout) -> tuple[dict[str, int], int]:
-    """What :data:`attention_source.ATTENTION` counts by, and the threads of a block."""
-    elements = _WORD // layout.dtype.itemsize  # of a word
-    chunks = layout.width // elements
-    heads = 1 << (layout.heads - 1).bit_length()
-    at_once = min(heads, 8)  # heads of a thread that reads values
-    in_warp = min(heads, 4)  # heads of a warp that reads keys
-    loads = 8 // max(1, chunks // 32)  # keys of a lane
-    if chunks < 32:
-        loads = max(1, min(loads, 2 * chunks // in_warp))
-    values = {"NP": heads, "HW": in_warp, "HV": at_once, "KT": loads, "VE": elements, "AHEAD": 4}
-    return values, 256 * (heads // at_once)
-
-
-def _mask_lines(layout: _Layout, by_matrix: bool) -> dict[str, str]:
-    import torch
-
-    score = f"__fmul_rn({'share' if by_matrix else 'sum'}[i], scale)"
-    if layout.mask is None:
-        return {"MASK_LINE": "", "MASK_LOADS": "", "MASKED": score}
-    kind = kinds()[layout.mask]
-    line = "const unsigned int mask_from = batch * mask_batch + query * mask_query + first * mask_stride;"
-    key = "done + lane * 4 + i" if by_matrix else "base + (own + i) / HW * SUB + sub"
-    own = "4" if by_matrix else "OWN"
-    loads = f"""{kind.c} bits[{own}];
-      #pragma unroll
-      for (int i = 0; i < {own}; ++i) bits[i] = mask_at[mask_from + (begin + min({key}, end)) * mask_stride];"""
-    if layout.mask == torch.bool:
-        masked = f"(bits[i] ? {score} : minus_infinity)"
-    else:
-        masked = f"__fadd_rn({score}, {kind.load.format('bits[i]')})"
-    return {"MASK_LINE": line, "MASK_LOADS": loads, "MASKED": masked}
+    file, how = ("attention_tensor.cuh", "TensorCores") if layout.by_tensor_cores else ("attention.cuh", "Lanes")
+    threads = 512 if layout.heads > 8 and not layout.by_tensor_cores else 256
+    kernel = "attend_to_all" if layout.mask is None else "attend_and_add" if layout.adds else "attend"
+    arguments = f"{kinds()[layout.dtype].name}, {_mask(layout)}, {layout.width}, {layout.heads}, {threads}"
+    return instance(file, f"attention::{kernel}", f"attention::{how}<{arguments}>"), threads
 
 
 @functools.cache
 def _sum_text(layout: _Layout) -> tuple[str, int]:
     """The text, and the threads of a block."""
     threads = 8 * min(layout.width, 32)
-    known = _shared(layout)
-    known["THREADS"] = str(threads)
-    known["CONSTANTS"] = _constants(layout.dtype, D=layout.width, NH=layout.heads, THREADS=threads, MANY=source.MANY)
-    pointers = ["const float* parts", "const float2* of_splits"]
-    pointers += [] if layout.mask is None else ["const unsigned int* bounds"]
-    numbers = ["kv_heads", "queries", "max_splits", *(["length"] if layout.mask is None else [])]
-    parameters = [*pointers, "@T@* out", *(f"unsigned int {name}" for name in numbers)]
-    return _filled(source.SUM, {"PARAMETERS": ", ".join(parameters), **known}), threads
+    dtypes = (kinds()[layout.dtype].name, *(() if layout.mask is None else (_mask(layout),)))
+    kernel = "attention::sum_of_all" if layout.mask is None else "attention::sum"
+    arguments = (*dtypes, layout.width, layout.heads, layout.by_tensor_cores, threads)
+    return instance("attention.cuh", kernel, *arguments), threads
+
+
+def _mask(layout: _Layout) -> str:
+    return "attention::None" if layout.mask is None else kinds()[layout.mask].name

@@ -14,7 +14,7 @@ import sys
 import types
 from typing import Any, NamedTuple
 
-from gemma4_compat._kernels.specs.kernel_source import Kernel, kinds
+from gemma4_compat._kernels.programs import Kernel, instance, kinds
 from gemma4_compat._quantization import expert_storage
 
 #: The name in an operation's signature.
@@ -22,59 +22,6 @@ OPERATION = "4-bit experts"
 _WORD = 16  # bytes that a thread reads at once
 _WORDS = 4  # of a thread; a warp reads 2 KiB in one piece
 _WARP = 32
-
-_SCALE = "absmax[expert * n3 + block]"
-_NESTED_SCALE = (
-    "__fadd_rn(__fmul_rn(codes[absmax[expert * n3 + block]], nested[expert * n4 + (block >> {nested_shift})]), "
-    "offset[expert])"
-)
-
-_TEXT = """extern "C" __global__ void {name}({parameters}) {{
-unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;
-if (i < n0) {{
-unsigned int first = (i / {warp}u) * {span}u + i % {warp}u;
-Word16 words[{words}];
-float scales[{words}];
-#pragma unroll
-for (int j = 0; j < {words}; ++j) {{
-  unsigned int at = first + j * {warp}u;
-  if (at < n1) {{
-    unsigned int row = at / n2;
-    unsigned int within = at - row * n2;
-    unsigned long long expert = chosen[row];
-    words[j] = packed[expert * n2 + within];
-    unsigned int block = within >> {shift};
-    scales[j] = {scale};
-  }}
-}}
-#pragma unroll
-for (int j = 0; j < {words}; ++j) {{
-  unsigned int at = first + j * {warp}u;
-  if (at < n1) {{
-    #pragma unroll
-    for (int k = 0; k < {pieces}; ++k) {{
-      Word16 piece;
-      #pragma unroll
-      for (int l = 0; l < 4; ++l) {{
-        {unpack}
-      }}
-      out[(unsigned long long)at * {pieces}u + k] = piece;
-    }}
-  }}
-}}
-}}
-}}
-"""
-
-#: A word of the result holds two 16-bit values or one 32-bit value. bitsandbytes packs the first of two values in the
-#: high half.
-_UNPACK_16 = """unsigned int byte = (words[j].part[k] >> (l * 8)) & 255u;
-        float high = __fmul_rn(code[byte >> 4], scales[j]);
-        float low = __fmul_rn(code[byte & 15u], scales[j]);
-        piece.part[l] = (unsigned int){high} | ((unsigned int){low} << 16);"""
-_UNPACK_32 = """unsigned int byte = (words[j].part[k / 2] >> ((k % 2 * 2 + l / 2) * 8)) & 255u;
-        float value = __fmul_rn(code[l % 2 ? byte & 15u : byte >> 4], scales[j]);
-        piece.part[l] = __float_as_uint(value);"""
 
 
 class _Layout(NamedTuple):
@@ -189,32 +136,10 @@ def _layout_of(state: Any) -> _Layout:
 
 
 def _text(layout: _Layout) -> str:
-    import torch
-
-    parameters = ["const Word16* __restrict__ packed", "const long long* __restrict__ chosen"]
+    arguments: list[str | int] = [kinds()[layout.dtype].name, (layout.blocksize // (2 * _WORD)).bit_length() - 1]
     if layout.nested:
-        parameters += ["const unsigned char* __restrict__ absmax", "const float* __restrict__ nested"]
-        parameters += ["const float* __restrict__ offset", "const float* __restrict__ codes"]
-    else:
-        parameters.append("const float* __restrict__ absmax")
-    parameters += ["const float* __restrict__ code", "Word16* __restrict__ out"]
-    parameters += [f"unsigned int n{number}" for number in range(5 if layout.nested else 4)]
-    kind = kinds()[layout.dtype]
-    wide = layout.dtype == torch.float32
-    unpack = _UNPACK_32 if wide else _UNPACK_16
-    stored = {side: kind.store.format(kind.rounded.format(side)) for side in ("high", "low")}
-    scale = _NESTED_SCALE.format(nested_shift=layout.nested.bit_length() - 1) if layout.nested else _SCALE
-    return _TEXT.format(
-        name="experts",
-        parameters=", ".join(parameters),
-        warp=_WARP,
-        words=_WORDS,
-        span=_WARP * _WORDS,
-        shift=(layout.blocksize // (2 * _WORD)).bit_length() - 1,
-        scale=scale,
-        pieces=8 if wide else 4,
-        unpack=unpack if wide else unpack.format(**stored),
-    )
+        return instance("experts.cuh", "expert_rows_nested", *arguments, layout.nested.bit_length() - 1)
+    return instance("experts.cuh", "expert_rows", *arguments)
 
 
 def trial(signature: tuple[Any, ...], device: Any) -> tuple[Kernel, Any, Any]:

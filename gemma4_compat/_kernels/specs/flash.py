@@ -1,9 +1,9 @@
-"""Attention of many queries over a cache, in one pass over the keys: kernels with an arithmetic of their own.
+"""Attention of many queries over a cache, in one pass over the keys: custom kernels, with numerics of their own.
 
 PyTorch's kernel with a mask computes the scores of all keys that are allocated, has no fast way for heads that are
 512 wide, and needs a copy of keys and values for each query head. Here the rows of a block are the query heads of
 consecutive tokens that share keys, and a block walks over the keys from the first to the last one that its mask lets
-through, in tiles (FlashAttention: Dao et al. 2022). Scores and sums are in ``float``. Shares of the softmax are
+through, in tiles (FlashAttention: Dao et al. 2022). Scores and sums are in ``float``. Softmax weights are
 rounded to the dtype of the values before they are multiplied, as in PyTorch's; their sum is that of what was rounded.
 
 A result has the same bits whatever the length of the cache, the other sequences, and where a prompt was cut: tiles
@@ -17,16 +17,15 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._kernels.specs import flash_source as source
+from gemma4_compat._kernels.programs import Kernel, instance, kinds
 from gemma4_compat._kernels.specs.attention import FAR, is_readable, rows_of
-from gemma4_compat._kernels.specs.attention_tensor_source import multiplication
-from gemma4_compat._kernels.specs.kernel_source import Kernel, kinds
 
 #: In a cache with fewer positions attention is PyTorch's: little is computed.
 POSITIONS = 2048
 #: Query heads that share a key-value head.
 MAX_HEADS = 32
 _THREADS = 256
+_RECORD = 4  # integers that the bounds kernel writes for each query
 _LOG2_E = 1.4426950408889634
 #: Up to so many heads there are two blocks for each row, one for every other tile: 512 tokens of an E2B are only 64.
 _FEW_HEADS = 8
@@ -120,7 +119,7 @@ def serves(heads: int, kv_heads: int, width: int) -> bool:
 def reaches(heads: int, kv_heads: int, width: int, *, tokens: int, keys: int, batch: int = 1) -> bool:
     """Whether offsets of 32 bits reach so many tokens and keys of each sequence.
 
-    ``batch``: sequences whose queries, keys and masks are packed; :func:`understood` looks at the tensors.
+    ``batch``: sequences whose queries, keys and masks are packed; :func:`match` looks at the tensors.
     """
     packed = batch * max(heads * tokens * width, kv_heads * keys * width, tokens * keys)
     return max(tokens * heads, keys) * width < _LIMIT and packed < FAR
@@ -136,7 +135,7 @@ def _streams(heads: int) -> int:
     return 2 if heads <= _FEW_HEADS else 1
 
 
-def understood(
+def match(
     query: Any,
     key: Any,
     value: Any,
@@ -198,17 +197,19 @@ def bounds(mask: Any) -> tuple[Kernel, Any]:
     import torch
 
     batch, tokens, length = mask.shape
-    found = torch.empty((batch, tokens, source.RECORD), dtype=torch.int32, device=mask.device)
+    found = torch.empty((batch, tokens, _RECORD), dtype=torch.int32, device=mask.device)
     sizes = (tokens, length, *mask.stride()[:2])
     grid = (batch * tokens, 1)
-    return Kernel(source.BOUNDS, (mask, found), 1, sizes, block=_THREADS, grid=grid), found
+    return Kernel(
+        instance("flash.cuh", "flash::bounds", _THREADS), (mask, found), 1, sizes, block=_THREADS, grid=grid
+    ), found
 
 
 def kernels(call: Call, found: Any = None, layout: Layout | None = None) -> tuple[list[Kernel], Any]:
     """The kernels that compute a call, in order, and its result, not yet written.
 
     Args:
-        call: from :func:`understood`.
+        call: from :func:`match`.
         found: what the kernel of :func:`bounds` writes, launched before, if the call has a mask. None: it comes first.
         layout: of another call that has as many heads; None for its own.
 
@@ -228,13 +229,14 @@ def kernels(call: Call, found: Any = None, layout: Layout | None = None) -> tupl
         first, found = bounds(mask)
         launched.append(first)
     result = torch.empty((batch, tokens, heads, width), dtype=query.dtype, device=query.device)
-    reads = [query, key, value, *(() if mask is None else (mask, found))]
+    reads = [query, key, value, *((key, key) if mask is None else (mask, found))]  # keys in place of what is not read
     sizes = (kv_heads, query.stride(0), layout.heads * query.stride(1), query.stride(1), query.stride(2))
-    sizes += (*key.stride()[:3], *value.stride()[:3], *(() if mask is None else mask.stride()[:2]))
+    sizes += (*key.stride()[:3], *value.stride()[:3], *((0, 0) if mask is None else mask.stride()[:2]))
     scale, outer, text, room = call.scale * _LOG2_E, batch * kv_heads, _text(layout), how.room(width)
     if not layout.segment:
         grid = (-(-tokens * layout.heads // how.rows), outer)
-        kernel = Kernel(text, (*reads, result), 1, (tokens, 0, *sizes, scale), block=_THREADS, grid=grid, shared=room)
+        of = (tokens, 0, *sizes, scale)
+        kernel = Kernel(text, (*reads, *[result] * 3), 3, of, block=_THREADS, grid=grid, shared=room)
         return [*launched, kernel], result.transpose(1, 2)
     at_once = max(_AT_ONCE // (1 << (batch * heads * layout.streams - 1).bit_length()), _TOKENS)
     blocks = -(-min(tokens, at_once) * layout.heads // how.rows)
@@ -244,7 +246,7 @@ def kernels(call: Call, found: Any = None, layout: Layout | None = None) -> tupl
     for begin in range(0, tokens, at_once):
         grid = (blocks * layout.streams, outer)
         of = (tokens, begin, *sizes, scale)
-        launched.append(Kernel(text, (*reads, *parts), 2, of, block=_THREADS, grid=grid, shared=room))
+        launched.append(Kernel(text, (*reads, *parts, result), 3, of, block=_THREADS, grid=grid, shared=room))
         grid = (-(-padded * width // (4 * _THREADS)), outer)
         counts = (tokens, begin, kv_heads, padded, scale)
         launched.append(Kernel(_sum_text(layout), (*parts, result), 1, counts, block=_THREADS, grid=grid))
@@ -277,66 +279,14 @@ def layout_of(call: Call, how: Tiling | None = None) -> Layout:
     return Layout(call.query.dtype, call.query.shape[3], shared, streams, segment, masked, how)
 
 
-def _filled(text: str, known: dict[str, str]) -> str:
-    for name, value in known.items():
-        text = text.replace(f"@{name}@", value)
-    return text
-
-
-def _constants(**values: int) -> str:
-    return f"  constexpr int {', '.join(f'{name} = {value}' for name, value in values.items())};"
-
-
 @functools.cache
 def _text(layout: Layout) -> str:
-    kind, how = kinds()[layout.dtype], layout.how
-    half = kind.load.startswith("from_f16")
-    pointers = ["const u16* query_at", "const u16* keys_at", "const u16* values_at"]
-    pointers += ["const unsigned char* mask_at", "const uint4* bounds"] if layout.masked else []
-    pointers += ["float* parts", "float2* of_streams"] if layout.segment else ["u16* out"]
-    numbers = ["tokens", "begin", "kv_heads", "query_batch", "query_kv", "query_head", "query_stride"]
-    numbers += ["key_batch", "key_head", "key_stride", "value_batch", "value_head", "value_stride"]
-    numbers += ["mask_batch", "mask_query"] if layout.masked else []
-    if layout.masked:
-        find = """const uint4 one = bounds[batch * tokens + of / G];
-      begins = one.x;
-      ends = one.y;
-      if (one.z && one.z != ends - begins) has_holes = 1u;"""
-        row = """const unsigned char* const mask = mask_at + (unsigned long long)batch * mask_batch
-          + (unsigned long long)min((row_from + r) / G, tokens - 1u) * mask_query;"""
-    else:
-        find, row = "begins = 0u, ends = of / G + 1u;", ""
-    known = {
-        "PARAMETERS": ", ".join([*pointers, *(f"unsigned int {name}" for name in numbers), "float scale"]),
-        "CONSTANTS": _constants(
-            D=layout.width,
-            G=layout.heads,
-            STREAMS=layout.streams,
-            M=how.rows,
-            NK=how.keys,
-            WR=how.by_rows,
-            WK=how.by_keys,
-            WC=how.by_width,
-            SEGMENT=layout.segment // how.keys,
-            SHARED_ROOM=int(how.shared_room),
-            ROOM=how.room(layout.width),
-        ),
-        "MULTIPLY": multiplication(layout.dtype),
-        "FIND": find,
-        "MASK_ROW": row,
-        "MASKED": " || (has_holes && !mask[key])" if layout.masked else "",
-        "PAIR": "pair_f16" if half else "pair_bf16",
-        "LOW": kind.load.format("(u16)(pair & 0xffffu)"),
-        "HIGH": kind.load.format("(u16)(pair >> 16)"),
-    }
-    return _filled(source.FLASH, (source.PART if layout.segment else source.RESULT) | known)
+    how = layout.how
+    tile = (how.rows, how.keys, how.by_rows, how.by_keys, how.by_width, layout.segment // how.keys)
+    sizes = (layout.width, layout.heads, layout.streams, *tile, int(how.shared_room), how.room(layout.width))
+    return instance("flash.cuh", "flash::attend", kinds()[layout.dtype].name, layout.masked, *sizes)
 
 
 @functools.cache
 def _sum_text(layout: Layout) -> str:
-    half = kinds()[layout.dtype].load.startswith("from_f16")
-    known = {
-        "CONSTANTS": _constants(D=layout.width, G=layout.heads, STREAMS=layout.streams),
-        "PAIR": "pair_f16" if half else "pair_bf16",
-    }
-    return _filled(source.SUM, known)
+    return instance("flash.cuh", "flash::sum", kinds()[layout.dtype].name, layout.width, layout.heads, layout.streams)

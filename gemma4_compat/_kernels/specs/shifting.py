@@ -1,8 +1,7 @@
 """A full sliding cache drops its first row for each new one: one kernel moves the rows of a layer in place.
 
-PyTorch copies keys and values twice, once aside and once back. Here a block takes a strip of all rows of one head: its
-threads read, meet at a barrier, and write each word one row before. No other block reads or writes that strip. Words
-are only moved, so the bits are those of the copies, which remain where the layout does not suit.
+PyTorch copies keys and values twice, once aside and once back. ``cuda/shifting.cuh`` only moves words, so the bits are
+those of the copies, which remain where the layout does not suit.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import functools
 import logging
 from typing import Any
 
-from gemma4_compat._kernels.specs.kernel_source import Kernel
+from gemma4_compat._kernels.programs import Kernel, instance
 
 #: The name in an operation's signature.
 OPERATION = "shift of a sliding cache"
@@ -20,43 +19,6 @@ _THREADS = 1024
 _TIMES = 4  # words of a thread between two barriers, at most
 _WORDS = {16: "Word16", 8: "uint2", 4: "unsigned int", 2: "u16"}  # by bytes
 _log = logging.getLogger("gemma4_compat")
-
-#: What is read before the wait is from the step before: no kernel of this step has written it.
-_TEXT = """extern "C" __global__ void __launch_bounds__({threads}) shift(const {word}* __restrict__ new_keys,
-  const {word}* __restrict__ new_values, {word}* keys, {word}* values, unsigned int rows, unsigned int words,
-  unsigned int heads, unsigned int key_batch, unsigned int key_head, unsigned int value_batch,
-  unsigned int value_head) {{
-  constexpr unsigned int PER = {per}u;
-  const unsigned int column = (blockIdx.x >> 1) * PER + threadIdx.x % PER, row = threadIdx.x / PER;
-  const unsigned int step = blockDim.x / PER, batch = blockIdx.y / heads, head = blockIdx.y % heads;
-  const bool of_values = blockIdx.x & 1u, inside = column < words;
-  {word}* held = (of_values ? values : keys) + (unsigned long long)blockIdx.y * rows * words + column;
-  const {word}* fresh = of_values ? new_values + batch * value_batch + head * value_head + column
-    : new_keys + batch * key_batch + head * key_head + column;
-  {word} moved[{times}];
-  auto read = [&](unsigned int begin) {{
-    #pragma unroll
-    for (int k = 0; k < {times}; ++k) {{
-      const unsigned int at = begin + row + k * step;
-      if (inside && at + 1u < rows) moved[k] = held[(at + 1u) * words];
-    }}
-  }};
-  read(0u);
-  let_next_kernel_begin();
-  wait_for_kernel_before();
-  for (unsigned int begin = 0u;;) {{
-    __syncthreads();
-    #pragma unroll
-    for (int k = 0; k < {times}; ++k) {{
-      const unsigned int at = begin + row + k * step;
-      if (inside && at < rows) held[at * words] = at + 1u < rows ? moved[k] : *fresh;
-    }}
-    begin += {times}u * step;
-    if (begin >= rows) break;
-    read(begin);
-  }}
-}}
-"""
 
 
 def kernel_of(keys: Any, values: Any, new_keys: Any, new_values: Any) -> tuple[Kernel, tuple[Any, ...]] | None:
@@ -71,7 +33,7 @@ def kernel_of(keys: Any, values: Any, new_keys: Any, new_values: Any) -> tuple[K
     batch, heads, rows, width = keys.shape
     fresh, held = (new_keys, new_values), (keys, values)
     size = width * keys.itemsize
-    word = next((one for one in _WORDS if _suits(one, size, fresh, held)), None)
+    word = next((one for one in _WORDS if _supports(one, size, fresh, held)), None)
     if (
         word is None
         or not keys.numel()
@@ -94,7 +56,7 @@ def kernel_of(keys: Any, values: Any, new_keys: Any, new_values: Any) -> tuple[K
     return kernel, (OPERATION, (word, times), keys.dtype)
 
 
-def _suits(word: int, size: int, fresh: tuple[Any, ...], held: tuple[Any, ...]) -> bool:
+def _supports(word: int, size: int, fresh: tuple[Any, ...], held: tuple[Any, ...]) -> bool:
     """Whether rows of ``size`` bytes can be moved in words of so many."""
     addresses = [tensor.data_ptr() for tensor in (*fresh, *held)]
     steps = [stride * tensor.itemsize for tensor in fresh for stride in tensor.stride()[:2]]
@@ -106,9 +68,8 @@ def _say(what: str) -> None:
     _log.info("gemma4_compat: PyTorch moves the rows of full sliding caches, since no kernel suits: %s", what)
 
 
-@functools.cache
 def _text(word: int, times: int) -> str:
-    return _TEXT.format(word=_WORDS[word], per=_STRIP // word, times=times, threads=_THREADS)
+    return instance("shifting.cuh", "shift", _WORDS[word], _STRIP // word, times, _THREADS)
 
 
 def trial(signature: tuple[Any, ...], device: Any) -> tuple[Kernel, Any, Any]:

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._kernels.fuse import dequantizing
-from gemma4_compat._kernels.specs.dequantizing_source import Format
+from gemma4_compat._engine.patch import Outcome, Patch
+from gemma4_compat._kernels.match import dequantizing
+from gemma4_compat._kernels.specs.nf4_dequantize import Format
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(

@@ -21,7 +21,7 @@ from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat._stand_ins import tape
 from gemma4_compat.patches.generation.transformers_fp16_logits import PATCH, build_overflowing
 from tests.patches.promise import Promise
-from tests.unit.decoding.by_rows import ByRows
+from tests.unit.kernels.by_rows import ByRows
 
 NEW = 4
 ERROR = "probability tensor contains either `inf`, `nan` or element < 0"

@@ -74,7 +74,7 @@ def test_a_text_that_was_not_read_has_positions_masks_and_lengths_of_one_that_wa
 
 
 def test_each_way_keeps_its_graphs(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gemma4_compat._kernels.fuse import fusing
+    from gemma4_compat._kernels.match import fusing
 
     kinds = frozenset({"products"})
     monkeypatch.setattr(fusing, "KINDS", kinds)

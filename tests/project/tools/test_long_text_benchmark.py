@@ -14,7 +14,7 @@ from benchmarks.decoding import long_text, models
 from gemma4_compat._graphs import recording
 from gemma4_compat._kernels import kernels
 from gemma4_compat._stand_ins import tape
-from tests.unit.decoding.host_kernels import HostCompiler
+from tests.unit.kernels.host_kernels import HostCompiler
 
 MIB = 2**20
 

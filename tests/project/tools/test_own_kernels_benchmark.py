@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.decoding import graph_times, own_architectures, own_kernels, own_products
 from gemma4_compat._kernels import kernels
-from tests.unit.decoding.host_kernels import HostCompiler
+from tests.unit.kernels.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")
 

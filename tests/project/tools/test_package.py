@@ -89,6 +89,8 @@ def test_the_wheel_has_the_package_and_nothing_else(built: dict[str, Path]) -> N
         f"gemma4_compat-{gemma4_compat.__version__}.dist-info",
     }
     assert "gemma4_compat/py.typed" in names
+    kernels = (ROOT / "gemma4_compat" / "_kernels" / "cuda").glob("*.cuh")
+    assert {file.relative_to(ROOT).as_posix() for file in kernels} <= set(names)
     others = [name for name in names if name.endswith((".json", ".md", ".svg")) and "dist-info" not in name]
     assert others == sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "gemma4_compat").rglob("*.json"))
 

@@ -31,7 +31,7 @@ Call = Callable[..., Any]
 def whole() -> Call:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    windows._tried.clear()
+    windows._tests.passed.clear()
     return sdpa_attention_forward
 
 
@@ -100,7 +100,7 @@ def test_the_bits_of_one_call(whole: Call, by_windows: list[Any], shape: tuple[i
         for _ in range(2):
             found = windows.attention(whole, Gemma4TextAttention(), *given, mask, scaling=1.0)[0]
             assert torch.equal(found, expected)
-    assert list(windows._tried.values()) == [True]
+    assert list(windows._tests.passed.values()) == [True]
     assert len(by_windows) == 3  # one of them to compare
 
 
@@ -184,7 +184,7 @@ def test_other_bits_are_left_to_one_call(whole: Call, by_windows: list[Any]) -> 
         expected = whole(Gemma4TextAttention(), *given, mask, scaling=1.0)[0]
         for _ in range(2):
             assert torch.equal(windows.attention(whole, Gemma4TextAttention(), *given, mask, scaling=1.0)[0], expected)
-        assert list(windows._tried.values()) == [False]
+        assert list(windows._tests.passed.values()) == [False]
         assert len(by_windows) == 1
         with enabled():
             found = windows.attention(whole, Gemma4TextAttention(), *given, mask, scaling=1.0)[0]

@@ -26,7 +26,7 @@ from tests.unit.decoding.calls import (
     text,
     whole,
 )
-from tests.unit.decoding.host_kernels import HostCompiler
+from tests.unit.kernels.host_kernels import HostCompiler
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(

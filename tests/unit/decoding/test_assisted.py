@@ -17,8 +17,8 @@ from gemma4_compat._generation.speculative import assisted, pace
 from gemma4_compat._graphs import decoder, deferral, fused_steps
 from gemma4_compat._kernels.match import own
 from tests.unit.decoding import calls
-from tests.unit.decoding.by_rows import ByRows
 from tests.unit.decoding.calls import Models
+from tests.unit.kernels.by_rows import ByRows
 
 pytestmark = pytest.mark.usefixtures("tapes")
 VOCABULARY = 256

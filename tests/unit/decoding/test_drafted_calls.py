@@ -21,10 +21,10 @@ from gemma4_compat._kernels.match import own
 from gemma4_compat._reproduction.trained import PLACE, TWINS, Trained
 from tests.helpers import ROOT
 from tests.unit.decoding import calls
-from tests.unit.decoding.by_rows import ByRows
 from tests.unit.decoding.calls import Models
 from tests.unit.decoding.test_assisted import AnyPace, ask, counted, drafting, fast, same
 from tests.unit.decoding.test_drafts import MEASURED
+from tests.unit.kernels.by_rows import ByRows
 
 pytest.importorskip("transformers.models.gemma4_assistant")
 pytestmark = [pytest.mark.usefixtures("by_rows"), pytest.mark.xdist_group("trained")]

@@ -16,9 +16,9 @@ import torch
 from gemma4_compat._generation.speculative import pace, rounds
 from gemma4_compat._generation.speculative.lookup import Lookup
 from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.fuse import pointwise, row_kernels
+from gemma4_compat._kernels.fuse.pointwise import Load, Value
 from gemma4_compat._kernels.match import own
-from gemma4_compat._kernels.specs import reductions, row_source
-from gemma4_compat._kernels.specs.pointwise import Load, Value
 from tests.patches.generation.test_transformers_assistant_sampling import chi_square, model_logits, processors
 
 VOCABULARY, PROMPT, DRAFTS, ROUNDS = 12, 4, 3, 2000
@@ -186,14 +186,14 @@ def test_means_of_several_tokens_are_those_of_each(on_host: kernels.Kernels, col
     """PyTorch on a GPU adds the numbers of a row in an order that depends on how many rows there are."""
     tokens = 5
     given = torch.randn((1, tokens, columns), generator=torch.Generator().manual_seed(0))
-    assert reductions.order(tokens, columns) != reductions.order(1, columns) or columns == 256
+    assert pointwise.order(tokens, columns) != pointwise.order(1, columns) or columns == 256
 
     def means(tensor: Any, parts: int) -> Any:
         memory = tensor.new_empty((*tensor.shape[:-1], 1))
         operand = Load(tensor, tensor.stride())
-        value = Value(reductions.MEAN, (operand,), tuple(memory.shape), tensor.dtype, columns=columns, parts=parts)
+        value = Value(pointwise.MEAN, (operand,), tuple(memory.shape), tensor.dtype, columns=columns, parts=parts)
         value.memory = memory
-        (kernel,) = row_source.kernels_of([value])
+        (kernel,) = row_kernels.kernels_of([value])
         on_host.prepare([kernel.text], [])
         on_host.launch(kernel)
         return memory

@@ -17,7 +17,7 @@ from gemma4_compat._kernels import kernels
 from tests.helpers import pairwise
 from tests.unit.decoding import calls
 from tests.unit.decoding.calls import Models
-from tests.unit.decoding.host_kernels import HostCompiler
+from tests.unit.kernels.host_kernels import HostCompiler
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from gemma4_compat._graphs import fused_steps
 from gemma4_compat._kernels import kernels
 from gemma4_compat._reproduction import tiny
 from tests.unit.decoding.calls import Models, base, generate, static_cache, steps, text
-from tests.unit.decoding.host_kernels import HostCompiler
+from tests.unit.kernels.host_kernels import HostCompiler
 from tests.unit.offload import threads
 
 pytestmark = pytest.mark.usefixtures("tapes")

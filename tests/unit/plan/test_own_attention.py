@@ -77,7 +77,7 @@ def test_sums_take_what_is_planned(batch: int, heads: int, kv_heads: int, width:
     )
     keys = key.repeat(1, 1, 4, 1)
     mask = torch.empty((batch, 1, 4096, 16_384), dtype=torch.bool, device="meta")
-    call = flash.understood(query, keys, keys, mask, enable_gqa=True)
+    call = flash.match(query, keys, keys, mask, enable_gqa=True)
     assert call is not None
     with watched() as counts:
         _, result = flash.kernels(call)

@@ -31,7 +31,7 @@ def given(length: int, dtype: Any, rows: int = 1) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _nothing_tried() -> None:
-    windows._tried.clear()
+    windows._tests.passed.clear()
 
 
 def _sdpa() -> Any:
@@ -51,8 +51,8 @@ def test_bits(length: int, dtype: Any) -> None:
             expected = whole(layer(), *tensors, mask, scaling=1.0)[0]
             found = windows.attention(whole, layer(), *tensors, mask, scaling=1.0)[0]
         assert torch.equal(found, expected)
-    print(length, dtype, windows._tried.values())
-    assert len(windows._tried) == 1
+    print(length, dtype, windows._tests.passed.values())
+    assert len(windows._tests.passed) == 1
 
 
 @pytest.mark.parametrize("mask", [band, padded, images])
