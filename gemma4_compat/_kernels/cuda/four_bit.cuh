@@ -14,8 +14,8 @@ struct FourBit {
 };
 
 // The 16 values of a type (csrc/gemm_4bit_common.cuh of bitsandbytes 0.50.2). Pairs of them are multiplied by a factor
-// and rounded to float16; `unit` takes the factor back. NF4: of four million factors between 1 and 2, this one gives the
-// least errors, 4.5e-5 (root mean square) and 1.5e-9 (mean). Values that are rounded after they were multiplied by
+// and rounded to float16; `unit` takes the factor back. NF4: of four million factors between 1 and 2, this one gives
+// the least errors, 4.5e-5 (root mean square) and 1.5e-9 (mean). Values that are rounded after they were multiplied by
 // scales have 8.7e-4 in bfloat16 and 1.1e-4 in float16 (root mean square). FP4 has no error.
 struct Nf4 {  // 1.9247651100158691
   static __device__ __forceinline__ float value(int n) {

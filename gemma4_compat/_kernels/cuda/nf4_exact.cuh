@@ -1,8 +1,8 @@
 // Products of a few rows with 4-bit weights, with bitsandbytes' bits, for one or more weights in one launch.
 //
-// A warp of 32 threads computes a row of the weight. Thread `l` owns the inputs `1024 g + 32 l` to `+ 31` for each group
-// `g`; the sums of the threads are added up at the end. If the number of inputs leaves half or a quarter of a last
-// group, two or four rows share it: the threads that would idle continue the sums of the next rows.
+// A warp of 32 threads computes a row of the weight. Thread `l` owns the inputs `1024 g + 32 l` to `+ 31` for each
+// group `g`; the sums of the threads are added up at the end. If the number of inputs leaves half or a quarter of a
+// last group, two or four rows share it: the threads that would idle continue the sums of the next rows.
 // Launched by specs/nf4_exact.py; proved by tests/unit/kernels/test_nf4_exact.py.
 #pragma once
 #include "four_bit.cuh"
@@ -128,7 +128,7 @@ struct Product {
   // The inputs of these groups in shared memory, in the order in which lanes read them.
   template <int AT, int COUNT, int M = 0>
   __device__ __forceinline__ void stage() const {
-    constexpr int BEGIN = AT * 32 * WORDS, END = (AT + COUNT) * 32 * WORDS < PER_ROW ? (AT + COUNT) * 32 * WORDS : PER_ROW;
+    constexpr int BEGIN = AT * 32 * WORDS, FULL = (AT + COUNT) * 32 * WORDS, END = FULL < PER_ROW ? FULL : PER_ROW;
     for (int c = threadIdx.x; c < END - BEGIN; c += WARPS * 32)
       given[M * (COUNT * 32 * WORDS) + ((c / (32 * WORDS)) * WORDS + c % WORDS) * 32 + (c % (32 * WORDS)) / WORDS] =
           input[M * PER_ROW + BEGIN + c];

@@ -1,6 +1,6 @@
 // What fused kernels call: the functions of single elements that PyTorch computes in several steps, and products with
-// few inputs, like LoRA's B. Launched by fuse/writer.py, which writes the kernels; proved by
-// tests/unit/kernels/test_fusing.py and test_rows.py.
+// few inputs, like LoRA's B. Called by kernels that fuse/writer.py writes; proved by tests/unit/kernels/test_fusing.py
+// and test_rows.py.
 #pragma once
 #include "prelude.cuh"
 

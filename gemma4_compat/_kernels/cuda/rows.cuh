@@ -1,5 +1,5 @@
 // Means of rows in fused kernels, in the order in which PyTorch's CUDA kernel adds (ATen/native/cuda/Reduce.cuh). A
-// block has a row. Launched by fuse/row_kernels.py, whose writer writes the kernels; proved by tests/unit/kernels/test_rows.py.
+// block has a row. Called by kernels that fuse/row_writer.py writes; proved by tests/unit/kernels/test_rows.py.
 #pragma once
 #include "pointwise.cuh"
 

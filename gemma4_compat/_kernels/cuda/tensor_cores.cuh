@@ -1,6 +1,6 @@
-// c += a * b by tensor cores: 16 rows of a, 8 columns of b, 16 products for each number of c, which a warp has together.
-// a0 to a3, b0 and b1 are pairs of BFloat16 or Float16 numbers. Where there are no tensor cores for a dtype, each lane
-// computes its four numbers. Included by files of attention and products, whose tests prove it.
+// c += a * b by tensor cores: 16 rows of a, 8 columns of b, 16 products for each number of c, which a warp has
+// together. a0 to a3, b0 and b1 are pairs of BFloat16 or Float16 numbers. Where there are no tensor cores for a
+// dtype, each lane computes its four numbers. Included by files of attention and products, whose tests prove it.
 #pragma once
 #include "prelude.cuh"
 
