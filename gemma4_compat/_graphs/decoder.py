@@ -14,8 +14,8 @@ from typing import Any
 from gemma4_compat._accelerate import attached
 from gemma4_compat._common import arguments, locks
 from gemma4_compat._graphs import advancing, deferral, fused_steps, obstacles, static_caches, steps
-from gemma4_compat._graphs.dependencies import Dependencies
 from gemma4_compat._graphs.graphs import REMEMBERED, Graph, Variant
+from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.recaptures import LAST, Cause, DecodingStatistics, Recapture
 from gemma4_compat._graphs.recording import RECORDERS, Recording, capturing
 from gemma4_compat._models import walk
@@ -85,14 +85,12 @@ class Decoding:
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())
 
-    def _forget(
-        self, dependencies: Dependencies, module: str, *, ending: Callable[[], bool] = sys.is_finalizing
-    ) -> None:
+    def _forget(self, guards: ModelGuards, module: str, *, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         """Drop the graphs that depend on a deleted module."""
         if ending():  # the interpreter is: the names of this module may be gone
             return
         self._lost = self._lost or Recapture(Cause.MODULE, f"{module} was deleted")
-        self._variants = [variant for variant in self._variants if variant.dependencies is not dependencies]
+        self._variants = [variant for variant in self._variants if variant.guards is not guards]
 
     def _note(self, found: Recapture) -> None:
         """Count why a step needs another graph, if it had one."""
@@ -199,36 +197,29 @@ class Decoding:
 
     def _variant_of(self, model: Any, *, in_full: bool, settling: bool, quiet: bool) -> Variant:
         for index, variant in enumerate(self._variants):
-            known = variant.dependencies
+            guards = variant.guards
             # Only the variant of the last step was looked at then.
-            if known.hold(quiet=quiet and not index) and not (in_full and not known.hold_in_full()):
+            check = guards.check_rotating if quiet and not index else guards.check_step
+            if check() and not (in_full and not guards.check_all()):
                 if index:
                     self._variants = [variant, *(other for other in self._variants if other is not variant)]
                 return variant
         # The adapters have changed, or the model has; in the latter case its graphs are of no use any more.
         before = next(iter(self._variants), None)
-        found = Recapture.of(before.dependencies.differences()) if before is not None else self._lost
+        found = before.guards.reason() if before is not None else self._lost
         self._lost = None
-        self._variants = [
-            variant
-            for variant in self._variants
-            if variant.dependencies.weights_hold() and variant.dependencies.hold_in_full()
-        ]
-        variant = Variant(self._dependencies(model))
-        adapters = variant.dependencies.adapters()
+        self._variants = [one for one in self._variants if one.guards.check_weights() and one.guards.check_all()]
+        groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
+        variant = Variant(ModelGuards(obstacles.modules_of_a_step(model), self._forget, groups=groups))
+        adapters = variant.guards.adapters()
         if adapters in self._evicted:
             self._evicted.remove(adapters)
             found = Recapture(Cause.EVICTED, f"at most {_MAX_VARIANTS} sets of adapters keep theirs")
         if found is not None and not (settling and before is not None and not before.captured):
             self._note(found)
-        self._evicted += [gone.dependencies.adapters() for gone in self._variants[_MAX_VARIANTS - 1 :]]
+        self._evicted += [gone.guards.adapters() for gone in self._variants[_MAX_VARIANTS - 1 :]]
         self._variants = [variant, *self._variants[: _MAX_VARIANTS - 1]]
         return variant
-
-    def _dependencies(self, model: Any) -> Dependencies:
-        groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
-        configs = [vars(config) for config in (model.config, model.config.get_text_config())]
-        return Dependencies(obstacles.modules_of_a_step(model), configs, groups, self._forget)
 
     def run(self, model: Any, step: steps.Step, *, first: bool, following: advancing.Following | None = None) -> Any:
         """Run one step, as a replay if possible.

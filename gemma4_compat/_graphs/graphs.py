@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gemma4_compat._graphs import fused_steps
-from gemma4_compat._graphs.dependencies import Dependencies
+from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.recording import Recording
 
 #: Graphs, and sets of adapters, that are remembered as evicted.
@@ -30,7 +30,7 @@ class Graph:
 class Variant:
     """The model with one set of active adapters."""
 
-    dependencies: Dependencies
+    guards: ModelGuards
     graphs: collections.OrderedDict[Any, Graph] = field(default_factory=collections.OrderedDict)
     seen: set[Any] = field(default_factory=set)  # kinds of steps that have run once
     refused: set[Any] = field(default_factory=set)  # kinds of steps that could not be captured

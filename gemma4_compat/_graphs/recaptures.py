@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 #: How many are kept with their details.
@@ -112,13 +112,3 @@ class DecodingStatistics:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-
-
-def first(*sources: Iterator[tuple[Cause, str]]) -> list[tuple[Cause, str]]:
-    """What the first of these sources yields that yields anything."""
-    return next(filter(None, map(list, sources)), [])
-
-
-def changed(old: object, new: object) -> str:
-    """``old -> new``, on one line."""
-    return " -> ".join(f"{' '.join(str(value).split()):.60}" for value in (old, new))

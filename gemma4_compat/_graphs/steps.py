@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._graphs import static_caches
-from gemma4_compat._graphs.recaptures import Cause, changed
+from gemma4_compat._graphs.recaptures import Cause
 from gemma4_compat._models import cache_names
+from gemma4_compat._models.snapshots import changed
 
 #: What the end of a kind says, in this order.
 _SETTINGS = (

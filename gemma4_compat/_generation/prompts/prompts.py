@@ -175,8 +175,8 @@ def _ahead(decoding: Decoding, model: Any, prompt: Prompt) -> Any:
     memory, variant = decoding.memory_of(prompt.cache), decoding.variants[0]
     if memory is None or prompt.kind not in variant.read:
         return None
-    graph, known = variant.prompts.get((memory.addresses, prompt.kind)), variant.dependencies
-    if graph is None or not known.may_be_read():
+    graph, guards = variant.prompts.get((memory.addresses, prompt.kind)), variant.guards
+    if graph is None or not guards.check_memory():
         return None
     if _is_fused(decoding, prompt):
         if graph.progress.is_next:
@@ -190,7 +190,7 @@ def _ahead(decoding: Decoding, model: Any, prompt: Prompt) -> Any:
     decoding.launch(graph, prompt)
     graph.recording.replay()
     with idle_hooks.put_back(model):
-        holds = known.rest_holds() and known.hold_in_full()
+        holds = guards.check_rest() and guards.check_all()
     if holds:
         return _replayed(decoding, prompt, variant, graph)
     if prompt.device.type == "cuda":

@@ -280,7 +280,7 @@ class Text:
             padded = found + [0] * (count - len(found))
             return torch.tensor([padded], device=self._ids.device) if found else self._nothing
         embedding = self._model.get_input_embeddings().weight
-        version = id(self._decoding.variants[0].dependencies), embedding.data_ptr()
+        version = id(self._decoding.variants[0].guards), embedding.data_ptr()
         inputs = {**self._state, "noise": self._noise_for(count), "choice": self._drafting, "drafts": count}
         drafting = decoder.of(self._assistant)
         drafting.own = True

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from gemma4_compat._generation.prefix_cache import values
+from gemma4_compat._models import contents as values
 
 
 def drawn(*shape: int, dtype: Any = torch.float32, seed: int = 0) -> Any:
