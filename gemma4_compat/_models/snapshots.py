@@ -50,9 +50,13 @@ class Entries:
     passes over lists. Another object may get the id of one that was deleted, so deletions are noticed by weak
     references. Containers are neither watched nor kept, since they may check modules; a new one at the place of a
     deleted one would not be noticed.
+
+    Args:
+        keeps: who asks holds all these objects anyway: then all are compared as they are, which takes half as long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = False) -> None:
+        self._keeps = keeps
         self._constants, self._others = _Noted(), _Noted()
         self._kept: list[Any] = []  # constants in containers
         self._references: list[weakref.ref[Any]] = []
@@ -69,7 +73,7 @@ class Entries:
     def add(self, where: dict[Any, Any], key: Any, source: Source) -> None:
         """Note what is under ``key`` now."""
         value = where.get(key, _NOTHING)
-        if self._is_constant(value, source):
+        if self._keeps or self._is_constant(value, source):
             self._constants.add(where, key, value, source)
         else:
             self._others.add(where, key, id(value), source)

@@ -125,9 +125,12 @@ class ModuleGroup:
 
     def is_stale(self) -> bool:
         """Whether a weight, a hook or a weight's place on the host has changed since this group was created."""
+        import torch
+
         if not (self._guards.check() and self._host_guards.check()):
             return True
-        return not all([weight.has_its_dtype() for weight in self._weights])
+        with torch._C.DisableTorchFunctionSubclass():  # bitsandbytes' parameters take a detour through Python
+            return not all([weight.has_its_dtype() for weight in self._weights])
 
     def host_entries(self) -> list[tuple[dict[Any, Any], Any]]:
         """Dictionaries and keys under which the host keeps the weights."""
@@ -270,7 +273,7 @@ class ModuleGroup:
 
 
 def _entries(places: Iterable[tuple[dict[Any, Any], Any]]) -> Entries:
-    found = Entries()
+    found = Entries(keeps=True)
     for where, key in places:
         found.add(where, key, (None, str(key)))
     return found
