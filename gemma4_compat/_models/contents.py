@@ -29,8 +29,7 @@ _FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 
 def stamp(tensor: Any) -> tuple[Any, ...]:
     """Where a tensor is, and how often operations have written to it, which an inference tensor does not count."""
-    version = None if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), version, tensor.shape, tensor.stride()
+    return tensor.data_ptr(), None if tensor.is_inference() else tensor._version
 
 
 def digest(tensors: Iterable[Any]) -> tuple[int, ...]:
@@ -62,6 +61,11 @@ def sample(tensor: Any) -> tuple[int, ...]:
             return ()
         step = max(len(found) // SAMPLES, 8) // 8 * 8 + 1  # not always the same byte of a number
         return digest([found[::step].clone(), found[-8:].clone()])
+
+
+def sampled(tensor: Any) -> tuple[Any, ...]:
+    """:func:`stamp` and :func:`sample` of a tensor on the host."""
+    return stamp(tensor), sample(tensor)
 
 
 def _plain(tensor: Any) -> Iterator[Any]:

@@ -33,7 +33,7 @@ def _stored(weights_map: Any, name: str) -> Any:
     while not isinstance(where, (dict, collections.ChainMap)):
         held, index = getattr(where, "state_dict", {}), getattr(where, "index", {})
         if key in held:
-            return _of_tensor(held[key]) if isinstance(held[key], torch.Tensor) else str(held[key])
+            return values.sampled(held[key]) if isinstance(held[key], torch.Tensor) else str(held[key])
         if key in index:
             return str(index[key]), _of_file(index[key], key, getattr(where, "save_folder", None))
         if not isinstance(where, host_memory.CastWeights):
@@ -48,19 +48,15 @@ def _stored(weights_map: Any, name: str) -> Any:
             if found != id(part):
                 return found
         elif isinstance(part.get(key), torch.Tensor):
-            return _of_tensor(part[key])
+            return values.sampled(part[key])
     return id(where)
 
 
-def _of_tensor(tensor: Any) -> tuple[Any, ...]:
-    return values.stamp(tensor), values.sample(tensor)
-
-
 def _of_state(weight: Any) -> list[Any]:
-    """The same, of what a 4-bit weight is unpacked with."""
+    """Those of what a 4-bit weight is unpacked with."""
     state = vars(weight).get("quant_state")
     parts = () if state is None else quant_states.tensors(vars(state).get(quant_states.ORIGIN, state))
-    return [_of_tensor(part) for part in parts if part.device.type != "meta"]
+    return [values.sampled(part) for part in parts if part.device.type != "meta"]
 
 
 def _of_file(entry: Any, name: str, folder: Any) -> tuple[int, ...]:
