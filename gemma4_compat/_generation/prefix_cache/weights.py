@@ -9,7 +9,7 @@ from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._generation.prefix_cache import values
-from gemma4_compat._graphs import steps
+from gemma4_compat._graphs import signatures
 from gemma4_compat._graphs.dependencies import Dependencies
 from gemma4_compat._models import walk
 from gemma4_compat._offload import host_memory, idle_hooks
@@ -52,7 +52,14 @@ def seen(model: Any, before: Dependencies | None) -> tuple[Any, ...]:
                         stored += [tensor.dtype, _stored(hook.weights_map, name), *_of_state(tensor)]
     kind = model.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return (before, before.active_adapters(), autocast, steps.settings(), *stored, values.digest(before.tensors()))
+    return (
+        before,
+        before.active_adapters(),
+        autocast,
+        signatures.settings(),
+        *stored,
+        values.digest(before.tensors()),
+    )
 
 
 def _gone(_dependencies: Dependencies, _module: str) -> None:
