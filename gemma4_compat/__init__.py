@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from gemma4_compat._generation.fast import decode_fast as decode_fast
     from gemma4_compat._generation.prefix_cache.reuse import reuse_prefix as reuse_prefix
     from gemma4_compat._graphs.decoder import decoding_statistics as decoding_statistics
-    from gemma4_compat._graphs.recaptures import DecodingStatistics as DecodingStatistics
     from gemma4_compat._graphs.recaptures import Recapture as Recapture
+    from gemma4_compat._graphs.statistics import DecodingStatistics as DecodingStatistics
     from gemma4_compat._merge.check import Parity as Parity
     from gemma4_compat._merge.job import merge_adapter as merge_adapter
     from gemma4_compat._merge.result import MergeParityError as MergeParityError
@@ -144,7 +144,7 @@ _LAZY = {
     "Assessment": "gemma4_compat._needed.judge",
     "Attached": "gemma4_compat._accelerate.listing",
     "Attachment": "gemma4_compat._accelerate.listing",
-    "DecodingStatistics": "gemma4_compat._graphs.recaptures",
+    "DecodingStatistics": "gemma4_compat._graphs.statistics",
     "Diagnosis": "gemma4_compat._diagnostics.diagnosis",
     "Explanation": "gemma4_compat._diagnostics.explanation",
     "ExportReport": "gemma4_compat._export.result",

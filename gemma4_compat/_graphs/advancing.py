@@ -15,7 +15,8 @@ import weakref
 from typing import Any, NamedTuple
 
 from gemma4_compat._graphs import deferral, static_caches, steps
-from gemma4_compat._graphs.graphs import Graph, Variant
+from gemma4_compat._graphs.adapter_states import AdapterState
+from gemma4_compat._graphs.steps import Graph, Step
 from gemma4_compat._models import cache_names, family, walk
 
 #: What :class:`Loop` leaves out.
@@ -86,14 +87,12 @@ class Replayed(NamedTuple):
     """A step that was replayed.
 
     Attributes:
-        variant: of the model.
-        graph: of the variant.
         step: whose inputs ``generate`` built, or the last one of which this is true.
+        graph: that it was replayed with.
     """
 
-    variant: Variant
+    step: Step
     graph: Graph
-    step: steps.Step
 
 
 class Following:
@@ -114,7 +113,7 @@ class Following:
         """Whether the next step may follow from the last one."""
         return self._compared and self._inputs is not None and self._inputs.left > 0
 
-    def compare(self, graph: Graph, step: steps.Step) -> None:
+    def compare(self, graph: Graph, step: Step) -> None:
         """Before a replay of a step that ``generate`` built: whether its inputs are those that would be made here."""
         import torch
 
@@ -128,9 +127,9 @@ class Following:
         else:
             self._refused = True
 
-    def replayed(self, variant: Variant, graph: Graph, step: steps.Step) -> None:
+    def replayed(self, graph: Graph, step: Step) -> None:
         """After that replay."""
-        self.last = Replayed(variant, graph, step)
+        self.last = Replayed(step, graph)
         if not self._compared:
             self._inputs = None if self._refused else Inputs.of(graph.static, step.cache)
 
@@ -197,7 +196,7 @@ class Loop:
 
     def _optimize_model_for_decode(self) -> Any:
         """What the model's own returns; it looks for submodels once, not twice."""
-        known = None if self._decoder is None else self._decoder.variant
+        known = None if self._decoder is None else self._decoder.state
         return _with(_Submodels(self._model, known), "_optimize_model_for_decode")
 
     def prepare_inputs_for_generation(self, input_ids: Any, **given: Any) -> dict[str, Any]:
@@ -233,11 +232,11 @@ class _Submodels:
 
     Args:
         model: of transformers.
-        variant: keeps what was found, as long as the model's modules stay; or None.
+        state: keeps what was found, as long as the model's modules stay; or None.
     """
 
-    def __init__(self, model: Any, variant: Variant | None) -> None:
-        self._model, self._variant = model, variant
+    def __init__(self, model: Any, state: AdapterState | None) -> None:
+        self._model, self._state = model, state
         self._found: list[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -255,14 +254,14 @@ class _Submodels:
             from transformers import PreTrainedModel
 
             self._found = [module for module in walk.modules(self._model)[1:] if isinstance(module, PreTrainedModel)]
-            if self._variant is not None:
-                self._variant.submodels = list(map(weakref.ref, self._found))
+            if self._state is not None:
+                self._state.notes[_Submodels] = list(map(weakref.ref, self._found))
         return self._found
 
     def _kept(self) -> list[Any] | None:
-        if self._variant is None or self._variant.submodels is None:
+        if self._state is None or _Submodels not in self._state.notes:
             return None
-        found = [reference() for reference in self._variant.submodels]
+        found = [reference() for reference in self._state.notes[_Submodels]]
         return None if None in found else found
 
 

@@ -1,13 +1,11 @@
-"""How steps were run, and why a graph is captured again, in words for people."""
+"""Why a graph is captured again, in words for people."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-#: How many are kept with their details.
-LAST = 8
 _LONGEST = 200  # characters of a detail
 
 
@@ -64,51 +62,3 @@ class Recapture:
         others = len({other for kind, other in found if kind is cause}) - 1
         more = f" and {others} more" if others else ""
         return cls(cause, f"{detail[: _LONGEST - len(more)]}{more}")
-
-
-@dataclass
-class DecodingStatistics:
-    """How the one-token steps of a model were run, and its prompts after ``decode_fast``.
-
-    Attributes:
-        replayed: replayed steps, including the captured ones.
-        captured: graphs that were captured.
-        eager: steps that ran without a graph: the first of each kind, and those that could not be captured.
-        fused: graphs that were captured again with fused kernels.
-        capture_seconds: time that captures took, including fused ones and waiting for their kernels.
-        reasons: why steps ran without a graph, other than the first of each kind, or a text without drafts.
-        not_fused: why graphs stayed as they were captured, or PyTorch's kernels replace those of ``decode_fast``.
-        recaptures: why graphs that were there did not serve a step, so that it needed another: how often each cause.
-        last_recaptures: the last eight of them, the newest at the end, with what has changed.
-        prompts_replayed: forwards of prompts, or of chunks of them, that were replayed, including the captured ones.
-        prompts_captured: graphs that were captured for them.
-        prompts_fused: those that were captured again with fused kernels.
-        prompts_in_chunks: how often memory was too short for a prompt that is read at once, or for a larger chunk.
-        prompt_tokens_read: after ``reuse_prefix``, tokens of prompts that were read.
-        prompt_tokens_reused: those that the cache of the call before held.
-        not_reused: why prompts were read from their beginning: how often each reason.
-        rounds: forwards that read the newest token and drafts (``decode_fast(assistants=True)``); the first ones of a
-            text have none.
-        drafted: tokens that an assistant model, or prompt lookup, drafted for them.
-        accepted: those among them that were right.
-    """
-
-    replayed: int = 0
-    captured: int = 0
-    eager: int = 0
-    fused: int = 0
-    capture_seconds: float = 0.0
-    reasons: tuple[str, ...] = ()
-    not_fused: tuple[str, ...] = ()
-    recaptures: dict[Cause, int] = field(default_factory=dict)
-    last_recaptures: tuple[Recapture, ...] = ()
-    prompts_replayed: int = 0
-    prompts_captured: int = 0
-    prompts_fused: int = 0
-    prompts_in_chunks: int = 0
-    prompt_tokens_read: int = 0
-    prompt_tokens_reused: int = 0
-    not_reused: dict[str, int] = field(default_factory=dict)
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gemma4_compat._accelerate import attached
 from gemma4_compat._common import arguments
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._graphs import decoder, steps
+from gemma4_compat._graphs import decoder, signatures
 from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._models import family, walk
 from gemma4_compat._offload import idle_hooks
@@ -63,7 +63,7 @@ class Kept:
             if self._guards is None:
                 self._guards = ModelGuards(walk.modules(model), offloaded=False)
             guards = self._guards
-            return guards, guards.active_adapters(), autocast, steps.settings(), *guards.contents()
+            return guards, guards.active_adapters(), autocast, signatures.settings(), *guards.contents()
 
     def count(self, read: int, reused: int) -> None:
         """Count tokens of a prompt: those that are read, and those that a cache holds."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gemma4_compat._common import in_place
-from gemma4_compat._graphs import steps
+from gemma4_compat._graphs import signatures
 from gemma4_compat._models import cache_names, checkpointing, shared_kv
 
 #: Arguments of the loss that reach the layers, which do not read them. Their values differ from step to step.
@@ -68,7 +68,7 @@ class Call:
             written,
             tuple(map(_layout, self.tensors)),
             *_autocast(),
-            *steps.settings(),
+            *signatures.settings(),
         )
 
 

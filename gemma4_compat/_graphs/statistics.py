@@ -1,0 +1,116 @@
+"""How calls were run, in numbers and in words for people."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from gemma4_compat._graphs.recaptures import Cause, Recapture
+
+#: How many recaptures are kept with their details.
+LAST = 8
+_log = logging.getLogger("gemma4_compat")
+
+
+@dataclass
+class Statistics:
+    """How calls were run.
+
+    Attributes:
+        replayed: replayed calls, including the captured ones.
+        captured: calls that were captured.
+        eager: calls that ran without a graph.
+        capture_seconds: time that captures took.
+        reasons: why calls ran without a graph.
+    """
+
+    replayed: int = 0
+    captured: int = 0
+    eager: int = 0
+    capture_seconds: float = 0.0
+    reasons: tuple[str, ...] = ()
+
+    def is_new(self, reason: str) -> bool:
+        """Note why calls run without a graph. Whether nobody has said so before."""
+        new = reason not in self.reasons
+        if new:
+            self.reasons += (reason,)
+        return new
+
+
+@dataclass
+class TrainingStatistics(Statistics):
+    """How the decoder layers of a model ran in training steps, after ``train_fast``.
+
+    Attributes:
+        replayed: forwards of layers that were replayed.
+        captured: layers that were captured, once for each kind of call.
+        eager: forwards that ran without a graph.
+        capture_seconds: time that captures took.
+        reasons: why layers ran without a graph, other than before their kind of call was captured.
+    """
+
+
+@dataclass
+class DecodingStatistics(Statistics):
+    """How the one-token steps of a model were run, and its prompts after ``decode_fast``.
+
+    Attributes:
+        replayed: replayed steps, including the captured ones.
+        captured: graphs that were captured.
+        eager: steps that ran without a graph: the first of each kind, and those that could not be captured.
+        capture_seconds: time that captures took, including fused ones and waiting for their kernels.
+        reasons: why steps ran without a graph, other than the first of each kind, or a text without drafts.
+        fused: graphs that were captured again with fused kernels.
+        not_fused: why graphs stayed as they were captured, or PyTorch's kernels replace those of ``decode_fast``.
+        recaptures: why graphs that were there did not serve a step, so that it needed another: how often each cause.
+        last_recaptures: the last eight of them, the newest at the end, with what has changed.
+        prompts_replayed: forwards of prompts, or of chunks of them, that were replayed, including the captured ones.
+        prompts_captured: graphs that were captured for them.
+        prompts_fused: those that were captured again with fused kernels.
+        prompts_in_chunks: how often memory was too short for a prompt that is read at once, or for a larger chunk.
+        prompt_tokens_read: after ``reuse_prefix``, tokens of prompts that were read.
+        prompt_tokens_reused: those that the cache of the call before held.
+        not_reused: why prompts were read from their beginning: how often each reason.
+        rounds: forwards that read the newest token and drafts (``decode_fast(assistants=True)``); the first ones of a
+            text have none.
+        drafted: tokens that an assistant model, or prompt lookup, drafted for them.
+        accepted: those among them that were right.
+    """
+
+    fused: int = 0
+    not_fused: tuple[str, ...] = ()
+    recaptures: dict[Cause, int] = field(default_factory=dict)
+    last_recaptures: tuple[Recapture, ...] = ()
+    prompts_replayed: int = 0
+    prompts_captured: int = 0
+    prompts_fused: int = 0
+    prompts_in_chunks: int = 0
+    prompt_tokens_read: int = 0
+    prompt_tokens_reused: int = 0
+    not_reused: dict[str, int] = field(default_factory=dict)
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def note(self, found: Recapture) -> None:
+        """Count why a step needs another graph, if it had one."""
+        if self.captured:
+            self.recaptures = {**self.recaptures, found.cause: self.recaptures.get(found.cause, 0) + 1}
+            self.last_recaptures = (*self.last_recaptures, found)[-LAST:]
+            _log.debug("gemma4_compat: another CUDA graph: %s (%s)", found.cause, found.detail)
+
+
+def _as(name: str) -> Any:
+    return property(lambda self: getattr(self.whole, name), lambda self, value: setattr(self.whole, name, value))
+
+
+class PromptStatistics:
+    """The numbers of prompts in the statistics of a model, under the names of :class:`Statistics`."""
+
+    replayed, captured, fused = _as("prompts_replayed"), _as("prompts_captured"), _as("prompts_fused")
+    capture_seconds = _as("capture_seconds")
+
+    def __init__(self, whole: DecodingStatistics) -> None:
+        self.whole = whole
