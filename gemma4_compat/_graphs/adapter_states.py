@@ -9,7 +9,7 @@ from typing import Any
 
 from gemma4_compat._graphs import deferral, obstacles
 from gemma4_compat._graphs.captured_calls import REMEMBERED, State
-from gemma4_compat._graphs.dependencies import Dependencies
+from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.recaptures import Cause, Recapture
 from gemma4_compat._graphs.statistics import DecodingStatistics
 from gemma4_compat._offload import idle_hooks, streaming
@@ -26,7 +26,7 @@ class AdapterState(State):
         notes: what others know of it.
     """
 
-    def __init__(self, guards: Dependencies) -> None:
+    def __init__(self, guards: ModelGuards) -> None:
         super().__init__()
         self.guards = guards
         self.notes: dict[Any, Any] = {}
@@ -66,7 +66,8 @@ class AdapterStates:
         with idle_hooks.put_back(call.model):  # a thread in a forward has them bypassed
             for index, state in enumerate(self.states):
                 # Only the last one was looked at with the last step.
-                if state.guards.hold(quiet=quiet and not index) and not (first and not state.guards.hold_in_full()):
+                check = state.guards.check_rotating if quiet and not index else state.guards.check_step
+                if check() and not (first and not state.guards.check_all()):
                     if index:
                         self.states = [state, *(other for other in self.states if other is not state)]
                     return state
@@ -76,15 +77,16 @@ class AdapterStates:
         """Whether the model is in the last state, if its guards say that all memory is what it was."""
         with idle_hooks.put_back(call.model):
             guards = self.states[0].guards
-            return guards.rest_holds() and guards.hold_in_full()
+            return guards.check_rest() and guards.check_all()
 
     def _changed(self, model: Any, *, settling: bool) -> AdapterState:
         """The adapters have changed, or the model has; in the latter case its graphs are of no use any more."""
         before = self.last
-        found = Recapture.of(before.guards.differences()) if before is not None else self._lost
+        found = before.guards.reason() if before is not None else self._lost
         self._lost = None
-        self.states = [state for state in self.states if state.guards.weights_hold() and state.guards.hold_in_full()]
-        state = AdapterState(self._guards(model))
+        self.states = [one for one in self.states if one.guards.check_weights() and one.guards.check_all()]
+        groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
+        state = AdapterState(ModelGuards(obstacles.modules_of_a_step(model), self._forget, groups=groups))
         adapters = state.guards.adapters()
         if adapters in self._evicted:
             self._evicted.remove(adapters)
@@ -96,12 +98,7 @@ class AdapterStates:
         self.states = [state, *self.states[: LIMIT - 1]]
         return state
 
-    def _guards(self, model: Any) -> Dependencies:
-        groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
-        configs = [vars(config) for config in (model.config, model.config.get_text_config())]
-        return Dependencies(obstacles.modules_of_a_step(model), configs, groups, self._forget)
-
-    def _forget(self, guards: Dependencies, module: str, *, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+    def _forget(self, guards: ModelGuards, module: str, *, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         """Drop the state that depends on a deleted module."""
         if ending():  # the interpreter is: the names of this module may be gone
             return

@@ -272,7 +272,7 @@ class CapturedCalls:
             return None
         known = state.calls[self]
         graph = known.find(call)
-        if graph is None or not state.guards.may_be_read() or not call.starts(known, graph):
+        if graph is None or not state.guards.check_memory() or not call.starts(known, graph):
             return None
         if self._guards.rest_holds(call):
             return self._replayed(call, known, graph, prepared=True)
@@ -289,7 +289,7 @@ class CapturedCalls:
         known.seen[call.signature] = Seen(times, call.layout())
         if len(known.seen) > REMEMBERED:
             del known.seen[next(iter(known.seen))]
-        return times
+        return int(self.pool.nbytes) if any(self.graphs()) else 0
 
     def may_serve(self, call: Call) -> bool:
         """Whether a look at the model is worth it: such a call ran before, and nothing is paused."""

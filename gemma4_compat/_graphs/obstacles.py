@@ -8,12 +8,14 @@ from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._common import in_place
-from gemma4_compat._graphs import dependencies
-from gemma4_compat._models import checkpointing
+from gemma4_compat._graphs.guards import torch_hooks
+from gemma4_compat._models import checkpointing, walk
 from gemma4_compat._offload import host_memory, row_lookup, streaming
 
 #: Parts that a step without images or audio does not run.
 _MEDIA = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder")
+#: Arguments of PEFT's hooks that choose adapters for one call.
+_CHOSEN = {"adapter_names", "alora_offsets"}
 #: Libraries whose hooks do the same for every token.
 _LIBRARIES = ("gemma4_compat", "transformers", "accelerate", "peft", "bitsandbytes", "torch", "trl")
 
@@ -109,6 +111,12 @@ def of_virtual_tokens(model: Any) -> str | None:
     return f"PEFT takes no static cache with virtual tokens ({config.peft_type.value})"
 
 
+def chooses_adapters(model: Any) -> bool:
+    """Whether PEFT has put hooks there for one ``generate``, which choose the adapters of its rows or tokens."""
+    hooks = (hook for module in walk.modules(model) for hook in vars(module)["_forward_pre_hooks"].values())
+    return any(not _CHOSEN.isdisjoint(getattr(hook, "keywords", ())) for hook in hooks)
+
+
 def _lasting(modules: list[Any]) -> Iterator[str]:
     if any(map(is_8_bit, modules)):
         yield "8-bit layers of bitsandbytes synchronize with the host for every token"
@@ -119,7 +127,7 @@ def _lasting(modules: list[Any]) -> Iterator[str]:
 
 def of_hooks(model: Any, modules: list[Any], *, backward: bool = False) -> Iterator[str]:
     """The hooks on these modules, or on all, that are not a library's own: their Python is to run in every step."""
-    for hooks in dependencies.global_hooks(backward=backward):
+    for hooks in torch_hooks.on_every_module(backward=backward):
         for function in itertools.filterfalse(_is_known, hooks.values()):
             yield f"a hook on every module has to run for every token ({_text(function)})"
     for module in modules:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _LONGEST = 200  # characters of a detail
@@ -62,13 +62,3 @@ class Recapture:
         others = len({other for kind, other in found if kind is cause}) - 1
         more = f" and {others} more" if others else ""
         return cls(cause, f"{detail[: _LONGEST - len(more)]}{more}")
-
-
-def first(*sources: Iterator[tuple[Cause, str]]) -> list[tuple[Cause, str]]:
-    """What the first of these sources yields that yields anything."""
-    return next(filter(None, map(list, sources)), [])
-
-
-def changed(old: object, new: object) -> str:
-    """``old -> new``, on one line."""
-    return " -> ".join(f"{' '.join(str(value).split()):.60}" for value in (old, new))

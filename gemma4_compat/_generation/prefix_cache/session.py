@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._generation.prefix_cache import conversation, rows, weights
+from gemma4_compat._generation.prefix_cache import conversation, rows
 from gemma4_compat._generation.prefix_cache.reuse import Kept
 from gemma4_compat._generation.prompts import pieces
 from gemma4_compat._graphs import decoder, obstacles
@@ -92,7 +92,7 @@ def _obstacle(model: Any, ids: Any, given: dict[str, Any]) -> str | None:
         return "padding"
     if model.training:
         return "training mode"
-    if weights.adapters_are_chosen(model):
+    if obstacles.chooses_adapters(model):
         return "adapters are chosen for this call"
     return "virtual tokens" if obstacles.of_virtual_tokens(model) is not None else None
 

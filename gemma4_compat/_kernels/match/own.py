@@ -31,6 +31,7 @@ from gemma4_compat._kernels.specs import (
     shifting,
 )
 from gemma4_compat._kernels.specs.pointwise import DOT, Load, Value
+from gemma4_compat._models import contents
 
 #: Properties of a tensor that its shape, dtype and device decide.
 _PROPERTIES = frozenset({"device", "dtype", "is_cuda", "itemsize", "layout", "ndim", "requires_grad", "shape"})
@@ -191,8 +192,7 @@ class Own(Repeats):
 
     def _valid_keys(self, query: Any, key: Any, value: Any, mask: Any, scale: float, gqa: bool) -> Any:
         """Where the keys of each query begin and end: found once for all layers with this mask."""
-        version = None if mask.is_inference() else mask._version
-        what = (mask.data_ptr(), version, mask.shape, mask.stride(), query.shape[:3], key.shape[1])
+        what = (contents.stamp(mask), mask.shape, mask.stride(), query.shape[:3], key.shape[1])
         if what not in self._valid:
             found = self._computed(torch.ops.gemma4_compat.valid_keys, query, key, value, mask, scale, gqa)
             self._valid[what] = mask, found

@@ -14,7 +14,7 @@ from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._common import locks
 from gemma4_compat._engine import settings
 from gemma4_compat._graphs import obstacles
-from gemma4_compat._graphs.dependencies import Dependencies
+from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.recording import RECORDERS, Recording
 from gemma4_compat._models import capturing, checkpointing
 from gemma4_compat._training import whole
@@ -80,7 +80,7 @@ class Training:
         self._known: list[Known] = [Known() for _ in layers]
         self._is_read = any(getattr(layer.self_attn, "is_kv_shared_layer", False) for layer in layers)
         self._memory: dict[Any, graphs.Memory] = {}
-        self._dependencies: Dependencies | None = None
+        self._guards: ModelGuards | None = None
         self._enabled: Any = None
         self._last, self._holds = len(layers), False
         self._served = self._in_vain = 0
@@ -102,13 +102,13 @@ class Training:
             place = self._places[id(layer)]
             graph = self._graph(place, layer, call, run)
             known = self._known[place]
-            weights, dependencies = known.weights, self._dependencies
-        if graph is None or dependencies is None:
+            weights, guards = known.weights, self._guards
+        if graph is None or guards is None:
             self.statistics.eager += 1
             return below(*given, **named)
         self.statistics.replayed += 1
         self._served += 1
-        may_replay = dependencies.weights_hold
+        may_replay = guards.check_weights
         outputs = graphs.Replay(graph, run, call.tensors, weights, may_replay, layer, self.reason).outputs()
         found, handed_on, cached = calls.with_tensors(graph.form, iter(outputs))
         if call.shared is not None:
@@ -189,26 +189,25 @@ class Training:
     def _begin(self) -> None:
         """A step begins: look whether the layers are what they were."""
         enabled = settings.enabled()[0]  # kernels depend on it
-        held = self._dependencies is not None and self._dependencies.hold() and self._dependencies.hold_in_full()
+        held = self._guards is not None and self._guards.check_step() and self._guards.check_all()
         if not held or enabled != self._enabled:
             self._enabled = enabled
             self._renew()
-        self._holds = self._dependencies is not None
+        self._holds = self._guards is not None
 
     def _renew(self) -> None:
         """Release every graph, and look at the layers as they are now."""
         if any(known.graphs for known in self._known):
             self._in_vain = 0 if self._served >= _WORTH * len(self._layers) else self._in_vain + 1
         self._served = 0
-        self._known, self._memory, self._dependencies = [Known() for _ in self._layers], {}, None
+        self._known, self._memory, self._guards = [Known() for _ in self._layers], {}, None
         if self._in_vain >= _MAX_IN_VAIN:
             self.reason(f"the model changes every few steps, {_MAX_IN_VAIN} times in turn")
             return
         modules = self._look()
         if not modules:
             return
-        configs = {id(config): vars(config) for config in (getattr(one, "config", None) for one in modules) if config}
-        self._dependencies = Dependencies(modules, configs.values(), [], self._forget, trained=True)
+        self._guards = ModelGuards(modules, self._forget, trained=True)
 
     def _look(self) -> list[Any]:
         """Look at the layers: their trained weights, and obstacles. Returns the modules of those without one."""
@@ -222,15 +221,15 @@ class Training:
         replayable = [part for part, known in zip(parts, self._known) if known.obstacle is None]
         return list(dict.fromkeys(module for part in replayable for module in part))
 
-    def _forget(self, dependencies: Dependencies, _name: str) -> None:
+    def _forget(self, guards: ModelGuards, _name: str) -> None:
         """A layer is gone."""
-        if dependencies is self._dependencies:
-            self._known, self._memory, self._dependencies = [Known() for _ in self._layers], {}, None
+        if guards is self._guards:
+            self._known, self._memory, self._guards = [Known() for _ in self._layers], {}, None
 
     def clear(self) -> None:
         """Release every graph, and their memory."""
         with self._lock.held():
-            self._known, self._memory, self._dependencies = [Known() for _ in self._layers], {}, None
+            self._known, self._memory, self._guards = [Known() for _ in self._layers], {}, None
             self._last, self._served, self._in_vain = len(self._layers), 0, 0
 
     def reason(self, text: str) -> None:

@@ -138,10 +138,10 @@ PLANTED = Sequence(
 def test_a_planted_defect_is_found_and_shrunk(
     bench: replays_run.SequenceBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gemma4_compat._graphs.dependencies import Dependencies
+    from gemma4_compat._graphs.guards.model import ModelGuards
 
     assert replays_run.check(PLANTED, bench).failure is None
-    monkeypatch.setattr(Dependencies, "hold_in_full", lambda self: True)
+    monkeypatch.setattr(ModelGuards, "check_all", lambda self: True)
     failure = replays_run.check(PLANTED, bench).failure
     assert failure is not None
     shrunk = sequences_run.shrink(PLANTED, failure, bench, attempts=40, check=replays_run.check)

@@ -15,7 +15,7 @@ import torch
 import gemma4_compat
 from gemma4_compat._engine import versions
 from gemma4_compat._graphs.captured_calls import CapturedCalls
-from gemma4_compat._graphs.dependencies import Dependencies
+from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._stand_ins.tape import Tape
 from tests.unit.decoding.calls import (
     ATTRIBUTES,
@@ -33,7 +33,7 @@ new_caches_each_time = pytest.mark.skipif(
     versions.admits("<5.15", versions.current("transformers") or "0"), reason="transformers keeps the cache itself"
 )
 pytestmark = [pytest.mark.usefixtures("tapes"), new_caches_each_time]
-replay, look = Tape.replay, Dependencies.hold_in_full
+replay, look = Tape.replay, ModelGuards.check_all
 EAGER = {"disable_compile": True}
 SAMPLED = {"do_sample": True, "top_k": 20}
 
@@ -70,7 +70,7 @@ def test_a_replay_begins_before_the_look(models: Models) -> None:
     model, order = read(models), []
     with (
         mock.patch.object(Tape, "replay", lambda tape: order.append("replay") or replay(tape)),
-        mock.patch.object(Dependencies, "hold_in_full", lambda known: order.append("look") or look(known)),
+        mock.patch.object(ModelGuards, "check_all", lambda known: order.append("look") or look(known)),
     ):
         assert_equal(
             generate(model, text(model, 5, seed=9), new=1), generate(model, text(model, 5, seed=9), EAGER, new=1)
@@ -116,7 +116,7 @@ def test_undone_it_leaves_no_trace(models: Models) -> None:
     ahead = CapturedCalls.run_ahead
     with (
         mock.patch.object(Tape, "replay", replayed),
-        mock.patch.object(Dependencies, "hold_in_full", return_value=False),
+        mock.patch.object(ModelGuards, "check_all", return_value=False),
         mock.patch.object(CapturedCalls, "run_ahead", given),
     ):
         found = generate(model, text(model, 5, seed=9), **SAMPLED, new=1)

@@ -27,7 +27,7 @@ class Guards:
 
     def change(self) -> None:
         self.states.insert(0, State())
-        self.states[0].guards = SimpleNamespace(may_be_read=lambda: True)
+        self.states[0].guards = SimpleNamespace(check_memory=lambda: True)
 
     def check(self, _call: Any, **_how: Any) -> Any:
         return next(iter(self.states), None)
@@ -229,7 +229,7 @@ def test_a_replay_may_begin_before_the_look(asked: Asked, holds: bool) -> None:
     asked.guards.rest = holds
     assert asked.store.run_ahead(call) == (call.key if holds else None)
     assert call.done == ["started", "prepared" if holds else "taken back"]
-    asked.guards.states[0].guards.may_be_read = lambda: False
+    asked.guards.states[0].guards.check_memory = lambda: False
     assert asked.store.run_ahead(call) is None
 
 
