@@ -162,9 +162,9 @@ class Step(Call):
         lengths = known.captured[before], static_caches.length(self.cache)
         return Recapture.of(signatures.differences(self.signature, before, self.inputs, lengths))
 
-    def length(self) -> int | None:
-        """In positions."""
-        return static_caches.length(self.cache)
+    def was_captured(self, known: Known) -> None:
+        """With the length of its cache, in positions."""
+        known.captured[self.signature] = static_caches.length(self.cache)
 
     def unsupported(self, known: Known) -> str | None:
         """What is in the way, once for each signature: a step that ran once can be captured."""

@@ -119,8 +119,8 @@ class Prompt(steps.Step):
     def recapture(self, known: Known) -> None:
         """Prompts have many lengths."""
 
-    def length(self) -> None:
-        """Not compared."""
+    def was_captured(self, known: Known) -> None:
+        """Nothing is compared with it."""
 
     def unsupported(self, known: Known) -> str | None:
         return self.unsupported_model()

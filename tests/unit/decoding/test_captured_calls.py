@@ -79,9 +79,6 @@ class Fake(Call):
     def note(self, reason: str | BaseException) -> None:
         self.noted.append(str(reason))
 
-    def length(self) -> int:
-        return 1
-
 
 class Asked:
     """A store, and what runs eagerly where it says so."""
