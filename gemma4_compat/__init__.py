@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from gemma4_compat._graphs.decoder import decoding_statistics as decoding_statistics
     from gemma4_compat._graphs.recaptures import Recapture as Recapture
     from gemma4_compat._graphs.statistics import DecodingStatistics as DecodingStatistics
+    from gemma4_compat._graphs.statistics import TrainingStatistics as TrainingStatistics
     from gemma4_compat._merge.check import Parity as Parity
     from gemma4_compat._merge.job import merge_adapter as merge_adapter
     from gemma4_compat._merge.result import MergeParityError as MergeParityError
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
     from gemma4_compat._repair.repair import repair_checkpoint as repair_checkpoint
     from gemma4_compat._scan.result import Problem as Problem
     from gemma4_compat._scan.result import Scan as Scan
-    from gemma4_compat._training.captured.layers import TrainingStatistics as TrainingStatistics
     from gemma4_compat._training.fast import train_fast as train_fast
     from gemma4_compat._training.fast import training_statistics as training_statistics
     from gemma4_compat._training.loss import chunked_loss as chunked_loss
@@ -161,7 +161,7 @@ _LAZY = {
     "Scan": "gemma4_compat._scan.result",
     "SkipModule": "gemma4_compat._quantization.skip_modules",
     "TrainingPlan": "gemma4_compat._planner.result",
-    "TrainingStatistics": "gemma4_compat._training.captured.layers",
+    "TrainingStatistics": "gemma4_compat._graphs.statistics",
     "attached": "gemma4_compat._accelerate.listing",
     "chunked_loss": "gemma4_compat._training.loss",
     "chunked_mlp": "gemma4_compat._training.mlp",

@@ -77,7 +77,8 @@ class Decoder:
         """Replay the step after the last one; None if that graph does not serve it."""
         following.advance(ids)
         assert following.last is not None
-        return self._decoding.steps.again(*following.last, prepared=True)
+        graph = self._decoding.steps.again(*following.last, prepared=True)
+        return None if graph is None else following.outputs()
 
     def _read(self, inputs: dict[str, Any]) -> Any:
         """Read a prompt, or whatever has several tokens."""

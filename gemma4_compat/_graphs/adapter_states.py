@@ -66,9 +66,8 @@ class AdapterStates:
         with idle_hooks.put_back(call.model):  # a thread in a forward has them bypassed
             for index, state in enumerate(self.states):
                 # Only the last one was looked at with the last step.
-                guards = state.guards
-                check = guards.check_rotating if quiet and not index else guards.check_step
-                if check() and not (first and not guards.check_all()):
+                check = state.guards.check_rotating if quiet and not index else state.guards.check_step
+                if check() and not (first and not state.guards.check_all()):
                     if index:
                         self.states = [state, *(other for other in self.states if other is not state)]
                     return state
@@ -85,7 +84,7 @@ class AdapterStates:
         before = self.last
         found = before.guards.reason() if before is not None else self._lost
         self._lost = None
-        self.states = [state for state in self.states if state.guards.check_weights() and state.guards.check_all()]
+        self.states = [one for one in self.states if one.guards.check_weights() and one.guards.check_all()]
         groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
         state = AdapterState(ModelGuards(obstacles.modules_of_a_step(model), self._forget, groups=groups))
         adapters = state.guards.adapters()

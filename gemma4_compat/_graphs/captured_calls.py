@@ -156,9 +156,8 @@ class Call:
         """Of its cache, after it ran eagerly."""
         return None
 
-    def length(self) -> int | None:
-        """Of its cache; None if nobody compares it with other calls."""
-        return None
+    def was_captured(self, known: Known) -> None:
+        """Note what later calls are compared with."""
 
 
 class Pool:
@@ -285,7 +284,7 @@ class CapturedCalls:
         known = None if state is None else state.calls[self]
         if known is None or call.refused_as in known.refused:
             return 0
-        times = known.seen.pop(call.signature, Seen(0, None)).times + 1
+        times: int = known.seen.pop(call.signature, Seen(0, None)).times + 1
         known.seen[call.signature] = Seen(times, call.layout())
         if len(known.seen) > REMEMBERED:
             del known.seen[next(iter(known.seen))]
@@ -345,9 +344,9 @@ class CapturedCalls:
             return None
         if known.seen.get(call.signature, Seen(0, None)).times + 1 < self._capture_at:
             return None
-        self._evict()
         if not call.has_room(known):
             return None
+        self._evict()
         begun = time.perf_counter()
         try:
             if not any(self.graphs()):
@@ -360,9 +359,7 @@ class CapturedCalls:
         self.statistics.captured += 1
         self.statistics.capture_seconds += time.perf_counter() - begun
         known.graphs.append(graph)
-        length = call.length()
-        if length is not None:
-            known.captured[call.signature] = length
+        call.was_captured(known)
         return graph
 
     @staticmethod

@@ -162,9 +162,9 @@ class Step(Call):
         lengths = known.captured[before], static_caches.length(self.cache)
         return Recapture.of(signatures.differences(self.signature, before, self.inputs, lengths))
 
-    def length(self) -> int | None:
-        """In positions."""
-        return static_caches.length(self.cache)
+    def was_captured(self, known: Known) -> None:
+        """With the length of its cache, in positions."""
+        known.captured[self.signature] = static_caches.length(self.cache)
 
     def unsupported(self, known: Known) -> str | None:
         """What is in the way, once for each signature: a step that ran once can be captured."""
@@ -222,21 +222,19 @@ class Step(Call):
         return recording, kept(outputs, self.cache)
 
     def replay(self, graph: Graph, *, prepared: bool = False) -> Any:
-        """Replay the step; ``prepared``: the graph has its inputs, which follow from those of the last one."""
-        following = self.following
-        if following is not None and not prepared:
+        """Replay the step, and return its outputs; or the graph, if it is ``prepared``: it has its inputs."""
+        following, self.following = self.following, None  # it will hold this step
+        if following is not None:
             following.compare(graph, self)
         self.launch(graph, () if prepared else self.tensors)
         running = deferral.current()
         if running is not None:
             running.launched()
         self.run_graph(graph)
-        if following is None:
-            return copied(graph.outputs, self.cache)
-        if prepared:
-            return following.outputs()
-        following.replayed(graph, self)
-        return copied(graph.outputs, self.cache)
+        outputs = graph if prepared else copied(graph.outputs, self.cache)
+        if following is not None:
+            following.replayed(graph, self)
+        return outputs
 
     def run_graph(self, graph: Graph) -> None:
         """Once the graph has its inputs."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._graphs import deferral, fused_steps, static_caches, steps
@@ -65,7 +65,7 @@ class Prompt(steps.Step):
         full, sliding = map(inputs["attention_mask"].get, MASKS)
         tokens = inputs[self.reads].shape[1]
         self.hides_nothing = full is None and sliding is not None and prefill.hides_nothing(sliding[:, :, -1:], tokens)
-        self._before: Callable[[], None] | None = None  # undoes a start
+        self._started: tuple[Any, ...] = ()  # what there was before
         super().__init__(decoding, model, inputs, cache, found or ())
 
     @classmethod
@@ -119,8 +119,8 @@ class Prompt(steps.Step):
     def recapture(self, known: Known) -> None:
         """Prompts have many lengths."""
 
-    def length(self) -> None:
-        """Not compared."""
+    def was_captured(self, known: Known) -> None:
+        """Nothing is compared with it."""
 
     def unsupported(self, known: Known) -> str | None:
         return self.unsupported_model()
@@ -165,16 +165,10 @@ class Prompt(steps.Step):
         if not self.begins(known):
             return False
         random = deferral.generator_of(self.device)
-        state = random.get_state()
+        self._started = memory, before, random, random.get_state()
         self.launch(graph, self.tensors)
         graph.recording.replay()
         static_caches.advance(self.sliding, self.added)
-
-        def undo() -> None:
-            random.set_state(state)
-            memory.take_back(self.cache, before, self.decoding.drop)
-
-        self._before = undo
         return True
 
     def take_back(self) -> None:
@@ -183,8 +177,9 @@ class Prompt(steps.Step):
 
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # before anything that it reads is released
-        assert self._before is not None
-        self._before()
+        memory, before, random, state = self._started
+        random.set_state(state)
+        memory.take_back(self.cache, before, self.decoding.drop)
         self.addresses = ()
 
 

@@ -6,11 +6,12 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gemma4_compat._attention import tracing
+from gemma4_compat._graphs.captured_calls import Pool
 from gemma4_compat._graphs.recording import Recording, capturing
 from gemma4_compat._models import contents
 from gemma4_compat._training import whole
@@ -69,6 +70,31 @@ class Memory:
     def nbytes(self) -> int:
         """The bytes of all buffers."""
         return sum(buffer.tensor.nbytes for buffer in self._buffers.values())
+
+
+class Memories(Pool):
+    """The memory of all layers of a model, by the stream that they run on.
+
+    Args:
+        recorders: by device type.
+    """
+
+    def __init__(self, recorders: Mapping[str, type[Recording]]) -> None:
+        super().__init__()
+        self._recorders = recorders
+        self.by_stream: dict[Any, Memory] = {}
+
+    def renew(self, device: Any) -> None:
+        """It stays as long as other layers have graphs."""
+
+    def release(self) -> None:
+        self.by_stream = {}
+
+    def of(self, device: Any, stream: Any) -> Memory:
+        """That of a stream of a device."""
+        if stream not in self.by_stream:
+            self.by_stream[stream] = Memory(device, self._recorders[device.type])
+        return self.by_stream[stream]
 
 
 #: Calls a layer with tensors in the places of the call's: what it returns, what it hands on to later layers, and what
@@ -141,6 +167,7 @@ class Graph:
         form: of a :class:`Step`.
         differentiable: which of the tensors in it require gradients.
         expected: which of them get one where the backward pass is replayed.
+        signature: of the calls that it serves.
 
     Raises:
         Exception: something cannot be recorded, or memory is short. Nothing has changed.
@@ -158,6 +185,7 @@ class Graph:
     ) -> None:
         import torch
 
+        self.signature: Any = None
         kind = memory.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._asked = [tensor.requires_grad for tensor in tensors]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -352,8 +353,8 @@ def test_submodels_are_found_once_until_modules_change(models: Models, monkeypat
     decoding, cache = decoder.of(model), static_cache(model)
 
     def submodels() -> list[Any]:
-        decoding.variant(model, in_full=True)
-        return advancing._Submodels(model, call.Decoder(model, decoding, cache).variant).modules()
+        decoding._states.check(SimpleNamespace(model=model), first=True, quiet=False)
+        return advancing._Submodels(model, call.Decoder(model, decoding, cache).state).modules()
 
     found = submodels()
     assert found

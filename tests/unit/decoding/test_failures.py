@@ -12,6 +12,7 @@ pytest.importorskip("bitsandbytes")
 
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._graphs import decoder
+from gemma4_compat._graphs import steps as step_calls
 from gemma4_compat._offload import model_lock, row_lookup, streaming
 from gemma4_compat._stand_ins import tape
 from tests.unit.decoding.calls import (
@@ -182,7 +183,7 @@ def test_the_eager_step_raises_what_it_raises(models: Models, tapes: Any) -> Non
 def test_shapes_that_change_with_every_token(
     models: Models, tapes: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(decoder, "_MAX_KINDS", 3)
+    monkeypatch.setattr(step_calls, "REMEMBERED", 3)
     model = models.fresh(None)
     for number in range(6):
         assert_equal(*(ask(model, logits_to_keep=number)(way)[0] for way in ({}, EAGER)))
