@@ -94,16 +94,13 @@ class Call:
 
     Attributes:
         signature: hashable; calls with the same one run the same kernels on tensors of the same shapes.
+        refused_as: what cannot be captured if this call cannot: calls with this signature, or more.
         device: of its tensors.
     """
 
     signature: Any
+    refused_as: Any
     device: Any
-
-    @property
-    def refused_as(self) -> Any:
-        """What cannot be captured if this call cannot: calls with this signature, or more."""
-        return self.signature
 
     @property
     def key(self) -> Any:

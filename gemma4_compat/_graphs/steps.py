@@ -68,6 +68,7 @@ class Step(Call):
         is_expected: whether there are a few signatures of such steps, so that a new one is nothing to report.
         reads: the input with a row of tokens for each row of a batch.
         progress: of its graph.
+        fuses: whether its graph is fused at all.
         following: gets to know the step.
     """
 
@@ -84,7 +85,8 @@ class Step(Call):
         self.sliding = static_caches.sliding(cache)
         self.addresses = static_caches.addresses(found)
         self.tokens = self.added = int(inputs[self.reads].shape[1])
-        self.signature = signatures.of(self._ways(), self.inputs, self.tensors)
+        self.signature = self.refused_as = signatures.of(self._ways(), self.inputs, self.tensors)
+        self.fuses = decoding.fuses
 
     @classmethod
     def of(cls, decoding: Decoding, model: Any, inputs: dict[str, Any]) -> Step | None:
@@ -227,25 +229,16 @@ class Step(Call):
         if following is not None:
             following.compare(graph, self)
         self.launch(graph, () if prepared else self.tensors)
-        running = deferral.current()
+        running = deferral.current() if self.decodes else None
         if running is not None:
             running.launched()
-        self.run_graph(graph)
+        if not (self.fuses and graph.progress.is_due() and self._replay_fused(graph)):
+            graph.recording.replay()
+        static_caches.advance(self.sliding, self.added)
         outputs = graph if prepared else copied(graph.outputs, self.cache)
         if following is not None:
             following.replayed(graph, self)
         return outputs
-
-    def run_graph(self, graph: Graph) -> None:
-        """Once the graph has its inputs."""
-        if not (self.fuses and graph.progress.is_due() and self._replay_fused(graph)):
-            graph.recording.replay()
-        static_caches.advance(self.sliding, self.added)
-
-    @property
-    def fuses(self) -> bool:
-        """Whether its graph is fused at all."""
-        return self.decoding.fuses
 
     def launch(self, graph: Graph, given: Sequence[Any]) -> None:
         """Before a replay: wait for the stream of the last one, and give the graph these inputs."""

@@ -67,6 +67,8 @@ class Prompt(steps.Step):
         self.hides_nothing = full is None and sliding is not None and prefill.hides_nothing(sliding[:, :, -1:], tokens)
         self._started: tuple[Any, ...] = ()  # what there was before
         super().__init__(decoding, model, inputs, cache, found or ())
+        self.refused_as = "prompts"  # once one cannot be captured, no other is tried
+        self.fuses &= inputs[self.reads].shape[:2].numel() <= MAX_FUSED
 
     @classmethod
     def of(cls, decoding: Decoding, model: Any, inputs: dict[str, Any]) -> Prompt | None:
@@ -83,19 +85,9 @@ class Prompt(steps.Step):
         return (*found, self.hides_nothing, self.inputs[self.reads].shape[:2], static_caches.length(self.cache))
 
     @property
-    def refused_as(self) -> str:
-        """Once one prompt cannot be captured, no other is tried."""
-        return "prompts"
-
-    @property
     def counted(self) -> Any:
         """Prompts are counted apart from steps."""
         return self.decoding.prompts.statistics
-
-    @property
-    def fuses(self) -> bool:
-        """Short ones are."""
-        return self.decoding.fuses and self.inputs[self.reads].shape[:2].numel() <= MAX_FUSED
 
     def numerics(self) -> contextlib.AbstractContextManager[Any]:
         return self.decoding.reading(self.device, self.cache)
@@ -145,10 +137,7 @@ class Prompt(steps.Step):
 
     def replay(self, graph: Any, *, prepared: bool = False) -> Any:
         """Replay it, unless it was started already."""
-        if not prepared:
-            self.launch(graph, self.tensors)
-            self.run_graph(graph)
-        return steps.copied(graph.outputs, self.cache)
+        return steps.copied(graph.outputs, self.cache) if prepared else super().replay(graph)
 
     def starts(self, known: Known, graph: Any) -> bool:
         """The look at the model takes a third of what Python does before a prompt. The cache is new, and nothing else

@@ -66,11 +66,7 @@ class LayerCall(calls.Call):
         super().__init__(layer, given, named)
         self.training, self.place, self.layer = training, place, layer
         self.run = functools.partial(self.form.call, layer, below)
-
-    @property
-    def refused_as(self) -> str:
-        """Once a layer cannot be captured, no other call of it is tried."""
-        return _LAYER
+        self.refused_as = _LAYER  # once a layer cannot be captured, no other call of it is tried
 
     def is_served_by(self, graph: Any) -> bool:
         """Whether the layer finds the same in its masks."""

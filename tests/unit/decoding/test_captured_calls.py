@@ -42,7 +42,8 @@ class Fake(Call):
     device = SimpleNamespace(type="nowhere")
 
     def __init__(self, signature: str, where: int = 0, *, reason: str | None = None, room: bool = True) -> None:
-        self.signature, self.where, self.reason, self.room = signature, where, reason, room
+        self.signature = self.refused_as = signature
+        self.where, self.reason, self.room = where, reason, room
         self.done: list[str] = []
         self.noted: list[str] = []
 
