@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._adapters import creation, fitting, state
 from gemma4_compat._adapters.translation import PREFIX
 from gemma4_compat._common import in_place
+from gemma4_compat._common.views import PlainView
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family, walk
 
@@ -233,17 +234,6 @@ def _values(layer: Any, adapter_name: str) -> Iterator[Any]:
                 yield own[adapter_name]
 
 
-class _Fewer:
-    """A configuration with fewer targets."""
-
-    def __init__(self, config: Any, targets: set[str]) -> None:
-        self._config = config
-        self.target_modules = targets
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
-
-
 def check_target_module_exists(original: Callable[..., Any], config: Any, key: str) -> Any:
     targets = getattr(config, "target_modules", None)
     if type(targets) is not set or creation.being_created() is None:
@@ -252,7 +242,7 @@ def check_target_module_exists(original: Callable[..., Any], config: Any, key: s
     targets = targets & _ends(key)
     if not targets and not config.modules_to_save and not getattr(config, "exclude_modules", None):
         return False
-    return original(_Fewer(config, targets), key)
+    return original(PlainView(config, target_modules=targets), key)
 
 
 def _ends(name: str) -> set[str]:

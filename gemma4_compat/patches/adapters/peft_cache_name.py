@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._common.proxies import Proxy
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names
 
@@ -27,17 +28,11 @@ if TYPE_CHECKING:
 BOUND = 1e-4
 
 
-class _ByTheOldName:
+class _ByTheOldName(Proxy):
     """A ``PeftModel`` whose base passes the cache under its old name. Everything else is the model's."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
     def base_model_prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        found = self._model.base_model_prepare_inputs_for_generation(*args, **kwargs)
+        found = self.__wrapped__.base_model_prepare_inputs_for_generation(*args, **kwargs)
         return cache_names.renamed(found, cache_names.OLD)
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._common.views import PlainView
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
@@ -32,17 +33,14 @@ def lily_forward(original: Callable[..., Any], self: Any, x: Any, *args: Any, **
     return original(_LilyOn(self, x.device), x, *args, **kwargs)
 
 
-class _LilyOn:
+class _LilyOn(PlainView):
     """Stands in for a Lily layer in its forward, with the shared linears of its active adapters on one device."""
 
     def __init__(self, layer: Any, device: Any) -> None:
-        self._layer = layer
+        super().__init__(layer)
         active = [name for name in layer.active_adapters if name in layer.lily_A]
         self.lily_A = {name: _LinearOn(layer.lily_A[name], device) for name in active}
         self.lily_B = {name: _LinearOn(layer.lily_B[name], device) for name in active}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
 
 
 class _LinearOn:

@@ -20,6 +20,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._common.proxies import Proxy
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.family import is_gemma4_config
 
@@ -27,14 +28,8 @@ if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
 
-class _Named:
+class _Named(Proxy):
     """A view of a model whose ``prepare_inputs_for_generation`` names the argument."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
     def prepare_inputs_for_generation(self, *, inputs_embeds: Any = None) -> None:
         """Only its signature is read."""

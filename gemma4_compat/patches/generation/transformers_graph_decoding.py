@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._common import in_place
+from gemma4_compat._common.proxies import Proxy
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._generation import call
 from gemma4_compat._generation.prefix_cache import returned
@@ -248,17 +249,15 @@ def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
     return reader(functools.partial(original, self), kwargs)
 
 
-class _Called:
+class _Called(Proxy):
     """A view of a model that calls a decoder. Everything else is the model's."""
 
     def __init__(self, model: Any, given: call.Decoder) -> None:
-        self._model, self._given = model, given
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        super().__init__(model)
+        self._self_given = given
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._given(*args, **kwargs)
+        return self._self_given(*args, **kwargs)
 
 
 def reproduce(workspace: Workspace) -> Outcome:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._common.views import PlainView
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import autocast
 
@@ -33,14 +34,14 @@ _LARGEST = 65504.0  # float16
 
 def clipped(original: Callable[..., Any], self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     if _makes_half(hidden_states):
-        self = _Instead(self, gradient_clipping=min(self.gradient_clipping, _LARGEST))
+        self = PlainView(self, gradient_clipping=min(self.gradient_clipping, _LARGEST))
     return original(self, hidden_states, *args, **kwargs)
 
 
 def attention(original: Callable[..., Any], self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     if _makes_half(hidden_states):
         lowest = max(float(self.config.attention_invalid_logits_value), -_LARGEST)
-        self = _Instead(self, config=_Instead(self.config, attention_invalid_logits_value=lowest))
+        self = PlainView(self, config=PlainView(self.config, attention_invalid_logits_value=lowest))
     return original(self, hidden_states, *args, **kwargs)
 
 
@@ -48,17 +49,6 @@ def _makes_half(tensor: Any) -> bool:
     import torch
 
     return autocast.dtype_on(tensor.device) is torch.float16
-
-
-class _Instead:
-    """An object with some attributes replaced."""
-
-    def __init__(self, of: Any, **attributes: Any) -> None:
-        self._of = of
-        vars(self).update(attributes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._of, name)
 
 
 def reproduce(workspace: Workspace) -> Outcome:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._common.views import PlainView
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
@@ -30,15 +31,11 @@ def adalora_forward(original: Callable[..., Any], self: Any, *args: Any, **kwarg
     return original(self if len(devices) < 2 else _AdaLora(self), *args, **kwargs)
 
 
-class _AdaLora:
+class _AdaLora(PlainView):
     """Stands in for an AdaLoRA model in its forward, with :class:`_Together` in it."""
 
     def __init__(self, adapted: Any) -> None:
-        self._adapted = adapted
-        self.model = _Together(adapted.model)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._adapted, name)
+        super().__init__(adapted, model=_Together(adapted.model))
 
 
 class _Together:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._graphs import dependencies
+from gemma4_compat._graphs.guards import torch_hooks
 from tests.generated.search import replays_cli, replays_run, sequences_run
 from tests.generated.search.case import Case, is_complete
 from tests.generated.search.replay_regressions import REGRESSIONS
@@ -40,7 +40,7 @@ def _nothing_on_every_module() -> Iterator[None]:
     """No sequence begins with hooks of every module that another left, or with a patch that is off."""
 
     def reset() -> None:
-        for hooks in dependencies.global_hooks():
+        for hooks in torch_hooks.on_every_module():
             hooks.clear()
         gemma4_compat.install()
 

@@ -89,7 +89,7 @@ NOTICED: dict[str, tuple[Callable[[Any], Any], tuple[bool, bool, bool]]] = {
     "an operation on a view": (lambda tensor: tensor[3:].mul_(2), (True, True, True)),
     "an operation that changes nothing": (lambda tensor: tensor.mul_(1), (True, True, False)),
     "another .data": (lambda tensor: setattr(tensor, "data", tensor.data.clone().neg_()), (True, True, True)),
-    "another layout": (lambda tensor: setattr(tensor, "data", tensor.data.t()), (False, True, False)),
+    "another layout": (lambda tensor: setattr(tensor, "data", tensor.data.t()), (False, False, False)),
     ".data": (lambda tensor: tensor.data.mul_(2), (False, True, True)),
     "a view of numpy": (lambda tensor: tensor.numpy().__imul__(2), (False, True, True)),
     "the storage": (lambda tensor: tensor.untyped_storage().fill_(1), (False, True, True)),
