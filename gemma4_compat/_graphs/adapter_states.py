@@ -18,20 +18,6 @@ from gemma4_compat._offload import idle_hooks, streaming
 LIMIT = 4
 
 
-class AdapterState(State):
-    """The model with one set of active adapters.
-
-    Attributes:
-        guards: say whether it still is.
-        notes: what others know of it.
-    """
-
-    def __init__(self, guards: ModelGuards) -> None:
-        super().__init__()
-        self.guards = guards
-        self.notes: dict[Any, Any] = {}
-
-
 class AdapterStates:
     """The guards of steps and prompts.
 
@@ -43,13 +29,13 @@ class AdapterStates:
     """
 
     def __init__(self, statistics: DecodingStatistics) -> None:
-        self.states: list[AdapterState] = []
+        self.states: list[State] = []
         self._statistics = statistics
         self._lost: Recapture | None = None  # why there is no state to compare with
         self._evicted: collections.deque[int] = collections.deque(maxlen=REMEMBERED)  # states, by their adapters
 
     @property
-    def last(self) -> AdapterState | None:
+    def last(self) -> State | None:
         """That of the last step or prompt."""
         return next(iter(self.states), None)
 
@@ -57,9 +43,7 @@ class AdapterStates:
         """Drop all of them, for this reason."""
         self._lost, self.states = Recapture(cause, detail), []
 
-    def check(
-        self, call: Any, *, first: bool = False, settling: bool = False, quiet: bool | None = None
-    ) -> AdapterState:
+    def check(self, call: Any, *, first: bool = False, settling: bool = False, quiet: bool | None = None) -> State:
         """The state of the model as it is now. See :class:`captured_calls.Guards`."""
         if quiet is None:
             quiet = call.decodes and not (first or settling) and deferral.is_quiet(call.model)
@@ -79,14 +63,14 @@ class AdapterStates:
             guards = self.states[0].guards
             return guards.check_rest() and guards.check_all()
 
-    def _changed(self, model: Any, *, settling: bool) -> AdapterState:
+    def _changed(self, model: Any, *, settling: bool) -> State:
         """The adapters have changed, or the model has; in the latter case its graphs are of no use any more."""
         before = self.last
         found = before.guards.reason() if before is not None else self._lost
         self._lost = None
         self.states = [one for one in self.states if one.guards.check_weights() and one.guards.check_all()]
         groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
-        state = AdapterState(ModelGuards(obstacles.modules_of_a_step(model), self._forget, groups=groups))
+        state = State(ModelGuards(obstacles.modules_of_a_step(model), self._forget, groups=groups))
         adapters = state.guards.adapters()
         if adapters in self._evicted:
             self._evicted.remove(adapters)

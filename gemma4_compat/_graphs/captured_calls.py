@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ class Known:
     seen: dict[Any, Seen] = field(default_factory=dict)
     refused: set[Any] = field(default_factory=set)
     captured: dict[Any, int] = field(default_factory=dict)
-    evicted: collections.deque[Any] = field(default_factory=lambda: collections.deque(maxlen=REMEMBERED))
+    evicted: collections.deque[Any] = field(default_factory=functools.partial(collections.deque, maxlen=REMEMBERED))
 
     def find(self, call: Call) -> Any:
         """The captured call that serves this one, or None."""
@@ -60,10 +61,20 @@ class Known:
 
 
 class State:
-    """A model as it is: with these weights, hooks and adapters."""
+    """A model as it is: with these weights, hooks and adapters.
 
-    def __init__(self) -> None:
+    Args:
+        guards: say whether it still is.
+
+    Attributes:
+        calls: of each store.
+        notes: what others know of the model.
+    """
+
+    def __init__(self, guards: Any) -> None:
+        self.guards = guards
         self.calls: collections.defaultdict[CapturedCalls, Known] = collections.defaultdict(Known)
+        self.notes: dict[Any, Any] = {}
 
 
 class Guards(Protocol):
@@ -73,9 +84,11 @@ class Guards(Protocol):
         states: those that are remembered, the last one first.
     """
 
-    states: list[Any]
+    states: list[State]
 
-    def check(self, call: Any, *, first: bool = False, settling: bool = False, quiet: bool | None = None) -> Any:
+    def check(
+        self, call: Any, *, first: bool = False, settling: bool = False, quiet: bool | None = None
+    ) -> State | None:
         """The state of the model now; None if nothing is to be captured.
 
         Args:
@@ -244,8 +257,8 @@ class CapturedCalls:
         Only where no user's code has run since.
         """
         state = self._guards.check(call, quiet=True)
-        known = state.calls[self]
-        if graph not in known.graphs or not call.has_settings():
+        known = None if state is None else state.calls[self]
+        if known is None or graph not in known.graphs or not call.has_settings():
             return None
         return self._replayed(call, known, graph, prepared=prepared)
 
@@ -289,7 +302,10 @@ class CapturedCalls:
 
     def may_serve(self, call: Call) -> bool:
         """Whether a look at the model is worth it: such a call ran before, and nothing is paused."""
-        return not self._paused and any(call.signature in state.calls[self].seen for state in self._guards.states)
+        for state in self._guards.states:
+            if call.signature in state.calls[self].seen:
+                return not self._paused
+        return False
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -302,15 +318,18 @@ class CapturedCalls:
 
     def refuses(self, call: Call) -> bool:
         """Whether such calls cannot be captured, in the state that the model was last in."""
-        return any(call.refused_as in state.calls[self].refused for state in self._guards.states[:1])
+        state = next(iter(self._guards.states), None)
+        return state is not None and call.refused_as in state.calls[self].refused
 
     def graph_of(self, call: Call) -> Any:
         """What the call was replayed with just now; None if it ran eagerly."""
-        return next((state.calls[self].find(call) for state in self._guards.states[:1]), None)
+        state = next(iter(self._guards.states), None)
+        return None if state is None else state.calls[self].find(call)
 
     def graphs(self) -> Iterator[Any]:
         """All that are captured."""
-        return (graph for state in self._guards.states for graph in state.calls[self].graphs)
+        for state in self._guards.states:
+            yield from state.calls[self].graphs
 
     @property
     def nbytes(self) -> int:

@@ -10,8 +10,8 @@ from typing import Any
 from gemma4_compat._accelerate import attached
 from gemma4_compat._common import arguments, locks
 from gemma4_compat._graphs import static_caches, steps
-from gemma4_compat._graphs.adapter_states import AdapterState, AdapterStates
-from gemma4_compat._graphs.captured_calls import CapturedCalls, Pool
+from gemma4_compat._graphs.adapter_states import AdapterStates
+from gemma4_compat._graphs.captured_calls import CapturedCalls, Pool, State
 from gemma4_compat._graphs.recaptures import Cause
 from gemma4_compat._graphs.statistics import DecodingStatistics, PromptStatistics
 from gemma4_compat._models import walk
@@ -64,7 +64,7 @@ class Decoding:
         self._stream: Any = None  # of the last replay
 
     @property
-    def state(self) -> AdapterState | None:
+    def state(self) -> State | None:
         """That of the model in the last step or prompt."""
         return self._states.last
 

@@ -11,8 +11,8 @@ from typing import Any
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._common import locks
 from gemma4_compat._engine import settings
-from gemma4_compat._graphs import captured_calls, obstacles
-from gemma4_compat._graphs.captured_calls import CapturedCalls, Known
+from gemma4_compat._graphs import obstacles
+from gemma4_compat._graphs.captured_calls import CapturedCalls, Known, State
 from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.recording import RECORDERS, Recording
 from gemma4_compat._graphs.statistics import TrainingStatistics
@@ -32,20 +32,6 @@ _NAMES = ("Gemma4TextDecoderLayer", "Gemma4UnifiedTextDecoderLayer")
 #: What cannot be captured where one call of a layer cannot.
 _LAYER = "layer"
 _log = logging.getLogger("gemma4_compat")
-
-
-class State(captured_calls.State):
-    """The layers as they are.
-
-    Attributes:
-        weights: those of each layer that are trained.
-        guards: say whether the layers are still what they were.
-    """
-
-    def __init__(self, weights: list[list[Any]]) -> None:
-        super().__init__()
-        self.weights = weights
-        self.guards: Any = None
 
 
 class LayerCall(calls.Call):
@@ -83,7 +69,7 @@ class LayerCall(calls.Call):
 
     def capture(self, pool: graphs.Memories) -> graphs.Graph:
         """Record its forward and backward pass."""
-        memory, weights = pool.of(self.device, self.signature[-1]), self.training.states[0].weights[self.place]
+        memory, weights = pool.of(self.device, self.signature[-1]), self.training.weights[self.place]
         role, is_read = getattr(self.layer.self_attn, "is_sliding", None), self.training.is_read
         made = graphs.Graph(self.run, self.tensors, weights, memory, role, is_read=is_read)
         made.signature = self.signature
@@ -114,6 +100,7 @@ class Training:
 
     Attributes:
         states: the layers as they were in the last step that was looked at; nothing if nothing is captured.
+        weights: those of each layer that are trained.
         is_read: whether layers read what others hand on.
     """
 
@@ -126,6 +113,7 @@ class Training:
     ) -> None:
         self.statistics = TrainingStatistics()
         self.states: list[State] = []
+        self.weights: list[list[Any]] = []
         self.is_read = any(getattr(layer.self_attn, "is_kv_shared_layer", False) for layer in layers)
         self._max_tokens, self._recorders = max_tokens, recorders
         self._layers = [weakref.ref(layer) for layer in layers]
@@ -151,13 +139,13 @@ class Training:
             return below(*given, **named)
         with self._lock.held():
             graph = self._graph(call)
-            state = next(iter(self.states), None)
+            state, weights = next(iter(self.states), None), self.weights
         if graph is None or state is None:
             self.statistics.eager += 1
             return below(*given, **named)
         self._served += 1
-        weights, may_replay = state.weights[call.place], state.guards.check_weights
-        outputs = graphs.Replay(graph, call.run, call.tensors, weights, may_replay, layer, self.reason).outputs()
+        given_back = weights[call.place], state.guards.check_weights, layer, self.reason
+        outputs = graphs.Replay(graph, call.run, call.tensors, *given_back).outputs()
         found, handed_on, cached = calls.with_tensors(graph.form, iter(outputs))
         if call.shared is not None:
             call.shared.update(handed_on)
@@ -236,7 +224,8 @@ class Training:
     def _look(self) -> list[Any]:
         """Look at the layers: their trained weights, and obstacles. Returns the modules of those without one."""
         layers = [layer for layer in (reference() for reference in self._layers) if layer is not None]
-        state = State([[weight for weight in layer.parameters() if weight.requires_grad] for layer in layers])
+        self.weights = [[weight for weight in layer.parameters() if weight.requires_grad] for layer in layers]
+        state = State(None)
         replayable: dict[Any, None] = {}
         for layer, layer_calls in zip(layers, self._calls):
             modules = list(layer.modules())
@@ -255,7 +244,7 @@ class Training:
             self._release()
 
     def _release(self) -> None:
-        self.states = []
+        self.states, self.weights = [], []
         self._memory.release()
 
     def clear(self) -> None:

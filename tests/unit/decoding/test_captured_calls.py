@@ -26,8 +26,7 @@ class Guards:
         self.change()
 
     def change(self) -> None:
-        self.states.insert(0, State())
-        self.states[0].guards = SimpleNamespace(check_memory=lambda: True)
+        self.states.insert(0, State(SimpleNamespace(check_memory=lambda: True)))
 
     def check(self, _call: Any, **_how: Any) -> Any:
         return next(iter(self.states), None)
