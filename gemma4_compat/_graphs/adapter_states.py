@@ -10,8 +10,7 @@ from typing import Any
 from gemma4_compat._graphs import deferral, obstacles
 from gemma4_compat._graphs.captured_calls import REMEMBERED, State
 from gemma4_compat._graphs.guards.model import ModelGuards
-from gemma4_compat._graphs.recaptures import Cause, Recapture
-from gemma4_compat._graphs.statistics import DecodingStatistics
+from gemma4_compat._graphs.statistics import Cause, DecodingStatistics, Recapture
 from gemma4_compat._offload import idle_hooks, streaming
 
 #: States that keep their captured calls.
@@ -61,7 +60,7 @@ class AdapterStates:
         """Whether the model is in the last state, if its guards say that all memory is what it was."""
         with idle_hooks.put_back(call.model):
             guards = self.states[0].guards
-            return guards.check_rest() and guards.check_all()
+            return bool(guards.check_rest() and guards.check_all())
 
     def _changed(self, model: Any, *, settling: bool) -> State:
         """The adapters have changed, or the model has; in the latter case its graphs are of no use any more."""

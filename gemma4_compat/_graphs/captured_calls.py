@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from gemma4_compat._graphs.recaptures import Recapture
 from gemma4_compat._graphs.recording import RECORDERS
+from gemma4_compat._graphs.statistics import Recapture
 
 #: Signatures that are remembered, and evicted calls.
 REMEMBERED = 64

@@ -12,8 +12,7 @@ from gemma4_compat._common import arguments, locks
 from gemma4_compat._graphs import static_caches, steps
 from gemma4_compat._graphs.adapter_states import AdapterStates
 from gemma4_compat._graphs.captured_calls import CapturedCalls, Pool, State
-from gemma4_compat._graphs.recaptures import Cause
-from gemma4_compat._graphs.statistics import DecodingStatistics, PromptStatistics
+from gemma4_compat._graphs.statistics import Cause, DecodingStatistics, PromptStatistics
 from gemma4_compat._models import walk
 
 #: Graphs of steps, and of prompts, that are kept for one model, over all its caches and adapters.

@@ -7,18 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._graphs import deferral, fused_steps, obstacles, signatures, static_caches
 from gemma4_compat._graphs.captured_calls import REMEMBERED, Call, Known, Pool
-from gemma4_compat._graphs.recaptures import Cause, Recapture
 from gemma4_compat._graphs.recording import RECORDERS, Recording, capturing
+from gemma4_compat._graphs.statistics import Cause, Recapture
 from gemma4_compat._models import cache_names
 from gemma4_compat._offload import streaming
-
-if TYPE_CHECKING:
-    from gemma4_compat._graphs.advancing import Following
-    from gemma4_compat._graphs.decoder import Decoding
 
 #: Grows with the text, and only the prompt reads it (transformers 5.5; later releases leave it out themselves).
 _OF_THE_PROMPT = ("mm_token_type_ids", "token_type_ids")
@@ -50,7 +46,7 @@ class Step(Call):
     """A forward of one token for each row of a batch, with a static cache that has been filled.
 
     Args:
-        decoding: of the model.
+        decoding: of the model, a ``decoder.Decoding``.
         model: of transformers.
         inputs: of the model's forward, by name.
         cache: the cache among them.
@@ -69,15 +65,13 @@ class Step(Call):
         reads: the input with a row of tokens for each row of a batch.
         progress: of its graph.
         fuses: whether its graph is fused at all.
-        following: gets to know the step.
+        following: an ``advancing.Following`` that gets to know the step, or None.
     """
 
     decodes, is_expected, reads, progress = True, False, "input_ids", fused_steps.Progress
-    following: Following | None = None
+    following: Any = None
 
-    def __init__(
-        self, decoding: Decoding, model: Any, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...]
-    ) -> None:
+    def __init__(self, decoding: Any, model: Any, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...]) -> None:
         self.decoding, self.model, self.cache = decoding, model, cache
         self.inputs = _with_own_positions(inputs)
         self.device = inputs[self.reads].device
@@ -89,7 +83,7 @@ class Step(Call):
         self.fuses = decoding.fuses
 
     @classmethod
-    def of(cls, decoding: Decoding, model: Any, inputs: dict[str, Any]) -> Step | None:
+    def of(cls, decoding: Any, model: Any, inputs: dict[str, Any]) -> Step | None:
         """The step with these inputs; None if it reads several tokens, or has another kind of cache."""
         cache, ids = cache_names.cache_in(inputs), inputs.get("input_ids")
         if cache is None or ids is None or ids.ndim != 2 or ids.shape[1] != 1 or not static_caches.is_static(cache):

@@ -1,7 +1,7 @@
 """``generate`` with an assistant model or prompt lookup, after ``decode_fast(assistants=True)``.
 
-The prompt is read as without an assistant. Then the text grows by rounds (:mod:`speculative_steps`): some drafts, which the model
-reads together with the newest token. :mod:`pace` says how many; none if they do not pay.
+The prompt is read as without an assistant. Then the text grows by rounds (:mod:`speculative_steps`): some drafts,
+which the model reads together with the newest token. :mod:`pace` says how many; none if they do not pay.
 
 Where no user's code runs between two tokens, a round is read late: the next one is launched before, from the state
 that the device has. What was launched when the text turns out to have ended is dropped.
@@ -23,6 +23,7 @@ from gemma4_compat._generation.sampling.noise import Noise
 from gemma4_compat._generation.speculative import pace, speculative_steps
 from gemma4_compat._generation.speculative.draft_windows import Windows
 from gemma4_compat._generation.speculative.lookup import Lookup
+from gemma4_compat._generation.speculative.speculative_steps import DraftStep, VerifyStep
 from gemma4_compat._graphs import decoder, deferral, static_caches
 from gemma4_compat._models import cache_names
 
@@ -275,7 +276,7 @@ class Text:
             last[0].held = held
         return self._run(
             *(drafts.shape[1], inputs),
-            lambda: speculative_steps.VerifyStep(self._model, inputs, self._cache, self._windows, held),
+            lambda: VerifyStep(self._model, inputs, self._cache, self._windows, held),
         )
 
     def _drafted(self, count: int) -> Any:
@@ -295,9 +296,7 @@ class Text:
         self._decoding.known_assistants.add(self._assistant)
         drafted = self._run(
             *((count, version), inputs),
-            lambda: speculative_steps.DraftStep(
-                self._assistant, inputs, self._cache, self._windows, self._model, version
-            ),
+            lambda: DraftStep(self._assistant, inputs, self._cache, self._windows, self._model, version),
         )
         return drafted["drafts"]
 

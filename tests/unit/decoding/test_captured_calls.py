@@ -10,9 +10,8 @@ import pytest
 
 from gemma4_compat._graphs import captured_calls
 from gemma4_compat._graphs.captured_calls import Call, CapturedCalls, Known, Pool, State
-from gemma4_compat._graphs.recaptures import Cause, Recapture
 from gemma4_compat._graphs.recording import RECORDERS
-from gemma4_compat._graphs.statistics import DecodingStatistics, PromptStatistics, Statistics
+from gemma4_compat._graphs.statistics import Cause, DecodingStatistics, PromptStatistics, Recapture, Statistics
 
 LIMIT = 3
 

@@ -289,7 +289,7 @@ def test_drafting_stops_where_it_does_not_pay_and_begins_again(
             return found
 
     monkeypatch.setattr(assisted.Text, "_drafted", drafted)
-    monkeypatch.setattr(rounds, "Launched", Timed)
+    monkeypatch.setattr(speculative_steps, "Launched", Timed)
     monkeypatch.setattr(assisted, "time", types.SimpleNamespace(perf_counter=lambda: seconds[0]))
     same(expected, ask(model, given, new=700, assistant_model=assistant))
 

@@ -16,8 +16,7 @@ pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
 from gemma4_compat._graphs import adapter_states, decoder
-from gemma4_compat._graphs.recaptures import Cause, Recapture
-from gemma4_compat._graphs.statistics import LAST
+from gemma4_compat._graphs.statistics import LAST, Cause, Recapture
 from tests.helpers import ROOT
 from tests.unit.decoding.calls import WINDOW, Models, base, generate, layers, static_cache, steps, text
 from tests.unit.decoding.test_changes import Rolled
