@@ -163,7 +163,7 @@ class Call:
         """Undo :meth:`starts`."""
 
     def layout(self) -> Any:
-        """Of its cache, after it ran eagerly."""
+        """What its cache has, after it ran eagerly."""
         return None
 
     def was_captured(self, known: Known) -> None:

@@ -134,7 +134,7 @@ class Step(Call):
         """The statistics of such calls."""
         return self.decoding.statistics
 
-    def numerics(self) -> contextlib.AbstractContextManager[Any]:
+    def numerics(self) -> Any:
         """To be entered around each forward."""
         return self.decoding.arithmetic(self.device, self.tokens)
 

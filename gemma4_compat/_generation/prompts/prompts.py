@@ -8,7 +8,6 @@ Graphs are kept apart from those of steps, in a memory pool of their own, which 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
@@ -67,7 +66,7 @@ class Prompt(steps.Step):
         self.hides_nothing = full is None and sliding is not None and prefill.hides_nothing(sliding[:, :, -1:], tokens)
         self._started: tuple[Any, ...] = ()  # what there was before
         super().__init__(decoding, model, inputs, cache, found or ())
-        self.refused_as = "prompts"  # once one cannot be captured, no other is tried
+        self.refused_as = "prompts"  # if one cannot be captured, no other is tried
         self.fuses &= inputs[self.reads].shape[:2].numel() <= MAX_FUSED
 
     @classmethod
@@ -89,7 +88,7 @@ class Prompt(steps.Step):
         """Prompts are counted apart from steps."""
         return self.decoding.prompts.statistics
 
-    def numerics(self) -> contextlib.AbstractContextManager[Any]:
+    def numerics(self) -> Any:
         return self.decoding.reading(self.device, self.cache)
 
     def is_served_by(self, graph: Any) -> bool:

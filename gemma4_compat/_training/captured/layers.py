@@ -52,7 +52,7 @@ class LayerCall(calls.Call):
         super().__init__(layer, given, named)
         self.training, self.place, self.layer = training, place, layer
         self.run = functools.partial(self.form.call, layer, below)
-        self.refused_as = _LAYER  # once a layer cannot be captured, no other call of it is tried
+        self.refused_as = _LAYER  # if one call of a layer cannot be captured, no other is tried
 
     def is_served_by(self, graph: Any) -> bool:
         """Whether the layer finds the same in its masks."""
