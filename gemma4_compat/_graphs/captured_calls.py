@@ -11,11 +11,11 @@ import collections
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from gemma4_compat._graphs.recording import RECORDERS
+from gemma4_compat._graphs.recording import RECORDERS, Recording
 from gemma4_compat._graphs.statistics import Recapture
 
 #: Signatures that are remembered, and evicted calls.
@@ -23,12 +23,7 @@ REMEMBERED = 64
 
 
 class Seen(NamedTuple):
-    """A signature whose calls ran eagerly.
-
-    Attributes:
-        times: how often.
-        layout: of the last one's cache.
-    """
+    """How often calls of a signature ran eagerly, and the layout of the last one's cache."""
 
     times: int
     layout: Any
@@ -78,24 +73,17 @@ class State:
 
 
 class Guards(Protocol):
-    """Says which state a model is in.
-
-    Attributes:
-        states: those that are remembered, the last one first.
-    """
+    """Says which state a model is in. ``states``: those that are remembered, the last one first."""
 
     states: list[State]
 
     def check(
         self, call: Any, *, first: bool = False, settling: bool = False, quiet: bool | None = None
     ) -> State | None:
-        """The state of the model now; None if nothing is to be captured.
+        """The state of the model of a call now; None if nothing is to be captured.
 
-        Args:
-            call: of the model.
-            first: also look at what rarely changes.
-            settling: the first call of its signature has just run.
-            quiet: no code but libraries' has run since the last look; None if the call knows.
+        ``first``: also look at what rarely changes. ``settling``: the first call of its signature has just run.
+        ``quiet``: no code but libraries' has run since the last look; None if the call knows.
         """
 
     def rest_holds(self, call: Any) -> bool:
@@ -174,6 +162,7 @@ class Pool:
     """The memory that the recordings of a store share: no two of them are replayed at the same time.
 
     Args:
+        recorders: by device type.
         measured: whether to know how much it takes.
 
     Attributes:
@@ -181,14 +170,14 @@ class Pool:
         nbytes: what it takes, if ``measured``.
     """
 
-    def __init__(self, *, measured: bool = False) -> None:
+    def __init__(self, recorders: Mapping[str, type[Recording]] = RECORDERS, *, measured: bool = False) -> None:
         self.handle: Any = None
         self.nbytes = 0
-        self._measured = measured
+        self._recorders, self._measured = recorders, measured
 
     def renew(self, device: Any) -> None:
         """Begin anew: a pool without a graph cannot be used again."""
-        self.handle, self.nbytes = RECORDERS[device.type].new_pool(), 0
+        self.handle, self.nbytes = self._recorders[device.type].new_pool(), 0
 
     def release(self) -> None:
         """Let the memory go."""
@@ -222,9 +211,6 @@ class CapturedCalls:
         limit: captured calls, over all states of the model. The least recently used one goes first.
         pool: their memory.
         statistics: counts them.
-
-    Attributes:
-        limit: as given.
     """
 
     def __init__(self, guards: Guards, *, capture_at: int, limit: int, pool: Pool, statistics: Any) -> None:
@@ -233,14 +219,9 @@ class CapturedCalls:
         self._guards, self._capture_at, self._paused = guards, capture_at, False
 
     def run(self, call: Call, *, first: bool = False) -> Any:
-        """Replay a call, captured before if it is time for that.
+        """Replay a call, captured before if it is time for that; None, and nothing has run, if it has to run eagerly.
 
-        Args:
-            call: to run.
-            first: nothing was replayed yet in this call of the whole model.
-
-        Returns:
-            its outputs; None if it has to run eagerly, and nothing has run then.
+        ``first``: nothing was replayed yet in this call of the whole model.
         """
         state = self._guards.check(call, first=first)
         if state is None:
@@ -273,8 +254,7 @@ class CapturedCalls:
     def run_ahead(self, call: Call) -> Any:
         """Replay a call after a look at the memory that its graph reads, and at the rest while the device computes.
 
-        Returns:
-            its outputs; None if no graph is known, or if something has changed: then everything is as it was.
+        None if no graph is known, or if something has changed: then everything is as it was.
         """
         state = next(iter(self._guards.states), None)
         if state is None:

@@ -71,15 +71,7 @@ class Recapture:
 
 @dataclass
 class Statistics:
-    """How calls were run.
-
-    Attributes:
-        replayed: replayed calls, including the captured ones.
-        captured: calls that were captured.
-        eager: calls that ran without a graph.
-        capture_seconds: time that captures took.
-        reasons: why calls ran without a graph.
-    """
+    """How calls were run, in numbers and reasons."""
 
     replayed: int = 0
     captured: int = 0

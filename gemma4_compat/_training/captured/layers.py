@@ -12,7 +12,7 @@ from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._common import locks
 from gemma4_compat._engine import settings
 from gemma4_compat._graphs import obstacles
-from gemma4_compat._graphs.captured_calls import CapturedCalls, Known, State
+from gemma4_compat._graphs.captured_calls import CapturedCalls, Known, Pool, State
 from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.recording import RECORDERS, Recording
 from gemma4_compat._graphs.statistics import TrainingStatistics
@@ -67,9 +67,9 @@ class LayerCall(calls.Call):
         self.training.reason(f"{MAX_KINDS} {what} are captured; pad to a few lengths (pad_to_multiple_of)")
         return False
 
-    def capture(self, pool: graphs.Memories) -> graphs.Graph:
-        """Record its forward and backward pass."""
-        memory, weights = pool.of(self.device, self.signature[-1]), self.training.weights[self.place]
+    def capture(self, pool: Any) -> graphs.Graph:
+        """Record its forward and backward pass, in the memory of all layers."""
+        memory, weights = self.training.memory(self), self.training.weights[self.place]
         role, is_read = getattr(self.layer.self_attn, "is_sliding", None), self.training.is_read
         made = graphs.Graph(self.run, self.tensors, weights, memory, role, is_read=is_read)
         made.signature = self.signature
@@ -118,8 +118,8 @@ class Training:
         self._max_tokens, self._recorders = max_tokens, recorders
         self._layers = [weakref.ref(layer) for layer in layers]
         self._places = {id(layer): index for index, layer in enumerate(layers)}
-        self._memory = graphs.Memories(recorders)
-        options: dict[str, Any] = {"capture_at": capture_at, "limit": MAX_KINDS, "pool": self._memory}
+        self._memory: dict[Any, graphs.Memory] = {}  # by stream
+        options: dict[str, Any] = {"capture_at": capture_at, "limit": MAX_KINDS, "pool": Pool(recorders)}
         self._calls = [CapturedCalls(self, statistics=self.statistics, **options) for _ in layers]
         self._enabled: Any = None
         self._last = len(layers)
@@ -244,8 +244,14 @@ class Training:
             self._release()
 
     def _release(self) -> None:
-        self.states, self.weights = [], []
-        self._memory.release()
+        self.states, self.weights, self._memory = [], [], {}
+
+    def memory(self, call: LayerCall) -> graphs.Memory:
+        """What graphs of a call's stream share."""
+        stream, device = call.signature[-1], call.device
+        if stream not in self._memory:
+            self._memory[stream] = graphs.Memory(device, self._recorders[device.type])
+        return self._memory[stream]
 
     def clear(self) -> None:
         """Release every graph, and their memory."""
