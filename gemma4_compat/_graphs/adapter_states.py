@@ -33,11 +33,6 @@ class AdapterStates:
         self._lost: Recapture | None = None  # why there is no state to compare with
         self._evicted: collections.deque[int] = collections.deque(maxlen=REMEMBERED)  # states, by their adapters
 
-    @property
-    def last(self) -> State | None:
-        """That of the last step or prompt."""
-        return next(iter(self.states), None)
-
     def lose(self, cause: Cause, detail: str = "") -> None:
         """Drop all of them, for this reason."""
         self._lost, self.states = Recapture(cause, detail), []
@@ -64,7 +59,7 @@ class AdapterStates:
 
     def _changed(self, model: Any, *, settling: bool) -> State:
         """The adapters have changed, or the model has; in the latter case its graphs are of no use any more."""
-        before = self.last
+        before = next(iter(self.states), None)
         found = before.guards.reason() if before is not None else self._lost
         self._lost = None
         self.states = [one for one in self.states if one.guards.check_weights() and one.guards.check_all()]

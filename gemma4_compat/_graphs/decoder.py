@@ -65,7 +65,7 @@ class Decoding:
     @property
     def state(self) -> State | None:
         """That of the model in the last step or prompt."""
-        return self._states.last
+        return next(iter(self._states.states), None)
 
     def memory_of(self, cache: Any) -> static_caches.Memory | None:
         """The memory that a cache has or was lent."""

@@ -65,6 +65,7 @@ class Step(Call):
         reads: the input with a row of tokens for each row of a batch.
         progress: of its graph.
         fuses: whether its graph is fused at all.
+        statistics: of such calls.
         following: an ``advancing.Following`` that gets to know the step, or None.
     """
 
@@ -80,7 +81,7 @@ class Step(Call):
         self.addresses = static_caches.addresses(found)
         self.tokens = self.added = int(inputs[self.reads].shape[1])
         self.signature = self.refused_as = signatures.of(self._ways(), self.inputs, self.tensors)
-        self.fuses = decoding.fuses
+        self.fuses, self.statistics = decoding.fuses, decoding.statistics
 
     @classmethod
     def of(cls, decoding: Any, model: Any, inputs: dict[str, Any]) -> Step | None:
@@ -129,11 +130,6 @@ class Step(Call):
         """Run the model with these inputs, which may be those of a graph."""
         return self.model(**inputs)
 
-    @property
-    def counted(self) -> Any:
-        """The statistics of such calls."""
-        return self.decoding.statistics
-
     def numerics(self) -> Any:
         """To be entered around each forward."""
         return self.decoding.arithmetic(self.device, self.tokens)
@@ -145,7 +141,9 @@ class Step(Call):
     # Why it is captured, or not
 
     def recapture(self, known: Known) -> Recapture | None:
-        """None if no step was captured, or if this one was asked before."""
+        """None if no step was captured, or if this one was asked before; prompts have many lengths."""
+        if not self.decodes:
+            return None
         if self.key in known.evicted:
             known.evicted.remove(self.key)
             return Recapture(Cause.EVICTED, f"at most {self.decoding.steps.limit} of a model")
@@ -159,8 +157,9 @@ class Step(Call):
         return Recapture.of(signatures.differences(self.signature, before, self.inputs, lengths))
 
     def was_captured(self, known: Known) -> None:
-        """With the length of its cache, in positions."""
-        known.captured[self.signature] = static_caches.length(self.cache)
+        """Keep the length of its cache, in positions."""
+        if self.decodes:
+            known.captured[self.signature] = static_caches.length(self.cache)
 
     def unsupported(self, known: Known) -> str | None:
         """What is in the way, once for each signature: a step that ran once can be captured."""
@@ -243,7 +242,7 @@ class Step(Call):
 
     def _replay_fused(self, graph: Graph) -> bool:
         """Whether this call replayed the step, because its graph is fused from now on."""
-        obstacle, statistics = fused_steps.obstacle(self.device), self.counted
+        obstacle = fused_steps.obstacle(self.device)
         if obstacle is not None:
             _log.debug("gemma4_compat: decoding without fused kernels: %s", obstacle)
             return False
@@ -259,10 +258,10 @@ class Step(Call):
             self.decoding.reason_not_fused(error_text(error))
             return False
         finally:
-            statistics.capture_seconds += time.perf_counter() - begun
+            self.statistics.capture_seconds += time.perf_counter() - begun
         if found is not None:
             graph.recording, graph.outputs = found
-            statistics.fused += 1
+            self.statistics.fused += 1
         return found is not None
 
     def static_inputs(self) -> dict[str, Any]:

@@ -66,6 +66,7 @@ class Prompt(steps.Step):
         self.hides_nothing = full is None and sliding is not None and prefill.hides_nothing(sliding[:, :, -1:], tokens)
         self._started: tuple[Any, ...] = ()  # what there was before
         super().__init__(decoding, model, inputs, cache, found or ())
+        self.statistics = decoding.prompts.statistics
         self.refused_as = "prompts"  # if one cannot be captured, no other is tried
         self.fuses &= inputs[self.reads].shape[:2].numel() <= MAX_FUSED
 
@@ -82,11 +83,6 @@ class Prompt(steps.Step):
     def _ways(self) -> tuple[Any, ...]:
         found = [static_caches.way(layer, self.tokens) for layer in self.sliding]
         return (*found, self.hides_nothing, self.inputs[self.reads].shape[:2], static_caches.length(self.cache))
-
-    @property
-    def counted(self) -> Any:
-        """Prompts are counted apart from steps."""
-        return self.decoding.prompts.statistics
 
     def numerics(self) -> Any:
         return self.decoding.reading(self.device, self.cache)
@@ -106,12 +102,6 @@ class Prompt(steps.Step):
         found = memory.fill(self.cache)
         self.addresses = () if found is None else memory.addresses
         return found is not None
-
-    def recapture(self, known: Known) -> None:
-        """Prompts have many lengths."""
-
-    def was_captured(self, known: Known) -> None:
-        """Nothing is compared with it."""
 
     def unsupported(self, known: Known) -> str | None:
         return self.unsupported_model()
