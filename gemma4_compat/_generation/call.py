@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._generation.prompts import embedded, pieces, prompts
-from gemma4_compat._graphs import advancing, decoder, obstacles, static_caches, steps
+from gemma4_compat._graphs import advancing, decoder, static_caches, steps, unsupported
 from gemma4_compat._graphs.captured_calls import State
 from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._models import cache_names, family
@@ -60,8 +60,8 @@ class Decoder:
             return self.model(**inputs)
 
     def _run(self, step: steps.Step) -> Any:
-        if step.obstacle is not None:
-            self._decoding.reason(step.obstacle)
+        if step.unsupported_reason is not None:
+            self._decoding.reason(step.unsupported_reason)
             return None
         first, self._first = self._first, False
         step.following = self.following
@@ -99,7 +99,7 @@ class Decoder:
 
     def _replayed(self, prompt: prompts.Prompt | None, eagerly: Callable[[], Any]) -> Any:
         """Replay a prompt if possible; otherwise, and without one, call ``eagerly``."""
-        if prompt is None or prompt.obstacle is not None:
+        if prompt is None or prompt.unsupported_reason is not None:
             return eagerly()
         outputs = self.alone(functools.partial(prompts.run, prompt, first=self._first))
         if outputs is not None:
@@ -148,12 +148,12 @@ class Decoder:
         """
         decoding, model = self._decoding, self.model
         piece = pieces.Piece(decoding, model, inputs, cache_names.cache_in(inputs), real)
-        if piece.obstacle is not None or (first and decoding.prompts.refuses(piece)):
+        if piece.unsupported_reason is not None or (first and decoding.prompts.refuses(piece)):
             return False
         if self.alone(functools.partial(prompts.run, piece, first=self._first)) is not None:
             self._first = False
             return True
-        if first and next(obstacles.in_a_prompt(model), None) is not None:
+        if first and next(unsupported.prompt_reasons(model), None) is not None:
             return False
         with decoding.lock.held():
             prompts.make_room(decoding, model, inputs)

@@ -8,7 +8,7 @@ from gemma4_compat._common import arguments
 from gemma4_compat._engine import sleep
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._generation.prompts import embedded
-from gemma4_compat._graphs import decoder, obstacles
+from gemma4_compat._graphs import decoder, unsupported
 from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._models import family, walk
 
@@ -86,10 +86,10 @@ def decode_fast(
             "at once. Leave out one of the two."
         )
     decoding = decoder.of(inner)
-    obstacle = _obstacle(inner) if enabled else None
-    if obstacle is not None:
-        decoding.reason(obstacle)
-    decoding.preferred = enabled and obstacle is None
+    reason = _unsupported_reason(inner) if enabled else None
+    if reason is not None:
+        decoding.reason(reason)
+    decoding.preferred = enabled and reason is None
     if decoding.preferred:
         sleep.awaken(embedded.PATCH)
     own = decoding.preferred and not exact
@@ -99,7 +99,7 @@ def decode_fast(
     return model
 
 
-def _obstacle(model: Any) -> str | None:
+def _unsupported_reason(model: Any) -> str | None:
     if model.device.type not in RECORDERS:
         return f"the model is on {model.device}, and graphs need CUDA"
-    return obstacles.find_before_a_forward(model)
+    return unsupported.lasting_reason(model)

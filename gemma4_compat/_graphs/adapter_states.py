@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._graphs import deferral, obstacles
+from gemma4_compat._graphs import deferral, unsupported
 from gemma4_compat._graphs.captured_calls import REMEMBERED, State
 from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.statistics import Cause, DecodingStatistics, Recapture
@@ -64,7 +64,7 @@ class AdapterStates:
         self._lost = None
         self.states = [one for one in self.states if one.guards.check_weights() and one.guards.check_all()]
         groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
-        state = State(ModelGuards(obstacles.modules_of_a_step(model), self._forget, groups=groups))
+        state = State(ModelGuards(unsupported.modules_of_a_step(model), self._forget, groups=groups))
         adapters = state.guards.adapters()
         if adapters in self._evicted:
             self._evicted.remove(adapters)

@@ -89,7 +89,7 @@ class Decoding:
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())
 
-    def reason(self, text: str, what: str = "decoding without a CUDA graph") -> None:
+    def reason(self, text: str, what: str = "decoding eagerly") -> None:
         """Record why steps, prompts or drafts are not replayed, and log it once."""
         if self.statistics.is_new(text):
             _log.warning("gemma4_compat: %s: %s", what, text)
@@ -109,10 +109,10 @@ class Decoding:
             return contextlib.nullcontext()
         from gemma4_compat._kernels.match import own
 
-        obstacle = own.obstacle(device)
-        if obstacle is None:
+        reason = own.unsupported_reason(device)
+        if reason is None:
             return own.Own(device, tokens)
-        self.reason_not_fused(obstacle, "with PyTorch's bits")
+        self.reason_not_fused(reason, "with PyTorch's bits")
         return contextlib.nullcontext()
 
     def reading(self, device: Any, cache: Any) -> contextlib.AbstractContextManager[Any]:
@@ -121,7 +121,7 @@ class Decoding:
             return contextlib.nullcontext()
         from gemma4_compat._kernels.match import own, reading
 
-        if static_caches.length(cache) < reading.POSITIONS or own.obstacle(device) is not None:
+        if static_caches.length(cache) < reading.POSITIONS or own.unsupported_reason(device) is not None:
             return contextlib.nullcontext()
         return reading.read(device)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._graphs import deferral, fused_steps, obstacles, signatures, static_caches
+from gemma4_compat._graphs import deferral, fused_steps, signatures, static_caches, unsupported
 from gemma4_compat._graphs.captured_calls import REMEMBERED, Call, Known, Pool
 from gemma4_compat._graphs.recording import RECORDERS, Recording, capturing
 from gemma4_compat._graphs.statistics import Cause, Recapture
@@ -95,7 +95,7 @@ class Step(Call):
         return cls(decoding, model, without_token_types(inputs), cache, found)
 
     @property
-    def obstacle(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why this step cannot be captured, whatever the model."""
         import torch
 
@@ -171,8 +171,8 @@ class Step(Call):
 
     def unsupported_model(self) -> str | None:
         """What of the model is in the way."""
-        found = RECORDERS[self.device.type].obstacle()
-        return found or obstacles.find(self.model, obstacles.modules_of_a_step(self.model))
+        found = RECORDERS[self.device.type].unsupported_reason()
+        return found or unsupported.unsupported_reason(self.model, unsupported.modules_of_a_step(self.model))
 
     def note(self, reason: str | BaseException) -> None:
         """In the statistics and the log."""
@@ -242,9 +242,9 @@ class Step(Call):
 
     def _replay_fused(self, graph: Graph) -> bool:
         """Whether this call replayed the step, because its graph is fused from now on."""
-        obstacle = fused_steps.obstacle(self.device)
-        if obstacle is not None:
-            _log.debug("gemma4_compat: decoding without fused kernels: %s", obstacle)
+        reason = fused_steps.unsupported_reason(self.device)
+        if reason is not None:
+            _log.debug("gemma4_compat: decoding without fused kernels: %s", reason)
             return False
         begun = time.perf_counter()
         try:

@@ -35,7 +35,7 @@ class Compiler(Protocol):
     """Compiles kernels for one device."""
 
     @staticmethod
-    def obstacle() -> str | None:
+    def unsupported_reason() -> str | None:
         """Why it cannot compile; None if it can."""
 
     def __init__(self, device: Any) -> None: ...
@@ -217,7 +217,7 @@ def refusal(device: Any, what: str, has_same_bits: Callable[[], bool]) -> str | 
     import torch
 
     try:
-        found = COMPILERS[device.type].obstacle()
+        found = COMPILERS[device.type].unsupported_reason()
         if found is None and not has_same_bits():
             found = f"{what} has other bits on {device}"
     except torch.OutOfMemoryError:

@@ -29,7 +29,7 @@ def class_of(model_class: str) -> str:
     return f"{kind}AssistantForCausalLM"
 
 
-def obstacle(blueprint: Blueprint) -> str:
+def unsupported_reason(blueprint: Blueprint) -> str:
     """Why texts with an assistant are not decoded in rounds by replay; empty if they are."""
     return "" if blueprint.experts is None else "the model has experts"
 
@@ -75,6 +75,6 @@ def memory(blueprint: Blueprint, layers: Collection[Block], load: Load) -> int:
     if not load.assistant:
         return 0
     found = rounded(weights(blueprint))
-    if load.fast and not obstacle(blueprint):
+    if load.fast and not unsupported_reason(blueprint):
         found += windows(layers, load, blueprint.item) + rows(blueprint)
     return found

@@ -179,7 +179,7 @@ def _plan(
 
     def planned(experts: bool) -> _Planned:
         cut = _blueprint(built, quantization, adapter, experts=experts)
-        why = prompt_kernels.obstacle(cut, asked, capability)
+        why = prompt_kernels.unsupported_reason(cut, asked, capability)
         try:
             return cut, *_read_as_fits(cut, given, replace(asked, own_in_chunks=not why), options, fast=fast)
         except Gemma4CompatError as error:
@@ -198,7 +198,7 @@ def _plan(
         skip=tuple(config.default_skip_modules(built)),
         adapter=None if adapter is None else str(adapter),
         assistant=_assistant(name) if load.assistant else None,
-        in_rounds=load.assistant and load.fast and not assistants.obstacle(cut),
+        in_rounds=load.assistant and load.fast and not assistants.unsupported_reason(cut),
         experts=experts,
         stored_experts=stored,
         chosen_experts=choose and experts is not None,
@@ -215,7 +215,9 @@ def _plan(
         longest_context=layout.longest_context(cut, given, load, limit=limit, placed=placed),
         chunked_prefill=_chunked_prefill(cut, placed, load),
         chosen_chunk=load.prefill_chunk != asked.prefill_chunk,
-        copies_because=prompt_kernels.copies(cut, placed, load, prompt_kernels.obstacle(cut, asked, capability)),
+        copies_because=prompt_kernels.copies(
+            cut, placed, load, prompt_kernels.unsupported_reason(cut, asked, capability)
+        ),
         longest_chunked=_longest_chunked(cut, given, placed, load, limit),
         code=code.loading_code(source, placed, load),
     )

@@ -115,7 +115,7 @@ class Prompt(steps.Step):
             super().note(reason)
         else:
             failed = f"a capture of a prompt failed with {steps.error_text(reason)}"
-            self.decoding.reason(failed, "reading prompts without a CUDA graph")
+            self.decoding.reason(failed, "reading prompts eagerly")
 
     def layout(self) -> Any:
         return static_caches.layout(static_caches.tensors(self.cache) or ())

@@ -80,7 +80,7 @@ class Text:
         logits = self._model._prefill(self._ids, self._config, model_kwargs).logits
         scores = logits[:, -1].float().clone()
         given = call.decoder_for(self._model, self._cache)
-        assert given is not None  # :func:`obstacle` has seen to it
+        assert given is not None  # :func:`unsupported_reason` has seen to it
         self._given, self._held = given, self._ids.shape[1] - 1
         try:
             noise = None if self._noise is None else self._noise.rows(scores.shape[-1], 1)
@@ -320,10 +320,10 @@ class Text:
         decoding, first, found = step.decoding, id(step.model) not in self._checked, None
         self._checked.add(id(step.model))
         self._last.pop(key, None)
-        if step.obstacle is None:
+        if step.unsupported_reason is None:
             found = decoding.run(step, first=first)
         else:
-            decoding.reason(step.obstacle)
+            decoding.reason(step.unsupported_reason)
         if found is None:
             decoding.statistics.eager += 1
             with step.numerics():

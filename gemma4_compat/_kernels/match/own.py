@@ -211,12 +211,12 @@ class Own(Repeats):
             return None
 
 
-def obstacle(device: Any) -> str | None:
+def unsupported_reason(device: Any) -> str | None:
     """Why these kernels cannot run on this device; None if they can."""
     if device in _broken:
         return _broken[device]
     compiler = kernels.COMPILERS.get(device.type)
-    return f"there are no kernels for {device.type}" if compiler is None else compiler.obstacle()
+    return f"there are no kernels for {device.type}" if compiler is None else compiler.unsupported_reason()
 
 
 def operators() -> Any:

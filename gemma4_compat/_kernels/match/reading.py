@@ -126,7 +126,10 @@ def computes(device: Any, dtype: Any, heads: Iterable[tuple[int, int, int]]) -> 
 def _passes(call: flash.Call) -> bool:
     """Whether kernels of this layout err no more than PyTorch's on this device. Tried once, not inside a capture."""
     device = call.query.device
-    if flash.tiling(call.query.shape[3], flash.shared_memory(device)) is None or own.obstacle(device) is not None:
+    if (
+        flash.tiling(call.query.shape[3], flash.shared_memory(device)) is None
+        or own.unsupported_reason(device) is not None
+    ):
         return False
     key = device, flash.layout_of(call)
     with _lock:

@@ -11,7 +11,7 @@ from typing import Any
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._common import locks
 from gemma4_compat._engine import settings
-from gemma4_compat._graphs import obstacles
+from gemma4_compat._graphs import unsupported
 from gemma4_compat._graphs.captured_calls import CapturedCalls, Known, Pool, State
 from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.recording import RECORDERS, Recording
@@ -168,7 +168,7 @@ class Training:
             return None
         if not any(one.requires_grad for one in (*call.tensors, *layer.parameters())):
             return None
-        for reason in _of_a_call(layer, call, named, self._recorders):
+        for reason in _call_reasons(layer, call, named, self._recorders):
             self._left(reason)
             return None
         return call
@@ -222,14 +222,14 @@ class Training:
             self.states = []
 
     def _look(self) -> list[Any]:
-        """Look at the layers: their trained weights, and obstacles. Returns the modules of those without one."""
+        """Look at the layers: their trained weights, and why some are not replayed. Returns the modules of others."""
         layers = [layer for layer in (reference() for reference in self._layers) if layer is not None]
         self.weights = [[weight for weight in layer.parameters() if weight.requires_grad] for layer in layers]
         state = State(None)
         replayable: dict[Any, None] = {}
         for layer, layer_calls in zip(layers, self._calls):
             modules = list(layer.modules())
-            reason = next(_of_a_layer(layer, modules), None)
+            reason = next(_layer_reasons(layer, modules), None)
             if reason is None:
                 replayable |= dict.fromkeys(modules)
             else:
@@ -271,31 +271,31 @@ def decoder_layers(model: Any) -> list[Any]:
     return [module for module in modules if type(module).__name__ in _NAMES]
 
 
-def _of_a_layer(layer: Any, modules: list[Any]) -> Iterator[str]:
+def _layer_reasons(layer: Any, modules: list[Any]) -> Iterator[str]:
     """Why a layer cannot be replayed: its Python has to run in each step."""
-    sharded = whole.obstacle(layer)
+    sharded = whole.unsupported_reason(layer)
     if sharded:
         yield sharded
     for module in modules:
         hook = module_hooks.offload_hook(module)
         if hook is not None and any(weight is not None for weight in module._parameters.values()):
             yield "their weights are offloaded"
-    if any(map(obstacles.is_8_bit, modules)):
+    if any(map(unsupported.is_8_bit, modules)):
         yield "8-bit layers of bitsandbytes synchronize with the host"
-    yield from obstacles.of_hooks(layer, [], backward=True)  # those on every module
+    yield from unsupported.hook_reasons(layer, [], backward=True)  # those on every module
     for module in modules:
         name = type(module).__name__
-        if obstacles.only_in_training(module, decodes=False):
+        if unsupported.only_in_training(module, decodes=False):
             yield f"{name} draws random numbers, as for dropout, or may do something else in training mode only"
         if module is layer:
             continue  # its own hooks run around a replay
-        if any(obstacles.users_hooks(module)) or module._backward_hooks or module._backward_pre_hooks:
+        if any(unsupported.users_hooks(module)) or module._backward_hooks or module._backward_pre_hooks:
             yield f"a hook on {name} has to run in every step"
-        if obstacles.has_own_forward(module):
+        if unsupported.has_own_forward(module):
             yield f"{name} has a forward of its own"
 
 
-def _of_a_call(
+def _call_reasons(
     layer: Any, call: LayerCall, named: dict[str, Any], recorders: Mapping[str, type[Recording]]
 ) -> Iterator[str]:
     """Why this call of a layer cannot be replayed."""
@@ -303,7 +303,7 @@ def _of_a_call(
 
     device = call.device
     if device.type not in recorders:
-        yield f"they compute on {device}, and graphs need CUDA"
+        yield f"the layers are on {device}, and graphs need CUDA"
     if any(one.device != device for one in call.tensors):
         yield "their inputs are on several devices"
     if torch.is_anomaly_enabled():
@@ -314,7 +314,7 @@ def _of_a_call(
         if not checkpointing.is_in_forward():
             yield "checkpointing is on, and needs transformers 5.23; a replay takes as little memory without it"
         if not _checkpoints_plainly(layer):
-            yield "what checkpointing keeps is offloaded, or chosen by a function"
+            yield "activation offloading or selective checkpointing is on"
     if not checkpointing.can_see_hooks():
         yield "this torch does not say whether hooks on saved tensors are active"
     if checkpointing.saved_tensors_hooks() is not None:

@@ -41,7 +41,7 @@ from gemma4_compat._generation import call
 from gemma4_compat._generation.prefix_cache import returned
 from gemma4_compat._generation.prompts import chunks, embedded, pieces, prompts
 from gemma4_compat._generation.speculative import assisted, drafted_calls
-from gemma4_compat._graphs import decoder, deferral, new_caches, obstacles, static_caches
+from gemma4_compat._graphs import decoder, deferral, new_caches, static_caches, unsupported
 from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._models import cache_names
 from gemma4_compat._planner import reading
@@ -99,7 +99,7 @@ def prepare_cache(
         and generation_config.use_cache is not False
         and not (running is not None and running.is_own)
     ):
-        refused = obstacles.of_virtual_tokens(self)
+        refused = unsupported.virtual_tokens_reason(self)
         if given is not None:
             if not static_caches.is_static(given):
                 decoder.of(self).reason(_GROWS)
@@ -215,11 +215,11 @@ def assisted_decoding(original: Callable[..., Any], self: Any, input_ids: Any, *
         if decoding.own:
             decoding.reason("decode_fast was called without assistants=True", _AS_TRANSFORMERS)
         return original(self, input_ids, **kwargs)
-    undrafted = drafted_calls.without_drafts(self, input_ids, config, kwargs)
-    obstacle = undrafted or drafted_calls.obstacle(self, input_ids, config, kwargs)
-    if obstacle is not None:
-        decoding.reason(obstacle, "decoding without drafts" if undrafted else _AS_TRANSFORMERS)
-    if obstacle is not None and not undrafted:
+    undrafted = drafted_calls.undrafted_reason(self, input_ids, config, kwargs)
+    reason = undrafted or drafted_calls.unsupported_reason(self, input_ids, config, kwargs)
+    if reason is not None:
+        decoding.reason(reason, "decoding without drafts" if undrafted else _AS_TRANSFORMERS)
+    if reason is not None and not undrafted:
         return original(self, input_ids, **kwargs)
     given = {name: kwargs.pop(name, None) for name in _OF_THE_LOOP}
     prepared = dict(kwargs)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._common.proxies import Proxy
 from gemma4_compat._engine import sleep
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._graphs import obstacles
+from gemma4_compat._graphs import unsupported
 from gemma4_compat._models import prefill as prefill_of
 
 if TYPE_CHECKING:
@@ -96,10 +96,10 @@ def _may_read_more(model: Any, generation_config: Any) -> bool:
         return True
     if any(getattr(config, name, False) for config in (generation_config, model.config, text) for name in _RECORDED):
         return True
-    modules = obstacles.modules_of_a_step(model)
+    modules = unsupported.modules_of_a_step(model)
     return (
-        any(module.training or obstacles.has_own_forward(module) for module in modules)
-        or next(obstacles.of_hooks(model, modules), None) is not None
+        any(module.training or unsupported.has_own_forward(module) for module in modules)
+        or next(unsupported.hook_reasons(model, modules), None) is not None
     )
 
 

@@ -72,9 +72,9 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from gemma4_compat._stand_ins import packed_weights
 
-    with packed_weights.kernel(workspace.main) as obstacle:
-        if obstacle is not None:
-            return Outcome(False, obstacle, applicable=False)
+    with packed_weights.kernel(workspace.main) as reason:
+        if reason is not None:
+            return Outcome(False, reason, applicable=False)
         weight = workspace.load("4bit-double").get_decoder().layers[0].mlp.down_proj.weight
         expected = packed_weights.computed(weight.data, weight.quant_state)
         original, calls = functional.dequantize_blockwise, 0

@@ -159,7 +159,7 @@ def test_inference_mode_and_adapters(models: Models, follows: Follows) -> None:
 def test_a_step_that_is_fused_meanwhile(
     models: Models, follows: Follows, monkeypatch: pytest.MonkeyPatch, own: bool
 ) -> None:
-    if (reason := HostCompiler.obstacle()) is not None:
+    if (reason := HostCompiler.unsupported_reason()) is not None:
         pytest.skip(reason)
     monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
     monkeypatch.setattr(fused_steps, "AFTER", 8)

@@ -27,7 +27,7 @@ VOCABULARY = 256
 @pytest.fixture
 def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "Own", ByRows)
-    monkeypatch.setattr(own, "obstacle", lambda _device: None)
+    monkeypatch.setattr(own, "unsupported_reason", lambda _device: None)
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +284,7 @@ def test_rows_with_other_bits_are_found_out(
             return found * (1 + 2**-6) if func is torch.nn.functional.linear and self._tokens > 1 else found
 
     monkeypatch.setattr(own, "Own", Rounds)
-    monkeypatch.setattr(own, "obstacle", lambda _device: None)
+    monkeypatch.setattr(own, "unsupported_reason", lambda _device: None)
     model = fast(models, None)
     given = calls.text(model, 12)
     expected = ask(model, given, new=40)

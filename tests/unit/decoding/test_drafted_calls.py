@@ -38,7 +38,7 @@ STORY, FACT = "Tell of a mole and a bear.", "What colour is snow?"
 @pytest.fixture
 def by_rows(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "Own", ByRows)
-    monkeypatch.setattr(own, "obstacle", lambda _device: None)
+    monkeypatch.setattr(own, "unsupported_reason", lambda _device: None)
 
 
 @pytest.fixture

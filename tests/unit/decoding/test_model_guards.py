@@ -15,7 +15,7 @@ pytest.importorskip("bitsandbytes")
 
 from torch.utils.hooks import RemovableHandle
 
-from gemma4_compat._graphs import obstacles
+from gemma4_compat._graphs import unsupported
 from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.statistics import Cause
 from gemma4_compat._models import walk
@@ -39,7 +39,7 @@ class User:
             self.guards = ModelGuards(walk.modules(inner), offloaded=False)
         elif feature == "decode_fast":
             groups = [group for streamer in streaming.streamers(inner) for group in streamer.groups()]
-            self.guards = ModelGuards(obstacles.modules_of_a_step(inner), groups=groups)
+            self.guards = ModelGuards(unsupported.modules_of_a_step(inner), groups=groups)
         else:
             layers = inner.get_decoder().layers
             self.guards = ModelGuards([part for layer in layers for part in layer.modules()], trained=True)

@@ -30,7 +30,9 @@ from tests.unit.decoding.host_kernels import HostCompiler
 CPU = torch.device("cpu")
 SAMPLED = {"do_sample": True, "top_k": 30, "top_p": 0.95, "max_new_tokens": 24, "eos_token_id": None}
 VOCABULARY = 5 << 12
-pytestmark = pytest.mark.skipif(HostCompiler.obstacle() is not None, reason=str(HostCompiler.obstacle()))
+pytestmark = pytest.mark.skipif(
+    HostCompiler.unsupported_reason() is not None, reason=str(HostCompiler.unsupported_reason())
+)
 
 
 _tried: dict[Any, kernels.Kernels] = {}
