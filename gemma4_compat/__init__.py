@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from gemma4_compat._generation.fast import decode_fast as decode_fast
     from gemma4_compat._generation.prefix_cache.reuse import reuse_prefix as reuse_prefix
     from gemma4_compat._graphs.decoder import decoding_statistics as decoding_statistics
-    from gemma4_compat._graphs.recaptures import Recapture as Recapture
     from gemma4_compat._graphs.statistics import DecodingStatistics as DecodingStatistics
+    from gemma4_compat._graphs.statistics import Recapture as Recapture
     from gemma4_compat._graphs.statistics import TrainingStatistics as TrainingStatistics
     from gemma4_compat._merge.check import Parity as Parity
     from gemma4_compat._merge.job import merge_adapter as merge_adapter
@@ -156,7 +156,7 @@ _LAZY = {
     "Parity": "gemma4_compat._merge.check",
     "Plan": "gemma4_compat._planner.result",
     "Problem": "gemma4_compat._scan.result",
-    "Recapture": "gemma4_compat._graphs.recaptures",
+    "Recapture": "gemma4_compat._graphs.statistics",
     "RepairReport": "gemma4_compat._repair.repair",
     "Scan": "gemma4_compat._scan.result",
     "SkipModule": "gemma4_compat._quantization.skip_modules",

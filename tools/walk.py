@@ -1,4 +1,4 @@
-"""What the first ``generate`` after ``decode_fast`` enters in this package: ``python -m tools.walk``.
+"""What the first ``generate`` after ``decode_fast`` enters in this package: ``python -m tools.walk [--files]``.
 
 A tiny model decodes eight tokens; on the CPU a stand-in captures and replays steps. It prints how many files and
 functions a reader would have to visit, and how deep their calls are nested.
@@ -6,7 +6,6 @@ functions a reader would have to visit, and how deep their calls are nested.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import inspect
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-PACKAGE = str(Path(__file__).resolve().parent.parent / "gemma4_compat") + "/"
+PACKAGE = f"{Path(__file__).resolve().parent.parent / 'gemma4_compat'}/"
 STAND_INS = f"{PACKAGE}_stand_ins/"
 
 
@@ -24,25 +23,20 @@ class Walk:
 
     def __init__(self) -> None:
         self.functions: set[CodeType] = set()
-        self.deepest = 0
-        self._depth = 0
+        self.deepest = self._depth = 0
 
-    def __call__(self, frame: FrameType, event: str, _argument: Any) -> None:
+    def profile(self, frame: FrameType, event: str, _argument: Any) -> None:
+        """As :func:`sys.setprofile` calls it."""
         code = frame.f_code
         if event not in ("call", "return") or not code.co_filename.startswith(PACKAGE):
             return
-        if not code.co_flags & inspect.CO_OPTIMIZED or code.co_filename.startswith(STAND_INS):
-            return  # the body of a module or class, which an import runs; the stand-in
-        self._depth += 1 if event == "call" else -1
-        self.deepest = max(self.deepest, self._depth)
-        self.functions.add(code)
+        if code.co_flags & inspect.CO_OPTIMIZED and not code.co_filename.startswith(STAND_INS):  # no module or class
+            self._depth += 1 if event == "call" else -1
+            self.deepest = max(self.deepest, self._depth)
+            self.functions.add(code)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.walk", description=__doc__)
-    parser.add_argument("--files", action="store_true", help="list the files")
-    listed = parser.parse_args().files
-
+def main() -> None:
     import gemma4_compat  # before transformers
     from gemma4_compat._graphs.recording import RECORDERS
     from gemma4_compat._reproduction.workspace import Workspace
@@ -54,17 +48,13 @@ def main() -> int:
         model, inputs = workspace.load(), workspace.inputs(text_only=True)
         with tape.standing_in(RECORDERS):
             gemma4_compat.decode_fast(model)
-            sys.setprofile(walk)
-            try:
-                model.generate(**inputs, max_new_tokens=8, min_new_tokens=8)
-            finally:
-                sys.setprofile(None)
+            sys.setprofile(walk.profile)
+            model.generate(**inputs, max_new_tokens=8, min_new_tokens=8)
+            sys.setprofile(None)
     files = collections.Counter(code.co_filename.removeprefix(PACKAGE) for code in walk.functions)
-    for name, count in sorted(files.items()) if listed else ():
-        print(f"{count:>4} {name}")
+    print(*(f"{count:>4} {name}" for name, count in sorted(files.items()) if "--files" in sys.argv), sep="\n")
     print(f"{len(files)} files, {len(walk.functions)} functions, {walk.deepest} calls deep")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

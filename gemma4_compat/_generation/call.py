@@ -9,7 +9,7 @@ from typing import Any
 
 from gemma4_compat._generation.prompts import embedded, pieces, prompts
 from gemma4_compat._graphs import advancing, decoder, static_caches, steps, unsupported
-from gemma4_compat._graphs.adapter_states import AdapterState
+from gemma4_compat._graphs.captured_calls import State
 from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._models import cache_names, family
 from gemma4_compat._offload import model_lock
@@ -34,7 +34,7 @@ class Decoder:
         return self._first and self._cache() is cache
 
     @property
-    def state(self) -> AdapterState | None:
+    def state(self) -> State | None:
         """That of the model in the last step or prompt."""
         return self._decoding.state
 
@@ -84,7 +84,7 @@ class Decoder:
         """Read a prompt, or whatever has several tokens."""
         prompt = prompts.Prompt.of(self._decoding, self.model, inputs)
         merged = prompt is None and embedded.may_be(inputs)
-        return self._replayed(prompt, lambda: self._read_without_a_graph(inputs, merged=merged))
+        return self._replayed(prompt, functools.partial(self._read_without_a_graph, inputs, merged=merged))
 
     def _read_embedded(self, below: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """Run the forward ``below`` of the text model with these inputs, as a replay if possible."""
@@ -101,12 +101,12 @@ class Decoder:
         """Replay a prompt if possible; otherwise, and without one, call ``eagerly``."""
         if prompt is None or prompt.unsupported_reason is not None:
             return eagerly()
-        outputs = self.alone(lambda: prompts.run(prompt, first=self._first))
+        outputs = self.alone(functools.partial(prompts.run, prompt, first=self._first))
         if outputs is not None:
             self._first = False
             return outputs
         outputs = eagerly()
-        self.alone(lambda: prompts.has_run(prompt))
+        self.alone(functools.partial(prompts.has_run, prompt))
         return outputs
 
     def _read_without_a_graph(self, inputs: dict[str, Any], *, merged: bool) -> Any:
@@ -150,7 +150,7 @@ class Decoder:
         piece = pieces.Piece(decoding, model, inputs, cache_names.cache_in(inputs), real)
         if piece.unsupported_reason is not None or (first and decoding.prompts.refuses(piece)):
             return False
-        if self.alone(lambda: prompts.run(piece, first=self._first)) is not None:
+        if self.alone(functools.partial(prompts.run, piece, first=self._first)) is not None:
             self._first = False
             return True
         if first and next(unsupported.prompt_reasons(model), None) is not None:
@@ -159,7 +159,7 @@ class Decoder:
             prompts.make_room(decoding, model, inputs)
         with piece.numerics():
             piece.forward(piece.inputs)
-        self.alone(lambda: prompts.has_run(piece))
+        self.alone(functools.partial(prompts.has_run, piece))
         return True
 
     def largest_piece(self, rows: int, cache: Any) -> int:

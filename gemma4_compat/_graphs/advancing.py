@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from gemma4_compat._common.proxies import Proxy
 from gemma4_compat._common.views import PlainView
 from gemma4_compat._graphs import deferral, static_caches, steps
-from gemma4_compat._graphs.adapter_states import AdapterState
+from gemma4_compat._graphs.captured_calls import State
 from gemma4_compat._graphs.steps import Graph, Step
 from gemma4_compat._models import cache_names, family, walk
 
@@ -237,7 +237,7 @@ class _Submodels(Proxy):
         state: keeps what was found, as long as the model's modules stay; or None.
     """
 
-    def __init__(self, model: Any, state: AdapterState | None) -> None:
+    def __init__(self, model: Any, state: State | None) -> None:
         super().__init__(model)
         self._self_state = state
         self._self_found: list[Any] | None = None

@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from gemma4_compat._graphs.recaptures import Recapture
-from gemma4_compat._graphs.recording import RECORDERS
+from gemma4_compat._graphs.recording import RECORDERS, Recording
+from gemma4_compat._graphs.statistics import Recapture
 
 #: Signatures that are remembered, and evicted calls.
 REMEMBERED = 64
 
 
 class Seen(NamedTuple):
-    """A signature whose calls ran eagerly.
-
-    Attributes:
-        times: how often.
-        layout: of the last one's cache.
-    """
+    """How often calls of a signature ran eagerly, and the layout of the last one's cache."""
 
     times: int
     layout: Any
@@ -49,7 +45,7 @@ class Known:
     seen: dict[Any, Seen] = field(default_factory=dict)
     refused: set[Any] = field(default_factory=set)
     captured: dict[Any, int] = field(default_factory=dict)
-    evicted: collections.deque[Any] = field(default_factory=lambda: collections.deque(maxlen=REMEMBERED))
+    evicted: collections.deque[Any] = field(default_factory=functools.partial(collections.deque, maxlen=REMEMBERED))
 
     def find(self, call: Call) -> Any:
         """The captured call that serves this one, or None."""
@@ -60,29 +56,34 @@ class Known:
 
 
 class State:
-    """A model as it is: with these weights, hooks and adapters."""
+    """A model as it is: with these weights, hooks and adapters.
 
-    def __init__(self) -> None:
+    Args:
+        guards: say whether it still is.
+
+    Attributes:
+        calls: of each store.
+        notes: what others know of the model.
+    """
+
+    def __init__(self, guards: Any) -> None:
+        self.guards = guards
         self.calls: collections.defaultdict[CapturedCalls, Known] = collections.defaultdict(Known)
+        self.notes: dict[Any, Any] = {}
 
 
 class Guards(Protocol):
-    """Says which state a model is in.
+    """Says which state a model is in. ``states``: those that are remembered, the last one first."""
 
-    Attributes:
-        states: those that are remembered, the last one first.
-    """
+    states: list[State]
 
-    states: list[Any]
+    def check(
+        self, call: Any, *, first: bool = False, settling: bool = False, quiet: bool | None = None
+    ) -> State | None:
+        """The state of the model of a call now; None if nothing is to be captured.
 
-    def check(self, call: Any, *, first: bool = False, settling: bool = False, quiet: bool | None = None) -> Any:
-        """The state of the model now; None if nothing is to be captured.
-
-        Args:
-            call: of the model.
-            first: also look at what rarely changes.
-            settling: the first call of its signature has just run.
-            quiet: no code but libraries' has run since the last look; None if the call knows.
+        ``first``: also look at what rarely changes. ``settling``: the first call of its signature has just run.
+        ``quiet``: no code but libraries' has run since the last look; None if the call knows.
         """
 
     def rest_holds(self, call: Any) -> bool:
@@ -94,16 +95,13 @@ class Call:
 
     Attributes:
         signature: hashable; calls with the same one run the same kernels on tensors of the same shapes.
+        refused_as: what cannot be captured if this call cannot: calls with this signature, or more.
         device: of its tensors.
     """
 
     signature: Any
+    refused_as: Any
     device: Any
-
-    @property
-    def refused_as(self) -> Any:
-        """What cannot be captured if this call cannot: calls with this signature, or more."""
-        return self.signature
 
     @property
     def key(self) -> Any:
@@ -153,7 +151,7 @@ class Call:
         """Undo :meth:`starts`."""
 
     def layout(self) -> Any:
-        """Of its cache, after it ran eagerly."""
+        """What its cache has, after it ran eagerly."""
         return None
 
     def was_captured(self, known: Known) -> None:
@@ -164,6 +162,7 @@ class Pool:
     """The memory that the recordings of a store share: no two of them are replayed at the same time.
 
     Args:
+        recorders: by device type.
         measured: whether to know how much it takes.
 
     Attributes:
@@ -171,14 +170,14 @@ class Pool:
         nbytes: what it takes, if ``measured``.
     """
 
-    def __init__(self, *, measured: bool = False) -> None:
+    def __init__(self, recorders: Mapping[str, type[Recording]] = RECORDERS, *, measured: bool = False) -> None:
         self.handle: Any = None
         self.nbytes = 0
-        self._measured = measured
+        self._recorders, self._measured = recorders, measured
 
     def renew(self, device: Any) -> None:
         """Begin anew: a pool without a graph cannot be used again."""
-        self.handle, self.nbytes = RECORDERS[device.type].new_pool(), 0
+        self.handle, self.nbytes = self._recorders[device.type].new_pool(), 0
 
     def release(self) -> None:
         """Let the memory go."""
@@ -212,9 +211,6 @@ class CapturedCalls:
         limit: captured calls, over all states of the model. The least recently used one goes first.
         pool: their memory.
         statistics: counts them.
-
-    Attributes:
-        limit: as given.
     """
 
     def __init__(self, guards: Guards, *, capture_at: int, limit: int, pool: Pool, statistics: Any) -> None:
@@ -223,14 +219,9 @@ class CapturedCalls:
         self._guards, self._capture_at, self._paused = guards, capture_at, False
 
     def run(self, call: Call, *, first: bool = False) -> Any:
-        """Replay a call, captured before if it is time for that.
+        """Replay a call, captured before if it is time for that; None, and nothing has run, if it has to run eagerly.
 
-        Args:
-            call: to run.
-            first: nothing was replayed yet in this call of the whole model.
-
-        Returns:
-            its outputs; None if it has to run eagerly, and nothing has run then.
+        ``first``: nothing was replayed yet in this call of the whole model.
         """
         state = self._guards.check(call, first=first)
         if state is None:
@@ -247,8 +238,8 @@ class CapturedCalls:
         Only where no user's code has run since.
         """
         state = self._guards.check(call, quiet=True)
-        known = state.calls[self]
-        if graph not in known.graphs or not call.has_settings():
+        known = None if state is None else state.calls[self]
+        if known is None or graph not in known.graphs or not call.has_settings():
             return None
         return self._replayed(call, known, graph, prepared=prepared)
 
@@ -263,8 +254,7 @@ class CapturedCalls:
     def run_ahead(self, call: Call) -> Any:
         """Replay a call after a look at the memory that its graph reads, and at the rest while the device computes.
 
-        Returns:
-            its outputs; None if no graph is known, or if something has changed: then everything is as it was.
+        None if no graph is known, or if something has changed: then everything is as it was.
         """
         state = next(iter(self._guards.states), None)
         if state is None:
@@ -292,7 +282,10 @@ class CapturedCalls:
 
     def may_serve(self, call: Call) -> bool:
         """Whether a look at the model is worth it: such a call ran before, and nothing is paused."""
-        return not self._paused and any(call.signature in state.calls[self].seen for state in self._guards.states)
+        for state in self._guards.states:
+            if call.signature in state.calls[self].seen:
+                return not self._paused
+        return False
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -305,15 +298,18 @@ class CapturedCalls:
 
     def refuses(self, call: Call) -> bool:
         """Whether such calls cannot be captured, in the state that the model was last in."""
-        return any(call.refused_as in state.calls[self].refused for state in self._guards.states[:1])
+        state = next(iter(self._guards.states), None)
+        return state is not None and call.refused_as in state.calls[self].refused
 
     def graph_of(self, call: Call) -> Any:
         """What the call was replayed with just now; None if it ran eagerly."""
-        return next((state.calls[self].find(call) for state in self._guards.states[:1]), None)
+        state = next(iter(self._guards.states), None)
+        return None if state is None else state.calls[self].find(call)
 
     def graphs(self) -> Iterator[Any]:
         """All that are captured."""
-        return (graph for state in self._guards.states for graph in state.calls[self].graphs)
+        for state in self._guards.states:
+            yield from state.calls[self].graphs
 
     @property
     def nbytes(self) -> int:

@@ -2,28 +2,100 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
+import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._accelerate import attached
 from gemma4_compat._common import arguments, locks
-from gemma4_compat._graphs import static_caches, steps
-from gemma4_compat._graphs.adapter_states import AdapterState, AdapterStates
-from gemma4_compat._graphs.captured_calls import CapturedCalls, Pool
-from gemma4_compat._graphs.recaptures import Cause
-from gemma4_compat._graphs.statistics import DecodingStatistics, PromptStatistics
+from gemma4_compat._graphs import deferral, static_caches, steps, unsupported
+from gemma4_compat._graphs.captured_calls import REMEMBERED, CapturedCalls, Pool, State
+from gemma4_compat._graphs.guards.model import ModelGuards
+from gemma4_compat._graphs.statistics import Cause, DecodingStatistics, PromptStatistics, Recapture
 from gemma4_compat._models import walk
+from gemma4_compat._offload import idle_hooks, streaming
 
 #: Graphs of steps, and of prompts, that are kept for one model, over all its caches and adapters.
 MAX_GRAPHS, MAX_PROMPTS = 8, 16
+#: Sets of adapters whose captured calls are kept.
+MAX_STATES = 4
 #: The call of a signature that is captured.
 CAPTURE_AT = 2
 _ATTRIBUTE = attached.DECODING
 _log = logging.getLogger("gemma4_compat")
 #: Statistics that were read before there was anything to count: reading leaves nothing on a model.
 _read_early: weakref.WeakKeyDictionary[Any, DecodingStatistics] = weakref.WeakKeyDictionary()
+
+
+class AdapterStates:
+    """The guards of steps and prompts: a model is in another state with each set of adapters.
+
+    Args:
+        statistics: where recaptures are counted.
+
+    Attributes:
+        states: by the sets of adapters that were active, the last one first.
+    """
+
+    def __init__(self, statistics: DecodingStatistics) -> None:
+        self.states: list[State] = []
+        self._statistics = statistics
+        self._lost: Recapture | None = None  # why there is no state to compare with
+        self._evicted: collections.deque[int] = collections.deque(maxlen=REMEMBERED)  # states, by their adapters
+
+    def lose(self, cause: Cause, detail: str = "") -> None:
+        """Drop all of them, for this reason."""
+        self._lost, self.states = Recapture(cause, detail), []
+
+    def check(self, call: Any, *, first: bool = False, settling: bool = False, quiet: bool | None = None) -> State:
+        """The state of the model as it is now. See :class:`captured_calls.Guards`."""
+        if quiet is None:
+            quiet = call.decodes and not (first or settling) and deferral.is_quiet(call.model)
+        with idle_hooks.put_back(call.model):  # a thread in a forward has them bypassed
+            for index, state in enumerate(self.states):
+                # Only the last one was looked at with the last step.
+                check = state.guards.check_rotating if quiet and not index else state.guards.check_step
+                if check() and not (first and not state.guards.check_all()):
+                    if index:
+                        self.states = [state, *(other for other in self.states if other is not state)]
+                    return state
+            return self._changed(call.model, settling=settling)
+
+    def rest_holds(self, call: Any) -> bool:
+        """Whether the model is in the last state, if its guards say that all memory is what it was."""
+        with idle_hooks.put_back(call.model):
+            guards = self.states[0].guards
+            return bool(guards.check_rest() and guards.check_all())
+
+    def _changed(self, model: Any, *, settling: bool) -> State:
+        """The adapters have changed, or the model has; in the latter case its graphs are of no use any more."""
+        before = next(iter(self.states), None)
+        found = before.guards.reason() if before is not None else self._lost
+        self._lost = None
+        self.states = [one for one in self.states if one.guards.check_weights() and one.guards.check_all()]
+        groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
+        state = State(ModelGuards(unsupported.modules_of_a_step(model), self._forget, groups=groups))
+        adapters = state.guards.adapters()
+        if adapters in self._evicted:
+            self._evicted.remove(adapters)
+            found = Recapture(Cause.EVICTED, f"at most {MAX_STATES} sets of adapters keep theirs")
+        had_none = before is not None and not any(known.captured for known in before.calls.values())
+        if found is not None and not (settling and had_none):
+            self._statistics.note(found)
+        self._evicted += [gone.guards.adapters() for gone in self.states[MAX_STATES - 1 :]]
+        self.states = [state, *self.states[: MAX_STATES - 1]]
+        return state
+
+    def _forget(self, guards: ModelGuards, module: str, *, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Drop the state that depends on a deleted module."""
+        if ending():  # the interpreter is: the names of this module may be gone
+            return
+        self._lost = self._lost or Recapture(Cause.MODULE, f"{module} was deleted")
+        self.states = [state for state in self.states if state.guards is not guards]
 
 
 class Decoding:
@@ -64,9 +136,9 @@ class Decoding:
         self._stream: Any = None  # of the last replay
 
     @property
-    def state(self) -> AdapterState | None:
+    def state(self) -> State | None:
         """That of the model in the last step or prompt."""
-        return self._states.last
+        return next(iter(self._states.states), None)
 
     def memory_of(self, cache: Any) -> static_caches.Memory | None:
         """The memory that a cache has or was lent."""

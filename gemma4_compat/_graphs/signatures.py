@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._graphs.recaptures import Cause
+from gemma4_compat._graphs.statistics import Cause
 from gemma4_compat._models import cache_names
 from gemma4_compat._models.snapshots import changed
 

@@ -7,18 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._graphs import deferral, fused_steps, signatures, static_caches, unsupported
 from gemma4_compat._graphs.captured_calls import REMEMBERED, Call, Known, Pool
-from gemma4_compat._graphs.recaptures import Cause, Recapture
 from gemma4_compat._graphs.recording import RECORDERS, Recording, capturing
+from gemma4_compat._graphs.statistics import Cause, Recapture
 from gemma4_compat._models import cache_names
 from gemma4_compat._offload import streaming
-
-if TYPE_CHECKING:
-    from gemma4_compat._graphs.advancing import Following
-    from gemma4_compat._graphs.decoder import Decoding
 
 #: Grows with the text, and only the prompt reads it (transformers 5.5; later releases leave it out themselves).
 _OF_THE_PROMPT = ("mm_token_type_ids", "token_type_ids")
@@ -50,7 +46,7 @@ class Step(Call):
     """A forward of one token for each row of a batch, with a static cache that has been filled.
 
     Args:
-        decoding: of the model.
+        decoding: of the model, a ``decoder.Decoding``.
         model: of transformers.
         inputs: of the model's forward, by name.
         cache: the cache among them.
@@ -68,15 +64,15 @@ class Step(Call):
         is_expected: whether there are a few signatures of such steps, so that a new one is nothing to report.
         reads: the input with a row of tokens for each row of a batch.
         progress: of its graph.
-        following: gets to know the step.
+        fuses: whether its graph is fused at all.
+        statistics: of such calls.
+        following: an ``advancing.Following`` that gets to know the step, or None.
     """
 
     decodes, is_expected, reads, progress = True, False, "input_ids", fused_steps.Progress
-    following: Following | None = None
+    following: Any = None
 
-    def __init__(
-        self, decoding: Decoding, model: Any, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...]
-    ) -> None:
+    def __init__(self, decoding: Any, model: Any, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...]) -> None:
         self.decoding, self.model, self.cache = decoding, model, cache
         self.inputs = _with_own_positions(inputs)
         self.device = inputs[self.reads].device
@@ -84,10 +80,11 @@ class Step(Call):
         self.sliding = static_caches.sliding(cache)
         self.addresses = static_caches.addresses(found)
         self.tokens = self.added = int(inputs[self.reads].shape[1])
-        self.signature = signatures.of(self._ways(), self.inputs, self.tensors)
+        self.signature = self.refused_as = signatures.of(self._ways(), self.inputs, self.tensors)
+        self.fuses, self.statistics = decoding.fuses, decoding.statistics
 
     @classmethod
-    def of(cls, decoding: Decoding, model: Any, inputs: dict[str, Any]) -> Step | None:
+    def of(cls, decoding: Any, model: Any, inputs: dict[str, Any]) -> Step | None:
         """The step with these inputs; None if it reads several tokens, or has another kind of cache."""
         cache, ids = cache_names.cache_in(inputs), inputs.get("input_ids")
         if cache is None or ids is None or ids.ndim != 2 or ids.shape[1] != 1 or not static_caches.is_static(cache):
@@ -133,12 +130,7 @@ class Step(Call):
         """Run the model with these inputs, which may be those of a graph."""
         return self.model(**inputs)
 
-    @property
-    def counted(self) -> Any:
-        """The statistics of such calls."""
-        return self.decoding.statistics
-
-    def numerics(self) -> contextlib.AbstractContextManager[Any]:
+    def numerics(self) -> Any:
         """To be entered around each forward."""
         return self.decoding.arithmetic(self.device, self.tokens)
 
@@ -149,7 +141,9 @@ class Step(Call):
     # Why it is captured, or not
 
     def recapture(self, known: Known) -> Recapture | None:
-        """None if no step was captured, or if this one was asked before."""
+        """None if no step was captured, or if this one was asked before; prompts have many lengths."""
+        if not self.decodes:
+            return None
         if self.key in known.evicted:
             known.evicted.remove(self.key)
             return Recapture(Cause.EVICTED, f"at most {self.decoding.steps.limit} of a model")
@@ -163,8 +157,9 @@ class Step(Call):
         return Recapture.of(signatures.differences(self.signature, before, self.inputs, lengths))
 
     def was_captured(self, known: Known) -> None:
-        """With the length of its cache, in positions."""
-        known.captured[self.signature] = static_caches.length(self.cache)
+        """Keep the length of its cache, in positions."""
+        if self.decodes:
+            known.captured[self.signature] = static_caches.length(self.cache)
 
     def unsupported(self, known: Known) -> str | None:
         """What is in the way, once for each signature: a step that ran once can be captured."""
@@ -227,25 +222,16 @@ class Step(Call):
         if following is not None:
             following.compare(graph, self)
         self.launch(graph, () if prepared else self.tensors)
-        running = deferral.current()
+        running = deferral.current() if self.decodes else None
         if running is not None:
             running.launched()
-        self.run_graph(graph)
+        if not (self.fuses and graph.progress.is_due() and self._replay_fused(graph)):
+            graph.recording.replay()
+        static_caches.advance(self.sliding, self.added)
         outputs = graph if prepared else copied(graph.outputs, self.cache)
         if following is not None:
             following.replayed(graph, self)
         return outputs
-
-    def run_graph(self, graph: Graph) -> None:
-        """Once the graph has its inputs."""
-        if not (self.fuses and graph.progress.is_due() and self._replay_fused(graph)):
-            graph.recording.replay()
-        static_caches.advance(self.sliding, self.added)
-
-    @property
-    def fuses(self) -> bool:
-        """Whether its graph is fused at all."""
-        return self.decoding.fuses
 
     def launch(self, graph: Graph, given: Sequence[Any]) -> None:
         """Before a replay: wait for the stream of the last one, and give the graph these inputs."""
@@ -256,7 +242,7 @@ class Step(Call):
 
     def _replay_fused(self, graph: Graph) -> bool:
         """Whether this call replayed the step, because its graph is fused from now on."""
-        reason, statistics = fused_steps.unsupported_reason(self.device), self.counted
+        reason = fused_steps.unsupported_reason(self.device)
         if reason is not None:
             _log.debug("gemma4_compat: decoding without fused kernels: %s", reason)
             return False
@@ -272,10 +258,10 @@ class Step(Call):
             self.decoding.reason_not_fused(error_text(error))
             return False
         finally:
-            statistics.capture_seconds += time.perf_counter() - begun
+            self.statistics.capture_seconds += time.perf_counter() - begun
         if found is not None:
             graph.recording, graph.outputs = found
-            statistics.fused += 1
+            self.statistics.fused += 1
         return found is not None
 
     def static_inputs(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from gemma4_compat._generation.speculative import draft_windows, pace, rounds
+from gemma4_compat._generation.speculative import draft_windows, pace, speculative_steps
 from gemma4_compat._planner.blueprint import Block, Blueprint, rounded
 from gemma4_compat._planner.memory import MEASURED, Load
 
@@ -65,8 +65,8 @@ def rows(blueprint: Blueprint) -> int:
     The logits of each token, of the assistant as well, are most of it; the graph of each number of drafts has its own
     random numbers, a row for each token, and those of two rounds are drawn before.
     """
-    logits = rounds.MAX_TOKENS * MEASURED.logits * blueprint.vocabulary
-    drawn = 4 * rounds.MAX_TOKENS + sum(2 * count + 1 for count in pace.COUNTS)
+    logits = speculative_steps.MAX_TOKENS * MEASURED.logits * blueprint.vocabulary
+    drawn = 4 * speculative_steps.MAX_TOKENS + sum(2 * count + 1 for count in pace.COUNTS)
     return logits + 4 * drawn * blueprint.vocabulary
 
 

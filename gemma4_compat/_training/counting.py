@@ -77,7 +77,7 @@ class _Counted(layers.Training):
 
     def kept(self) -> Kept:
         """What all graphs keep."""
-        buffers = sum(memory.nbytes for memory in self._memory.by_stream.values())
+        buffers = sum(memory.nbytes for memory in self._memory.values())
         return Kept(self._pool.peak, buffers, self.statistics.captured, self.statistics.reasons)
 
 

@@ -8,7 +8,6 @@ Graphs are kept apart from those of steps, in a memory pool of their own, which 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
@@ -67,6 +66,9 @@ class Prompt(steps.Step):
         self.hides_nothing = full is None and sliding is not None and prefill.hides_nothing(sliding[:, :, -1:], tokens)
         self._started: tuple[Any, ...] = ()  # what there was before
         super().__init__(decoding, model, inputs, cache, found or ())
+        self.statistics = decoding.prompts.statistics
+        self.refused_as = "prompts"  # if one cannot be captured, no other is tried
+        self.fuses &= inputs[self.reads].shape[:2].numel() <= MAX_FUSED
 
     @classmethod
     def of(cls, decoding: Decoding, model: Any, inputs: dict[str, Any]) -> Prompt | None:
@@ -82,22 +84,7 @@ class Prompt(steps.Step):
         found = [static_caches.way(layer, self.tokens) for layer in self.sliding]
         return (*found, self.hides_nothing, self.inputs[self.reads].shape[:2], static_caches.length(self.cache))
 
-    @property
-    def refused_as(self) -> str:
-        """Once one prompt cannot be captured, no other is tried."""
-        return "prompts"
-
-    @property
-    def counted(self) -> Any:
-        """Prompts are counted apart from steps."""
-        return self.decoding.prompts.statistics
-
-    @property
-    def fuses(self) -> bool:
-        """Short ones are."""
-        return self.decoding.fuses and self.inputs[self.reads].shape[:2].numel() <= MAX_FUSED
-
-    def numerics(self) -> contextlib.AbstractContextManager[Any]:
+    def numerics(self) -> Any:
         return self.decoding.reading(self.device, self.cache)
 
     def is_served_by(self, graph: Any) -> bool:
@@ -115,12 +102,6 @@ class Prompt(steps.Step):
         found = memory.fill(self.cache)
         self.addresses = () if found is None else memory.addresses
         return found is not None
-
-    def recapture(self, known: Known) -> None:
-        """Prompts have many lengths."""
-
-    def was_captured(self, known: Known) -> None:
-        """Nothing is compared with it."""
 
     def unsupported(self, known: Known) -> str | None:
         return self.unsupported_model()
@@ -145,10 +126,7 @@ class Prompt(steps.Step):
 
     def replay(self, graph: Any, *, prepared: bool = False) -> Any:
         """Replay it, unless it was started already."""
-        if not prepared:
-            self.launch(graph, self.tensors)
-            self.run_graph(graph)
-        return steps.copied(graph.outputs, self.cache)
+        return steps.copied(graph.outputs, self.cache) if prepared else super().replay(graph)
 
     def starts(self, known: Known, graph: Any) -> bool:
         """The look at the model takes a third of what Python does before a prompt. The cache is new, and nothing else

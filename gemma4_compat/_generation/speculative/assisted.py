@@ -1,7 +1,7 @@
 """``generate`` with an assistant model or prompt lookup, after ``decode_fast(assistants=True)``.
 
-The prompt is read as without an assistant. Then the text grows by rounds (:mod:`rounds`): some drafts, which the model
-reads together with the newest token. :mod:`pace` says how many; none if they do not pay.
+The prompt is read as without an assistant. Then the text grows by rounds (:mod:`speculative_steps`): some drafts,
+which the model reads together with the newest token. :mod:`pace` says how many; none if they do not pay.
 
 Where no user's code runs between two tokens, a round is read late: the next one is launched before, from the state
 that the device has. What was launched when the text turns out to have ended is dropped.
@@ -20,9 +20,10 @@ from gemma4_compat._common.bits import same_bits
 from gemma4_compat._generation import call
 from gemma4_compat._generation.sampling.ends import Stop
 from gemma4_compat._generation.sampling.noise import Noise
-from gemma4_compat._generation.speculative import pace, rounds
+from gemma4_compat._generation.speculative import pace, speculative_steps
 from gemma4_compat._generation.speculative.draft_windows import Windows
 from gemma4_compat._generation.speculative.lookup import Lookup
+from gemma4_compat._generation.speculative.speculative_steps import DraftStep, VerifyStep
 from gemma4_compat._graphs import decoder, deferral, static_caches
 from gemma4_compat._models import cache_names
 
@@ -44,14 +45,14 @@ class Text:
         self._decoding = decoder.of(model)
         self._assistant, self._streamer = given.get("assistant_model"), given.get("streamer")
         processors = tuple(given["logits_processor"])
-        self._drafting = rounds.Choice.of(processors, samples=bool(config.do_sample))
-        self._choice = rounds.Choice(bool(config.do_sample), (), processors)
+        self._drafting = speculative_steps.Choice.of(processors, samples=bool(config.do_sample))
+        self._choice = speculative_steps.Choice(bool(config.do_sample), (), processors)
         #: Whether a graph may choose tokens.
         self._in_graph = self._drafting.processors == processors
         self._quiet = deferral.is_quiet(model)
         self._noise = Noise(ids.device) if config.do_sample else None
         self._stop = Stop(given["stopping_criteria"], config.max_length)
-        most, self._lookup = rounds.MAX_TOKENS - 1, None
+        most, self._lookup = speculative_steps.MAX_TOKENS - 1, None
         if getattr(config, "prompt_lookup_num_tokens", None) is not None:
             most = min(most, int(config.prompt_lookup_num_tokens))
             self._lookup = Lookup(int(getattr(config, "max_matching_ngram_size", None) or 2))
@@ -61,7 +62,7 @@ class Text:
         self._pace = pace.Pace(most, self._known)
         self._counted = [decoder.of(one).statistics for one in dict.fromkeys((model, drafter))]
         self._last: dict[Any, tuple[Any, Any]] = {}  # steps and their graphs, by what they are replayed for
-        self._launched: list[rounds.Launched] = []  # rounds that were not read, in order
+        self._launched: list[speculative_steps.Launched] = []  # rounds that were not read, in order
         self._checked: set[int] = set()  # ids of models that were looked at in full
         self._rounds, self._read_at = 0, 0.0
         self._done = False
@@ -239,13 +240,13 @@ class Text:
         noise = self._noise_for(tokens)
         found = self._verified(drafts, self._state, self._bounds(), noise)
         if not self._in_graph:
-            found = rounds.accepted(self._choice, self._text(), found, drafts, noise)
+            found = speculative_steps.accept(self._choice, self._text(), found, drafts, noise)
         self._state = {name: found[name] for name in ("newest", "hidden", "held")}
         self._states = found["states"]
         fused = self._are_fused(tokens - 1)
         self._known.note_fused(tokens - 1, fused=fused)
         says = before if fused or not self._are_fused(0) else None
-        self._launched.append(rounds.Launched(tokens - 1, found["told"], found["grown"], begun, says))
+        self._launched.append(speculative_steps.Launched(tokens - 1, found["told"], found["grown"], begun, says))
 
     def _settle(self, *, leave: int = 0) -> None:
         """Read what was launched, except the newest ``leave`` rounds; nothing after the end of the text."""
@@ -254,7 +255,7 @@ class Text:
         if self._done:
             self._launched.clear()
 
-    def _read(self, one: rounds.Launched) -> None:
+    def _read(self, one: speculative_steps.Launched) -> None:
         *chosen, right = one.read()  # the host waits
         now = time.perf_counter()
         seconds = now - max(one.begun, self._read_at)
@@ -275,7 +276,7 @@ class Text:
             last[0].held = held
         return self._run(
             *(drafts.shape[1], inputs),
-            lambda: rounds.Verification(self._model, inputs, self._cache, self._windows, held),
+            lambda: VerifyStep(self._model, inputs, self._cache, self._windows, held),
         )
 
     def _drafted(self, count: int) -> Any:
@@ -295,7 +296,7 @@ class Text:
         self._decoding.known_assistants.add(self._assistant)
         drafted = self._run(
             *((count, version), inputs),
-            lambda: rounds.Draft(self._assistant, inputs, self._cache, self._windows, self._model, version),
+            lambda: DraftStep(self._assistant, inputs, self._cache, self._windows, self._model, version),
         )
         return drafted["drafts"]
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 from gemma4_compat._graphs.guards import stored, torch_hooks
-from gemma4_compat._graphs.recaptures import Cause, Recapture
+from gemma4_compat._graphs.statistics import Cause, Recapture
 from gemma4_compat._models import contents
 from gemma4_compat._models.snapshots import COLLECTED, Entries, Layouts, Source, Values, changed, first
 from gemma4_compat._quantization import quant_states

@@ -6,12 +6,11 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gemma4_compat._attention import tracing
-from gemma4_compat._graphs.captured_calls import Pool
 from gemma4_compat._graphs.recording import Recording, capturing
 from gemma4_compat._models import contents
 from gemma4_compat._training import whole
@@ -70,31 +69,6 @@ class Memory:
     def nbytes(self) -> int:
         """The bytes of all buffers."""
         return sum(buffer.tensor.nbytes for buffer in self._buffers.values())
-
-
-class Memories(Pool):
-    """The memory of all layers of a model, by the stream that they run on.
-
-    Args:
-        recorders: by device type.
-    """
-
-    def __init__(self, recorders: Mapping[str, type[Recording]]) -> None:
-        super().__init__()
-        self._recorders = recorders
-        self.by_stream: dict[Any, Memory] = {}
-
-    def renew(self, device: Any) -> None:
-        """It stays as long as other layers have graphs."""
-
-    def release(self) -> None:
-        self.by_stream = {}
-
-    def of(self, device: Any, stream: Any) -> Memory:
-        """That of a stream of a device."""
-        if stream not in self.by_stream:
-            self.by_stream[stream] = Memory(device, self._recorders[device.type])
-        return self.by_stream[stream]
 
 
 #: Calls a layer with tensors in the places of the call's: what it returns, what it hands on to later layers, and what

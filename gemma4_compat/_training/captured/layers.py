@@ -11,8 +11,8 @@ from typing import Any
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._common import locks
 from gemma4_compat._engine import settings
-from gemma4_compat._graphs import captured_calls, unsupported
-from gemma4_compat._graphs.captured_calls import CapturedCalls, Known
+from gemma4_compat._graphs import unsupported
+from gemma4_compat._graphs.captured_calls import CapturedCalls, Known, Pool, State
 from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.recording import RECORDERS, Recording
 from gemma4_compat._graphs.statistics import TrainingStatistics
@@ -34,20 +34,6 @@ _LAYER = "layer"
 _log = logging.getLogger("gemma4_compat")
 
 
-class State(captured_calls.State):
-    """The layers as they are.
-
-    Attributes:
-        weights: those of each layer that are trained.
-        guards: say whether the layers are still what they were.
-    """
-
-    def __init__(self, weights: list[list[Any]]) -> None:
-        super().__init__()
-        self.weights = weights
-        self.guards: Any = None
-
-
 class LayerCall(calls.Call):
     """A call of a decoder layer that may be captured.
 
@@ -66,11 +52,7 @@ class LayerCall(calls.Call):
         super().__init__(layer, given, named)
         self.training, self.place, self.layer = training, place, layer
         self.run = functools.partial(self.form.call, layer, below)
-
-    @property
-    def refused_as(self) -> str:
-        """Once a layer cannot be captured, no other call of it is tried."""
-        return _LAYER
+        self.refused_as = _LAYER  # if one call of a layer cannot be captured, no other is tried
 
     def is_served_by(self, graph: Any) -> bool:
         """Whether the layer finds the same in its masks."""
@@ -85,9 +67,9 @@ class LayerCall(calls.Call):
         self.training.reason(f"{MAX_KINDS} {what} are captured; pad to a few lengths (pad_to_multiple_of)")
         return False
 
-    def capture(self, pool: graphs.Memories) -> graphs.Graph:
-        """Record its forward and backward pass."""
-        memory, weights = pool.of(self.device, self.signature[-1]), self.training.states[0].weights[self.place]
+    def capture(self, pool: Any) -> graphs.Graph:
+        """Record its forward and backward pass, in the memory of all layers."""
+        memory, weights = self.training.memory(self), self.training.weights[self.place]
         role, is_read = getattr(self.layer.self_attn, "is_sliding", None), self.training.is_read
         made = graphs.Graph(self.run, self.tensors, weights, memory, role, is_read=is_read)
         made.signature = self.signature
@@ -118,6 +100,7 @@ class Training:
 
     Attributes:
         states: the layers as they were in the last step that was looked at; nothing if nothing is captured.
+        weights: those of each layer that are trained.
         is_read: whether layers read what others hand on.
     """
 
@@ -130,12 +113,13 @@ class Training:
     ) -> None:
         self.statistics = TrainingStatistics()
         self.states: list[State] = []
+        self.weights: list[list[Any]] = []
         self.is_read = any(getattr(layer.self_attn, "is_kv_shared_layer", False) for layer in layers)
         self._max_tokens, self._recorders = max_tokens, recorders
         self._layers = [weakref.ref(layer) for layer in layers]
         self._places = {id(layer): index for index, layer in enumerate(layers)}
-        self._memory = graphs.Memories(recorders)
-        options: dict[str, Any] = {"capture_at": capture_at, "limit": MAX_KINDS, "pool": self._memory}
+        self._memory: dict[Any, graphs.Memory] = {}  # by stream
+        options: dict[str, Any] = {"capture_at": capture_at, "limit": MAX_KINDS, "pool": Pool(recorders)}
         self._calls = [CapturedCalls(self, statistics=self.statistics, **options) for _ in layers]
         self._enabled: Any = None
         self._last = len(layers)
@@ -155,13 +139,13 @@ class Training:
             return below(*given, **named)
         with self._lock.held():
             graph = self._graph(call)
-            state = next(iter(self.states), None)
+            state, weights = next(iter(self.states), None), self.weights
         if graph is None or state is None:
             self.statistics.eager += 1
             return below(*given, **named)
         self._served += 1
-        weights, may_replay = state.weights[call.place], state.guards.check_weights
-        outputs = graphs.Replay(graph, call.run, call.tensors, weights, may_replay, layer, self.reason).outputs()
+        given_back = weights[call.place], state.guards.check_weights, layer, self.reason
+        outputs = graphs.Replay(graph, call.run, call.tensors, *given_back).outputs()
         found, handed_on, cached = calls.with_tensors(graph.form, iter(outputs))
         if call.shared is not None:
             call.shared.update(handed_on)
@@ -240,7 +224,8 @@ class Training:
     def _look(self) -> list[Any]:
         """Look at the layers: their trained weights, and why some are not replayed. Returns the modules of others."""
         layers = [layer for layer in (reference() for reference in self._layers) if layer is not None]
-        state = State([[weight for weight in layer.parameters() if weight.requires_grad] for layer in layers])
+        self.weights = [[weight for weight in layer.parameters() if weight.requires_grad] for layer in layers]
+        state = State(None)
         replayable: dict[Any, None] = {}
         for layer, layer_calls in zip(layers, self._calls):
             modules = list(layer.modules())
@@ -259,8 +244,14 @@ class Training:
             self._release()
 
     def _release(self) -> None:
-        self.states = []
-        self._memory.release()
+        self.states, self.weights, self._memory = [], [], {}
+
+    def memory(self, call: LayerCall) -> graphs.Memory:
+        """What graphs of a call's stream share."""
+        stream, device = call.signature[-1], call.device
+        if stream not in self._memory:
+            self._memory[stream] = graphs.Memory(device, self._recorders[device.type])
+        return self._memory[stream]
 
     def clear(self) -> None:
         """Release every graph, and their memory."""

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._graphs import adapter_states, decoder
+from gemma4_compat._graphs import decoder
 from gemma4_compat._models import cache_names
 from tests.conftest import census
 from tests.helpers import holders
@@ -30,7 +30,7 @@ def graphs(model: Any) -> list[Any]:
 def within_bounds(model: Any, alive: int = 0) -> None:
     kept = decoder.of(base(model))
     assert len(graphs(model)) <= decoder.MAX_GRAPHS
-    assert len(kept._states.states) <= adapter_states.LIMIT
+    assert len(kept._states.states) <= decoder.MAX_STATES
     assert len(kept.memories) <= alive + 2  # before a `generate` lets go of what it does not need
     addresses = {memory.addresses for memory in kept.memories}
     assert {graph.addresses for graph in graphs(model)} <= addresses
@@ -39,7 +39,7 @@ def within_bounds(model: Any, alive: int = 0) -> None:
 @pytest.mark.full
 def test_thirty_calls_of_many_kinds(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "MAX_GRAPHS", 3)
-    monkeypatch.setattr(adapter_states, "LIMIT", 2)
+    monkeypatch.setattr(decoder, "MAX_STATES", 2)
     model, chance = models.fresh(None, "towers"), random.Random(1)
     names = ["default", "second", "third"]
     for name in names[1:]:

@@ -10,9 +10,8 @@ import pytest
 
 from gemma4_compat._graphs import captured_calls
 from gemma4_compat._graphs.captured_calls import Call, CapturedCalls, Known, Pool, State
-from gemma4_compat._graphs.recaptures import Cause, Recapture
 from gemma4_compat._graphs.recording import RECORDERS
-from gemma4_compat._graphs.statistics import DecodingStatistics, PromptStatistics, Statistics
+from gemma4_compat._graphs.statistics import Cause, DecodingStatistics, PromptStatistics, Recapture, Statistics
 
 LIMIT = 3
 
@@ -26,8 +25,7 @@ class Guards:
         self.change()
 
     def change(self) -> None:
-        self.states.insert(0, State())
-        self.states[0].guards = SimpleNamespace(check_memory=lambda: True)
+        self.states.insert(0, State(SimpleNamespace(check_memory=lambda: True)))
 
     def check(self, _call: Any, **_how: Any) -> Any:
         return next(iter(self.states), None)
@@ -42,7 +40,8 @@ class Fake(Call):
     device = SimpleNamespace(type="nowhere")
 
     def __init__(self, signature: str, where: int = 0, *, reason: str | None = None, room: bool = True) -> None:
-        self.signature, self.where, self.reason, self.room = signature, where, reason, room
+        self.signature = self.refused_as = signature
+        self.where, self.reason, self.room = where, reason, room
         self.done: list[str] = []
         self.noted: list[str] = []
 

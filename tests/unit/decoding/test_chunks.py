@@ -17,7 +17,7 @@ import gemma4_compat
 from gemma4_compat._engine import versions
 from gemma4_compat._generation.prompts import chunks, prompts
 from gemma4_compat._graphs import decoder, static_caches
-from gemma4_compat._graphs.recaptures import Cause
+from gemma4_compat._graphs.statistics import Cause
 from gemma4_compat._kernels.specs import flash
 from gemma4_compat._models import cache_names
 from gemma4_compat._planner import reading

@@ -12,7 +12,7 @@ import gemma4_compat
 from gemma4_compat._engine import versions
 from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._graphs import decoder
-from gemma4_compat._graphs.recaptures import Cause
+from gemma4_compat._graphs.statistics import Cause
 from gemma4_compat._models import variants
 from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from tests.unit.decoding import calls

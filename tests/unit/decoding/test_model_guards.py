@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gemma4_compat._graphs import unsupported
 from gemma4_compat._graphs.guards.model import ModelGuards
-from gemma4_compat._graphs.recaptures import Cause
+from gemma4_compat._graphs.statistics import Cause
 from gemma4_compat._models import walk
 from gemma4_compat._offload import streaming
 from tests.one_device import guards, test_guards

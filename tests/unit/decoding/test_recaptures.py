@@ -15,9 +15,8 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._graphs import adapter_states, decoder
-from gemma4_compat._graphs.recaptures import Cause, Recapture
-from gemma4_compat._graphs.statistics import LAST
+from gemma4_compat._graphs import decoder
+from gemma4_compat._graphs.statistics import LAST, Cause, Recapture
 from tests.helpers import ROOT
 from tests.unit.decoding.calls import WINDOW, Models, base, generate, layers, static_cache, steps, text
 from tests.unit.decoding.test_changes import Rolled
@@ -246,7 +245,7 @@ def test_what_replays_the_same_graph_is_not_counted(models: Models, options: dic
 
 
 def test_more_sets_of_adapters_than_are_kept(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_states, "LIMIT", 1)
+    monkeypatch.setattr(decoder, "MAX_STATES", 1)
     model = ready(models, adapter="language")
     for name in ("second", "default"):
         model.set_adapter(name)

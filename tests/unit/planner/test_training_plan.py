@@ -182,7 +182,7 @@ def test_graphs_keep_what_they_are_counted_with(workspace: Any, length: int, bat
         for _ in range(layers.CAPTURED_AT):
             run().backward()
         assert gemma4_compat.training_statistics(model).captured
-        (memory,) = vars(layers.decoder_layers(model)[0])["_gemma4_compat_training"]._memory.by_stream.values()
+        (memory,) = vars(layers.decoder_layers(model)[0])["_gemma4_compat_training"]._memory.values()
         gemma4_compat.train_fast(model, enabled=False)
     counted = training_step.storage_counter(model)
     with counted:

@@ -101,7 +101,7 @@ def reads_scores_only(processor: Any) -> bool:
     return any(choosing.is_class(processor, name) for name in _OF_SCORES)
 
 
-def accepted(choice: Choice, ids: Any, read: dict[str, Any], drafts: Any, noise: Any) -> dict[str, Any]:
+def accept(choice: Choice, ids: Any, read: dict[str, Any], drafts: Any, noise: Any) -> dict[str, Any]:
     """What a round gives, on the device.
 
     Args:
@@ -137,7 +137,7 @@ class Launched:
 
     Args:
         drafts: that it has.
-        told: as :func:`accepted` returns it.
+        told: as :func:`accept` returns it.
         grown: the same.
         begun: when it began, in seconds.
         before: what differs afterwards if it did what other rounds do not; None if its time says nothing.
@@ -160,7 +160,7 @@ class Launched:
         return found
 
 
-class _Round(steps.Step):
+class _SpeculativeStep(steps.Step):
     """A forward of a model or an assistant with windows of its own; the rest as in :class:`steps.Step`."""
 
     is_expected, reads = True, "newest"
@@ -183,7 +183,7 @@ class _Round(steps.Step):
         return []
 
 
-class Verification(_Round):
+class VerifyStep(_SpeculativeStep):
     """The model reads the newest token and drafts after it.
 
     Args:
@@ -218,7 +218,7 @@ class Verification(_Round):
         with self.windows.written(self.cache, positions), _read_by_head(self.model) as states:
             scores = self.model(**given).logits.float()
         read = {"scores": scores, "states": states[0], "held": inputs["held"]}
-        return read if choice is None else accepted(choice, newest, read, drafts, inputs["noise"])
+        return read if choice is None else accept(choice, newest, read, drafts, inputs["noise"])
 
     def changes(self) -> list[Any]:
         least, most = self.held
@@ -242,12 +242,12 @@ def _read_by_head(model: Any) -> Iterator[list[Any]]:
         handle.remove()
 
 
-class Draft(_Round):
+class DraftStep(_SpeculativeStep):
     """An assistant drafts tokens.
 
     Args:
         assistant: drafts.
-        inputs: ``newest``, ``held``, ``noise`` and ``choice`` as in :class:`Verification`, of the places drafted for;
+        inputs: ``newest``, ``held``, ``noise`` and ``choice`` as in :class:`VerifyStep`, of the places drafted for;
             ``hidden``, (1, 1, width); ``drafts``, how many there are to be.
         cache: the model's.
         windows: its sliding layers.
