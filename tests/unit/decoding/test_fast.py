@@ -157,7 +157,7 @@ def test_a_refusal_says_why_and_changes_nothing(
             assert gemma4_compat.decode_fast(model) is model
     (said,) = [record.getMessage() for record in caplog.records if "eagerly" in record.getMessage()]
     assert words in said
-    assert steps(model).reasons == (said.partition("graph: ")[2],)
+    assert steps(model).reasons == (said.partition("eagerly: ")[2],)
     assert_equal(answer(model), expected)
     assert steps(model).replayed == 0
 
