@@ -22,6 +22,7 @@ MATRIX = (
     "msgspec>=0.19",
     "packaging>=22",
     "typer>=0.12",
+    "wrapt>=1.16",
     "tomli>=2; python_version<'3.11'",
 )
 

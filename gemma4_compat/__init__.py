@@ -55,8 +55,11 @@ if TYPE_CHECKING:
     from gemma4_compat._doctor.statistics import Statistics as Statistics
     from gemma4_compat._doctor.statistics import statistics as statistics
     from gemma4_compat._generation.fast import decode_fast as decode_fast
-    from gemma4_compat._graphs.recaptures import DecodingStatistics as DecodingStatistics
-    from gemma4_compat._graphs.recaptures import Recapture as Recapture
+    from gemma4_compat._generation.prefix_cache.reuse import reuse_prefix as reuse_prefix
+    from gemma4_compat._graphs.decoder import decoding_statistics as decoding_statistics
+    from gemma4_compat._graphs.statistics import DecodingStatistics as DecodingStatistics
+    from gemma4_compat._graphs.statistics import Recapture as Recapture
+    from gemma4_compat._graphs.statistics import TrainingStatistics as TrainingStatistics
     from gemma4_compat._models.inspection import MetaTensor as MetaTensor
     from gemma4_compat._models.inspection import find_meta_tensors as find_meta_tensors
     from gemma4_compat._models.inspection import input_device as input_device
@@ -68,7 +71,6 @@ if TYPE_CHECKING:
     from gemma4_compat._plan.training import plan_training as plan_training
     from gemma4_compat._quantization.skip_modules import SkipModule as SkipModule
     from gemma4_compat._quantization.skip_modules import quantization_skip_modules as quantization_skip_modules
-    from gemma4_compat._training.captured.layers import TrainingStatistics as TrainingStatistics
     from gemma4_compat._training.fast import train_fast as train_fast
 
 __version__ = "0.1.0"
@@ -135,7 +137,7 @@ _LAZY = {
     "Assessment": "gemma4_compat._needed.judge",
     "Attached": "gemma4_compat._accelerate.listing",
     "Attachment": "gemma4_compat._accelerate.listing",
-    "DecodingStatistics": "gemma4_compat._graphs.recaptures",
+    "DecodingStatistics": "gemma4_compat._graphs.statistics",
     "Diagnosis": "gemma4_compat._doctor.reproductions.diagnosis",
     "Explanation": "gemma4_compat._doctor.explain.explanation",
     "ExportReport": "gemma4_compat._adapter_tools.export.result",
@@ -147,13 +149,16 @@ _LAZY = {
     "Parity": "gemma4_compat._adapter_tools.merge.check",
     "Plan": "gemma4_compat._plan.result",
     "Problem": "gemma4_compat._adapter_tools.scan.result",
-    "Recapture": "gemma4_compat._graphs.recaptures",
+    "Recapture": "gemma4_compat._graphs.statistics",
     "RepairReport": "gemma4_compat._adapter_tools.repair",
     "Scan": "gemma4_compat._adapter_tools.scan.result",
     "SkipModule": "gemma4_compat._quantization.skip_modules",
-    "TrainingPlan": "gemma4_compat._plan.result",
     "Statistics": "gemma4_compat._doctor.statistics",
-    "TrainingStatistics": "gemma4_compat._training.captured.layers",
+    "TrainingPlan": "gemma4_compat._plan.result",
+    "TrainingStatistics": "gemma4_compat._graphs.statistics",
+    "attached": "gemma4_compat._accelerate.listing",
+    "chunked_loss": "gemma4_compat._training.loss",
+    "chunked_mlp": "gemma4_compat._training.mlp",
     "decode_fast": "gemma4_compat._generation.fast",
     "decoding_statistics": "gemma4_compat._graphs.decoder",
     "doctor": "gemma4_compat._doctor.reproductions.diagnosis",
@@ -167,8 +172,8 @@ _LAZY = {
     "quantization_skip_modules": "gemma4_compat._quantization.skip_modules",
     "repair_checkpoint": "gemma4_compat._adapter_tools.repair",
     "reuse_prefix": "gemma4_compat._generation.prefix_cache.reuse",
-    "train_fast": "gemma4_compat._training.fast",
     "statistics": "gemma4_compat._doctor.statistics",
+    "train_fast": "gemma4_compat._training.fast",
 }
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every name, misspelt ones too

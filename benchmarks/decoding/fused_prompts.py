@@ -76,7 +76,7 @@ class Model:
         from torch.profiler import ProfilerActivity, profile
 
         decoding, times = self.decodings[way], []
-        graph = next(reversed(decoding.variants[0].prompts.values()))
+        graph = list(decoding.prompts.graphs())[-1]
         for _ in range(REPLAYS):
             self._rewind(decoding)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -331,7 +331,7 @@ def stand_in() -> contextlib.AbstractContextManager[Any]:
 
         stack.enter_context(tape.standing_in(recording.RECORDERS))
         stack.enter_context(mock.patch.object(own, "Own", ByRows))
-        stack.enter_context(mock.patch.object(own, "obstacle", return_value=None))
+        stack.enter_context(mock.patch.object(own, "unsupported_reason", return_value=None))
     return stack
 
 

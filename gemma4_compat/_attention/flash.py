@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._attention import layers, packing
+from gemma4_compat._common.views import PlainView
 from gemma4_compat._models import cache_names
 
 #: The widest head that flash kernels take.
@@ -20,18 +21,10 @@ WIDEST = 256
 PLAIN = ("sdpa", "eager")
 
 
-class Sdpa:
+class Sdpa(PlainView):
     """A configuration that asks for scaled dot product attention and otherwise equals the given one."""
 
     _attn_implementation = "sdpa"
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_config":
-            raise AttributeError(name)
-        return getattr(self._config, name)
 
 
 def is_flash(implementation: str | None) -> bool:

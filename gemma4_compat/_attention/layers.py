@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemma4_compat._common.views import PlainView
+
 _NAMES = ("Gemma4TextAttention", "Gemma4UnifiedTextAttention")
 
 
-class OneGroup:
+class OneGroup(PlainView):
     """Such a layer whose keys and values already have a head for each head of its queries."""
 
     num_key_value_groups = 1
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_layer":
-            raise AttributeError(name)
-        return getattr(self._layer, name)
 
 
 def is_text(module: Any) -> bool:

@@ -10,27 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gemma4_compat._common.views import PlainView
+
 _CACHE = "past_key_values"
 
 
-class OneKind:
+class OneKind(PlainView):
     """A cache that reports, for every layer, the sizes of the first layer of one kind."""
 
     def __init__(self, cache: Any, sliding: bool) -> None:
-        self._cache = cache
+        super().__init__(cache)
         self._index = cache.is_sliding.index(sliding)
         self.is_sliding = [sliding] * len(cache.layers)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> Any:
-        return self._cache.get_mask_sizes(query_length, self._index)
+        return self._of.get_mask_sizes(query_length, self._index)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        return self._cache.get_query_offset(self._index)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_cache":
-            raise AttributeError(name)
-        return getattr(self._cache, name)
+        return self._of.get_query_offset(self._index)
 
 
 def masks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

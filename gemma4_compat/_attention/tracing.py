@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from gemma4_compat._models import prefill
+from gemma4_compat._models import contents, prefill
 
 _Found = TypeVar("_Found")
 
@@ -115,7 +115,7 @@ def made(mask: Any, mark: str, make: Callable[..., _Found], *key: Any) -> _Found
     """What ``make`` computes from a mask, kept in the same way. It may be a tensor."""
     if mask.is_inference():  # it has no version
         return make(mask, *key)
-    kept, version = getattr(mask, mark, None), (mask._version, *key)
+    kept, version = getattr(mask, mark, None), (contents.stamp(mask), *key)
     if kept is None or kept[0] != version:
         kept = version, make(mask, *key)
         setattr(mask, mark, kept)

@@ -11,9 +11,10 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, TextIO
+from typing import Any
 
 from gemma4_compat._common.text import wrapped
+from gemma4_compat._common.views import PlainView
 from gemma4_compat._errors import printable
 
 #: The number of the format of ``--json`` and of ``merge_report.json``; docs/JSON.md says when it changes.
@@ -24,20 +25,14 @@ SCHEMA = 1
 _CHATTER = ("bitsandbytes", "torchao")
 
 
-class _Shown:
+class _Shown(PlainView):
     """A stream that writes control characters as escapes; lines stay lines."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         # A progress bar begins each of its writes with a carriage return.
         start = "\r" if text.startswith("\r") else ""
         lines = text[len(start) :].split("\n")
-        self._stream.write(start + "\n".join(map(printable, lines)))
+        self._of.write(start + "\n".join(map(printable, lines)))
         return len(text)
 
     def writelines(self, lines: Any) -> None:

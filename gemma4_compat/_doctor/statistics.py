@@ -9,9 +9,8 @@ from gemma4_compat._accelerate import listing
 from gemma4_compat._accelerate.listing import Attached
 from gemma4_compat._common import arguments
 from gemma4_compat._graphs import decoder
-from gemma4_compat._graphs.recaptures import DecodingStatistics, Recapture
+from gemma4_compat._graphs.statistics import DecodingStatistics, Recapture, TrainingStatistics
 from gemma4_compat._training import fast
-from gemma4_compat._training.captured.layers import TrainingStatistics
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._generation.prompts import embedded, pieces, prompts
-from gemma4_compat._graphs import advancing, decoder, obstacles, static_caches, steps
-from gemma4_compat._graphs.graphs import Variant
+from gemma4_compat._graphs import advancing, decoder, static_caches, steps, unsupported
+from gemma4_compat._graphs.captured_calls import State
 from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._models import cache_names, family
 from gemma4_compat._offload import model_lock
@@ -34,9 +34,9 @@ class Decoder:
         return self._first and self._cache() is cache
 
     @property
-    def variant(self) -> Variant | None:
-        """The variant of the last step or prompt."""
-        return next(iter(self._decoding.variants), None)
+    def state(self) -> State | None:
+        """That of the model in the last step or prompt."""
+        return self._decoding.state
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """Return what ``model(*args, **inputs)`` returns; where it can be replayed, without running its Python."""
@@ -47,7 +47,7 @@ class Decoder:
         return outputs
 
     def _forward(self, *args: Any, **inputs: Any) -> Any:
-        step = None if args else steps.Step.of(inputs)
+        step = None if args else steps.Step.of(self._decoding, self.model, inputs)
         if step is None:
             return self.model(*args, **inputs) if args or not self._decoding.preferred else self._read(inputs)
         if not self._given_up:
@@ -60,12 +60,12 @@ class Decoder:
             return self.model(**inputs)
 
     def _run(self, step: steps.Step) -> Any:
-        if step.obstacle is not None:
-            self._decoding.reason(step.obstacle)
+        if step.unsupported_reason is not None:
+            self._decoding.reason(step.unsupported_reason)
             return None
         first, self._first = self._first, False
-        run = functools.partial(self._decoding.run, self.model, step, first=first, following=self.following)
-        return self.alone(run)
+        step.following = self.following
+        return self.alone(functools.partial(self._decoding.run, step, first=first))
 
     def follow(self, ids: Any) -> Any:
         """Return what the model returns for the token that ends ``ids``, [batch, length], if ``following.ready``."""
@@ -74,37 +74,39 @@ class Decoder:
         return self(**self.following.stop()) if outputs is None else outputs
 
     def _follow(self, following: advancing.Following, ids: Any) -> Any:
+        """Replay the step after the last one; None if that graph does not serve it."""
         following.advance(ids)
-        return self._decoding.follow(self.model, following)
+        assert following.last is not None
+        graph = self._decoding.steps.again(*following.last, prepared=True)
+        return None if graph is None else following.outputs()
 
     def _read(self, inputs: dict[str, Any]) -> Any:
         """Read a prompt, or whatever has several tokens."""
-        prompt = prompts.Prompt.of(inputs)
-        if prompt is not None and prompt.obstacle is None:
-            outputs = self.alone(lambda: prompts.run(self._decoding, self.model, prompt, first=self._first))
-            if outputs is not None:
-                self._first = False
-                return outputs
-        outputs = self._read_without_a_graph(inputs, merged=prompt is None and embedded.may_be(inputs))
-        if prompt is not None and prompt.obstacle is None:
-            self.alone(lambda: prompts.has_run(self._decoding, self.model, prompt))
-        return outputs
+        prompt = prompts.Prompt.of(self._decoding, self.model, inputs)
+        merged = prompt is None and embedded.may_be(inputs)
+        return self._replayed(prompt, functools.partial(self._read_without_a_graph, inputs, merged=merged))
 
     def _read_embedded(self, below: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """Run the forward ``below`` of the text model with these inputs, as a replay if possible."""
-        decoding, model = self._decoding, self.model
-        per_layer = bool(getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0))
-        prompt = embedded.Embedded.made_of(below, inputs, per_layer=per_layer)
-        if prompt is not None and prompt.obstacle is None:
-            outputs = self.alone(lambda: prompts.run(decoding, model, prompt, first=self._first))
-            if outputs is not None:
-                self._first = False
-                return outputs
-        with decoding.lock.held():
-            prompts.make_room(decoding, model, inputs)
-        outputs = below(**inputs)
-        if prompt is not None and prompt.obstacle is None:
-            self.alone(lambda: prompts.has_run(decoding, model, prompt))
+        prompt = embedded.Embedded.made_of(self._decoding, self.model, below, inputs)
+
+        def eagerly() -> Any:
+            with self._decoding.lock.held():
+                prompts.make_room(self._decoding, self.model, inputs)
+            return below(**inputs)
+
+        return self._replayed(prompt, eagerly)
+
+    def _replayed(self, prompt: prompts.Prompt | None, eagerly: Callable[[], Any]) -> Any:
+        """Replay a prompt if possible; otherwise, and without one, call ``eagerly``."""
+        if prompt is None or prompt.unsupported_reason is not None:
+            return eagerly()
+        outputs = self.alone(functools.partial(prompts.run, prompt, first=self._first))
+        if outputs is not None:
+            self._first = False
+            return outputs
+        outputs = eagerly()
+        self.alone(functools.partial(prompts.has_run, prompt))
         return outputs
 
     def _read_without_a_graph(self, inputs: dict[str, Any], *, merged: bool) -> Any:
@@ -123,7 +125,7 @@ class Decoder:
             return self._embedded_reads(inputs) if merged else self._model_reads(inputs)
         except torch.OutOfMemoryError:
             with self._decoding.lock.held():
-                if not prompts.release(self._decoding) or not again:
+                if not self._decoding.prompts.release() or not again:
                     raise
         static_caches.empty(cache)  # not in the handler: the error holds what the forward had
         return self._model_reads(inputs)
@@ -136,21 +138,28 @@ class Decoder:
         with embedded.read_by(self._read_embedded, self.model):
             return self._model_reads(inputs)
 
-    def read_piece(self, piece: pieces.Piece, *, first: bool) -> bool:
-        """Read a piece of a prompt. False, and nothing has run, if the ``first`` one shows that it cannot be done."""
+    def read_piece(self, inputs: dict[str, Any], real: int, *, first: bool) -> bool:
+        """Read a piece of a prompt. False, and nothing has run, if the ``first`` one shows that it cannot be done.
+
+        Args:
+            inputs: of a :class:`pieces.Piece`.
+            real: how many tokens are no padding.
+            first: whether it is the first one of its prompt.
+        """
         decoding, model = self._decoding, self.model
-        if piece.obstacle is not None or (decoding.variants and decoding.variants[0].prompts_refused and first):
+        piece = pieces.Piece(decoding, model, inputs, cache_names.cache_in(inputs), real)
+        if piece.unsupported_reason is not None or (first and decoding.prompts.refuses(piece)):
             return False
-        if self.alone(lambda: prompts.run(decoding, model, piece, first=self._first)) is not None:
+        if self.alone(functools.partial(prompts.run, piece, first=self._first)) is not None:
             self._first = False
             return True
-        if first and next(obstacles.in_a_prompt(model), None) is not None:
+        if first and next(unsupported.prompt_reasons(model), None) is not None:
             return False
         with decoding.lock.held():
-            prompts.make_room(decoding, model, piece.inputs)
-        with decoding.reading(piece.device, piece.cache):
-            piece.forward(model, piece.inputs)
-        self.alone(lambda: prompts.has_run(decoding, model, piece))
+            prompts.make_room(decoding, model, inputs)
+        with piece.numerics():
+            piece.forward(piece.inputs)
+        self.alone(functools.partial(prompts.has_run, piece))
         return True
 
     def largest_piece(self, rows: int, cache: Any) -> int:

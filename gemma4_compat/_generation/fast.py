@@ -9,7 +9,7 @@ from gemma4_compat._engine import dormant
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._generation.prefix_cache import reuse
 from gemma4_compat._generation.prompts import embedded
-from gemma4_compat._graphs import decoder, obstacles
+from gemma4_compat._graphs import decoder, unsupported
 from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._models import family, walk
 
@@ -108,10 +108,10 @@ def decode_fast(
         reuse.ask(inner)
     decoding = decoder.of(inner)
     graphs = enabled and graphs
-    obstacle = _obstacle(inner) if graphs else None
-    if obstacle is not None:
-        decoding.reason(obstacle)
-    decoding.preferred = graphs and obstacle is None
+    reason = _unsupported_reason(inner) if graphs else None
+    if reason is not None:
+        decoding.reason(reason)
+    decoding.preferred = graphs and reason is None
     if decoding.preferred:
         dormant.activate(embedded.PATCH)
     own = decoding.preferred and not exact
@@ -121,7 +121,7 @@ def decode_fast(
     return model
 
 
-def _obstacle(model: Any) -> str | None:
+def _unsupported_reason(model: Any) -> str | None:
     if model.device.type not in RECORDERS:
         return f"the model is on {model.device}, and graphs need CUDA"
-    return obstacles.find_before_a_forward(model)
+    return unsupported.lasting_reason(model)

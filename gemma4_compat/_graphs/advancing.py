@@ -14,8 +14,11 @@ from __future__ import annotations
 import weakref
 from typing import Any, NamedTuple
 
+from gemma4_compat._common.proxies import Proxy
+from gemma4_compat._common.views import PlainView
 from gemma4_compat._graphs import deferral, static_caches, steps
-from gemma4_compat._graphs.graphs import Graph, Variant
+from gemma4_compat._graphs.captured_calls import State
+from gemma4_compat._graphs.steps import Graph, Step
 from gemma4_compat._models import cache_names, family, walk
 
 #: What :class:`Loop` leaves out.
@@ -86,14 +89,12 @@ class Replayed(NamedTuple):
     """A step that was replayed.
 
     Attributes:
-        variant: of the model.
-        graph: of the variant.
         step: whose inputs ``generate`` built, or the last one of which this is true.
+        graph: that it was replayed with.
     """
 
-    variant: Variant
+    step: Step
     graph: Graph
-    step: steps.Step
 
 
 class Following:
@@ -114,7 +115,7 @@ class Following:
         """Whether the next step may follow from the last one."""
         return self._compared and self._inputs is not None and self._inputs.left > 0
 
-    def compare(self, graph: Graph, step: steps.Step) -> None:
+    def compare(self, graph: Graph, step: Step) -> None:
         """Before a replay of a step that ``generate`` built: whether its inputs are those that would be made here."""
         import torch
 
@@ -128,9 +129,9 @@ class Following:
         else:
             self._refused = True
 
-    def replayed(self, variant: Variant, graph: Graph, step: steps.Step) -> None:
+    def replayed(self, graph: Graph, step: Step) -> None:
         """After that replay."""
-        self.last = Replayed(variant, graph, step)
+        self.last = Replayed(step, graph)
         if not self._compared:
             self._inputs = None if self._refused else Inputs.of(graph.static, step.cache)
 
@@ -164,8 +165,10 @@ class Following:
         return own
 
 
-class Loop:
+class Loop(PlainView):
     """A model as ``GenerationMixin._sample`` sees it while nobody else looks.
+
+    A plain view, since each token reads its attributes: 0.12 us, and 0.31 us for those of a proxy.
 
     Args:
         model: :func:`serves` it.
@@ -173,22 +176,20 @@ class Loop:
     """
 
     def __init__(self, model: Any, decoder_class: type) -> None:
-        self._model, self._decoder_class = model, decoder_class
+        super().__init__(model)
+        self._decoder_class = decoder_class
         self._decoder: Any = None
         self._ids: Any = None  # of the step that follows
         self._followed: Any = None  # its output
         self._kwargs: dict[str, Any] = {}  # of `generate`
         self._behind = 0  # tokens that they do not count yet
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model(*args, **kwargs)
+        return self._of(*args, **kwargs)
 
     def get_compiled_call(self, *args: Any, **kwargs: Any) -> Any:
         """What calls the model for each token."""
-        found = self._model.get_compiled_call(*args, **kwargs)
+        found = self._of.get_compiled_call(*args, **kwargs)
         if not isinstance(found, self._decoder_class):
             return found
         self._decoder = found
@@ -197,8 +198,8 @@ class Loop:
 
     def _optimize_model_for_decode(self) -> Any:
         """What the model's own returns; it looks for submodels once, not twice."""
-        known = None if self._decoder is None else self._decoder.variant
-        return _with(_Submodels(self._model, known), "_optimize_model_for_decode")
+        known = None if self._decoder is None else self._decoder.state
+        return _with(_Submodels(self._of, known), "_optimize_model_for_decode")
 
     def prepare_inputs_for_generation(self, input_ids: Any, **given: Any) -> dict[str, Any]:
         """Nothing, if the inputs follow from the last ones."""
@@ -208,9 +209,9 @@ class Loop:
         if self._behind:
             counted, self._behind = self._behind, 0
             options = {"is_encoder_decoder": False, "num_new_tokens": counted}
-            self._kwargs |= self._model._update_model_kwargs_for_generation(self._followed, self._kwargs, **options)
+            self._kwargs |= self._of._update_model_kwargs_for_generation(self._followed, self._kwargs, **options)
             given |= self._kwargs
-        found: dict[str, Any] = self._model.prepare_inputs_for_generation(input_ids, **given)
+        found: dict[str, Any] = self._of.prepare_inputs_for_generation(input_ids, **given)
         return found
 
     def _call(self, **inputs: Any) -> Any:
@@ -222,26 +223,24 @@ class Loop:
 
     def _update_model_kwargs_for_generation(self, outputs: Any, kwargs: dict[str, Any], **options: Any) -> Any:
         if outputs is None or outputs is not self._followed or "token_type_ids" in kwargs:
-            return self._model._update_model_kwargs_for_generation(outputs, kwargs, **options)
+            return self._of._update_model_kwargs_for_generation(outputs, kwargs, **options)
         self._kwargs = kwargs
         self._behind += 1
         return kwargs
 
 
-class _Submodels:
+class _Submodels(Proxy):
     """A model whose ``set_experts_implementation`` is told which of its 1,600 modules are models.
 
     Args:
         model: of transformers.
-        variant: keeps what was found, as long as the model's modules stay; or None.
+        state: keeps what was found, as long as the model's modules stay; or None.
     """
 
-    def __init__(self, model: Any, variant: Variant | None) -> None:
-        self._model, self._variant = model, variant
-        self._found: list[Any] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    def __init__(self, model: Any, state: State | None) -> None:
+        super().__init__(model)
+        self._self_state = state
+        self._self_found: list[Any] | None = None
 
     def set_experts_implementation(self, implementation: Any) -> None:
         """Have the configurations name this one."""
@@ -249,26 +248,27 @@ class _Submodels:
 
     def modules(self) -> list[Any]:
         """The models in it."""
-        if self._found is None:
-            self._found = self._kept()
-        if self._found is None:
+        if self._self_found is None:
+            self._self_found = self._kept()
+        if self._self_found is None:
             from transformers import PreTrainedModel
 
-            self._found = [module for module in walk.modules(self._model)[1:] if isinstance(module, PreTrainedModel)]
-            if self._variant is not None:
-                self._variant.submodels = list(map(weakref.ref, self._found))
-        return self._found
+            below = walk.modules(self.__wrapped__)[1:]
+            self._self_found = [module for module in below if isinstance(module, PreTrainedModel)]
+            if self._self_state is not None:
+                self._self_state.notes[_Submodels] = list(map(weakref.ref, self._self_found))
+        return self._self_found
 
     def _kept(self) -> list[Any] | None:
-        if self._variant is None or self._variant.submodels is None:
+        if self._self_state is None or _Submodels not in self._self_state.notes:
             return None
-        found = [reference() for reference in self._variant.submodels]
+        found = [reference() for reference in self._self_state.notes[_Submodels]]
         return None if None in found else found
 
 
 def _with(view: _Submodels, name: str, *args: Any) -> Any:
     """Call a method of the model's class with a view of the model, or what the model has in its place."""
-    own = getattr(view._model, name)
+    own = getattr(view.__wrapped__, name)
     function = getattr(own, "__func__", None)
     return own(*args) if function is None else function(view, *args)
 

@@ -6,37 +6,106 @@ import collections
 import contextlib
 import logging
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._accelerate import attached
 from gemma4_compat._common import arguments, locks
-from gemma4_compat._graphs import advancing, deferral, fused_steps, obstacles, static_caches, steps
-from gemma4_compat._graphs.dependencies import Dependencies
-from gemma4_compat._graphs.graphs import REMEMBERED, Graph, Variant
-from gemma4_compat._graphs.recaptures import LAST, Cause, DecodingStatistics, Recapture
-from gemma4_compat._graphs.recording import RECORDERS, Recording, capturing
+from gemma4_compat._graphs import deferral, static_caches, steps, unsupported
+from gemma4_compat._graphs.captured_calls import REMEMBERED, CapturedCalls, Pool, State
+from gemma4_compat._graphs.guards.model import ModelGuards
+from gemma4_compat._graphs.statistics import Cause, DecodingStatistics, PromptStatistics, Recapture
 from gemma4_compat._models import walk
 from gemma4_compat._offload import idle_hooks, streaming
 
-#: Graphs kept for one model, over all its caches and adapters. The least recently used one goes first.
-MAX_GRAPHS = 8
-#: Sets of adapters whose graphs are kept.
-_MAX_VARIANTS = 4
-#: Kinds of steps in one variant. If there are more, every step differs from the one before.
-_MAX_KINDS = 64
+#: Graphs of steps, and of prompts, that are kept for one model, over all its caches and adapters.
+MAX_GRAPHS, MAX_PROMPTS = 8, 16
+#: Sets of adapters whose captured calls are kept.
+MAX_STATES = 4
+#: The call of a signature that is captured.
+CAPTURE_AT = 2
 _ATTRIBUTE = attached.DECODING
 _log = logging.getLogger("gemma4_compat")
 #: Statistics that were read before there was anything to count: reading leaves nothing on a model.
 _read_early: weakref.WeakKeyDictionary[Any, DecodingStatistics] = weakref.WeakKeyDictionary()
 
 
+class AdapterStates:
+    """The guards of steps and prompts: a model is in another state with each set of adapters.
+
+    Args:
+        statistics: where recaptures are counted.
+
+    Attributes:
+        states: by the sets of adapters that were active, the last one first.
+    """
+
+    def __init__(self, statistics: DecodingStatistics) -> None:
+        self.states: list[State] = []
+        self._statistics = statistics
+        self._lost: Recapture | None = None  # why there is no state to compare with
+        self._evicted: collections.deque[int] = collections.deque(maxlen=REMEMBERED)  # states, by their adapters
+
+    def lose(self, cause: Cause, detail: str = "") -> None:
+        """Drop all of them, for this reason."""
+        self._lost, self.states = Recapture(cause, detail), []
+
+    def check(self, call: Any, *, first: bool = False, settling: bool = False, quiet: bool | None = None) -> State:
+        """The state of the model as it is now. See :class:`captured_calls.Guards`."""
+        if quiet is None:
+            quiet = call.decodes and not (first or settling) and deferral.is_quiet(call.model)
+        with idle_hooks.put_back(call.model):  # a thread in a forward has them bypassed
+            for index, state in enumerate(self.states):
+                # Only the last one was looked at with the last step.
+                check = state.guards.check_rotating if quiet and not index else state.guards.check_step
+                if check() and not (first and not state.guards.check_all()):
+                    if index:
+                        self.states = [state, *(other for other in self.states if other is not state)]
+                    return state
+            return self._changed(call.model, settling=settling)
+
+    def rest_holds(self, call: Any) -> bool:
+        """Whether the model is in the last state, if its guards say that all memory is what it was."""
+        with idle_hooks.put_back(call.model):
+            guards = self.states[0].guards
+            return bool(guards.check_rest() and guards.check_all())
+
+    def _changed(self, model: Any, *, settling: bool) -> State:
+        """The adapters have changed, or the model has; in the latter case its graphs are of no use any more."""
+        before = next(iter(self.states), None)
+        found = before.guards.reason() if before is not None else self._lost
+        self._lost = None
+        self.states = [one for one in self.states if one.guards.check_weights() and one.guards.check_all()]
+        groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
+        state = State(ModelGuards(unsupported.modules_of_a_step(model), self._forget, groups=groups))
+        adapters = state.guards.adapters()
+        if adapters in self._evicted:
+            self._evicted.remove(adapters)
+            found = Recapture(Cause.EVICTED, f"at most {MAX_STATES} sets of adapters keep theirs")
+        had_none = before is not None and not any(known.captured for known in before.calls.values())
+        if found is not None and not (settling and had_none):
+            self._statistics.note(found)
+        self._evicted += [gone.guards.adapters() for gone in self.states[MAX_STATES - 1 :]]
+        self.states = [state, *self.states[: MAX_STATES - 1]]
+        return state
+
+    def _forget(self, guards: ModelGuards, module: str, *, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Drop the state that depends on a deleted module."""
+        if ending():  # the interpreter is: the names of this module may be gone
+            return
+        self._lost = self._lost or Recapture(Cause.MODULE, f"{module} was deleted")
+        self.states = [state for state in self.states if state.guards is not guards]
+
+
 class Decoding:
-    """What a model keeps for fast decoding: its graphs, and the memory of its last static cache.
+    """What a model keeps for fast decoding: captured steps and prompts, and the memory of its last static cache.
 
     The model owns it. A copied or pickled model starts without it.
+
+    Attributes:
+        steps: one-token steps, and those of drafts.
+        prompts: forwards of several tokens.
     """
 
     def __init__(self, statistics: DecodingStatistics | None = None) -> None:
@@ -50,22 +119,26 @@ class Decoding:
         self.fuses = True
         self.lock = locks.Lock(locks.DECODING)
         self.memories: list[static_caches.Memory] = []
-        self._variants: list[Variant] = []
         self.waiting: weakref.ref[Any] | None = None  # the `call.Decoder` that was made last
-        self.pauses = False  # no graph of a prompt is captured or replayed
-        self.prompt_pool: Any = None  # of the graphs of prompts, and how many bytes it takes
-        self.prompt_bytes = 0
         self.largest_pieces: dict[tuple[int, int], int] = {}  # of prompts, in tokens, by rows and length of the cache
         self.shapes: Any = None  # of the model and where it is, for `_generation.prompts.room`
-        self._pool: Any = None
+        self._states = AdapterStates(self.statistics)
+        self.steps = CapturedCalls(
+            self._states, capture_at=CAPTURE_AT, limit=MAX_GRAPHS, pool=Pool(), statistics=self.statistics
+        )
+        self.prompts = CapturedCalls(
+            self._states,
+            capture_at=CAPTURE_AT,
+            limit=MAX_PROMPTS,
+            pool=Pool(measured=True),
+            statistics=PromptStatistics(self.statistics),
+        )
         self._stream: Any = None  # of the last replay
-        self._lost: Recapture | None = None  # why there is no variant to compare with
-        self._evicted: collections.deque[int] = collections.deque(maxlen=REMEMBERED)  # variants, by their adapters
 
     @property
-    def variants(self) -> list[Variant]:
-        """By the sets of adapters that were active, the last one first."""
-        return self._variants
+    def state(self) -> State | None:
+        """That of the model in the last step or prompt."""
+        return next(iter(self._states.states), None)
 
     def memory_of(self, cache: Any) -> static_caches.Memory | None:
         """The memory that a cache has or was lent."""
@@ -79,41 +152,20 @@ class Decoding:
             self.memories.append(made)
         return found
 
+    def holds_other(self, addresses: tuple[int, ...]) -> bool:
+        """Whether a cache with other memory than this is alive."""
+        return any(memory.in_use for memory in self.memories if memory.addresses != addresses)
+
     def __deepcopy__(self, _memo: Any) -> None:
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())
 
-    def _forget(
-        self, dependencies: Dependencies, module: str, *, ending: Callable[[], bool] = sys.is_finalizing
-    ) -> None:
-        """Drop the graphs that depend on a deleted module."""
-        if ending():  # the interpreter is: the names of this module may be gone
-            return
-        self._lost = self._lost or Recapture(Cause.MODULE, f"{module} was deleted")
-        self._variants = [variant for variant in self._variants if variant.dependencies is not dependencies]
-
-    def _note(self, found: Recapture) -> None:
-        """Count why a step needs another graph, if it had one."""
-        counted = self.statistics
-        if counted.captured:
-            counted.recaptures = {**counted.recaptures, found.cause: counted.recaptures.get(found.cause, 0) + 1}
-            counted.last_recaptures = (*counted.last_recaptures, found)[-LAST:]
-            _log.debug("gemma4_compat: another CUDA graph: %s (%s)", found.cause, found.detail)
-
-    def reason(self, text: str, what: str = "decoding without a CUDA graph") -> None:
+    def reason(self, text: str, what: str = "decoding eagerly") -> None:
         """Record why steps, prompts or drafts are not replayed, and log it once."""
-        if text not in self.statistics.reasons:
-            self.statistics.reasons += (text,)
+        if self.statistics.is_new(text):
             _log.warning("gemma4_compat: %s: %s", what, text)
-
-    def reason_of(self, error: BaseException, *, prompt: bool = False) -> None:
-        """Record why a capture failed, of a prompt or of a step."""
-        if prompt:
-            self.reason(f"a capture of a prompt failed with {_shown(error)}", "reading prompts without a CUDA graph")
-        else:
-            self.reason(f"a capture failed with {_shown(error)}")
 
     def reason_not_fused(self, text: str, how: str = "without fused kernels, with the same bits") -> None:
         """Record why PyTorch's kernels compute what those of this package would, and log it once."""
@@ -130,10 +182,10 @@ class Decoding:
             return contextlib.nullcontext()
         from gemma4_compat._kernels.match import own
 
-        obstacle = own.obstacle(device)
-        if obstacle is None:
+        reason = own.unsupported_reason(device)
+        if reason is None:
             return own.Own(device, tokens)
-        self.reason_not_fused(obstacle, "with PyTorch's bits")
+        self.reason_not_fused(reason, "with PyTorch's bits")
         return contextlib.nullcontext()
 
     def reading(self, device: Any, cache: Any) -> contextlib.AbstractContextManager[Any]:
@@ -142,7 +194,7 @@ class Decoding:
             return contextlib.nullcontext()
         from gemma4_compat._kernels.match import own, reading
 
-        if static_caches.length(cache) < reading.POSITIONS or own.obstacle(device) is not None:
+        if static_caches.length(cache) < reading.POSITIONS or own.unsupported_reason(device) is not None:
             return contextlib.nullcontext()
         return reading.read(device)
 
@@ -159,18 +211,15 @@ class Decoding:
         """Release the memory of a cache, and the graphs that hold its addresses."""
         with self.lock.held():
             self.memories = [other for other in self.memories if other is not memory]
-            for variant in self._variants:
-                for graphs in (variant.graphs, variant.prompts):
-                    for key in [key for key in graphs if key[0] == memory.addresses]:
-                        del graphs[key]
+            for calls in (self.steps, self.prompts):
+                calls.drop(lambda graph: bool(graph.addresses == memory.addresses))
 
     def clear(self) -> None:
         """Release all graphs and caches; the next call captures anew."""
         with self.lock.held():
-            if self._variants:
-                self._lost = Recapture(Cause.TURNED_OFF, "")
-            self._variants, self.memories, self.shapes = [], [], None
-            self.largest_pieces = {}
+            if self._states.states:
+                self._states.lose(Cause.TURNED_OFF)
+            self.memories, self.shapes, self.largest_pieces = [], None, {}
             for assistant in self.known_assistants:
                 of(assistant).clear()
             self.known_assistants.clear()
@@ -179,262 +228,39 @@ class Decoding:
     @property
     def captured(self) -> bool:
         """Whether there are graphs."""
-        return any(variant.graphs or variant.prompts for variant in self._variants)
+        return any(self.steps.graphs()) or any(self.prompts.graphs())
 
     def give_back(self) -> None:
         """Release all graphs where memory is short. The next call captures anew."""
         with self.lock.held():
-            self._lost = Recapture(Cause.MEMORY, "a prompt needed what they take")
-            self._variants = []
-            self.prompt_pool, self.prompt_bytes = None, 0
+            self._states.lose(Cause.MEMORY, "a prompt needed what they take")
+            self.prompts.release()
 
-    def variant(self, model: Any, *, in_full: bool, settling: bool = False, quiet: bool = False) -> Variant:
-        """The variant of the model as it is now.
-
-        ``in_full`` also checks what rarely changes; ``settling`` says that its first step has just run; ``quiet`` says
-        that no code but libraries' has run since the last check.
-        """
-        with idle_hooks.put_back(model):  # a thread in a forward has them bypassed
-            return self._variant_of(model, in_full=in_full, settling=settling, quiet=quiet)
-
-    def _variant_of(self, model: Any, *, in_full: bool, settling: bool, quiet: bool) -> Variant:
-        for index, variant in enumerate(self._variants):
-            known = variant.dependencies
-            # Only the variant of the last step was looked at then.
-            if known.hold(quiet=quiet and not index) and not (in_full and not known.hold_in_full()):
-                if index:
-                    self._variants = [variant, *(other for other in self._variants if other is not variant)]
-                return variant
-        # The adapters have changed, or the model has; in the latter case its graphs are of no use any more.
-        before = next(iter(self._variants), None)
-        found = Recapture.of(before.dependencies.differences()) if before is not None else self._lost
-        self._lost = None
-        self._variants = [
-            variant
-            for variant in self._variants
-            if variant.dependencies.weights_hold() and variant.dependencies.hold_in_full()
-        ]
-        variant = Variant(self._dependencies(model))
-        adapters = variant.dependencies.adapters()
-        if adapters in self._evicted:
-            self._evicted.remove(adapters)
-            found = Recapture(Cause.EVICTED, f"at most {_MAX_VARIANTS} sets of adapters keep theirs")
-        if found is not None and not (settling and before is not None and not before.captured):
-            self._note(found)
-        self._evicted += [gone.dependencies.adapters() for gone in self._variants[_MAX_VARIANTS - 1 :]]
-        self._variants = [variant, *self._variants[: _MAX_VARIANTS - 1]]
-        return variant
-
-    def _dependencies(self, model: Any) -> Dependencies:
-        groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
-        configs = [vars(config) for config in (model.config, model.config.get_text_config())]
-        return Dependencies(obstacles.modules_of_a_step(model), configs, groups, self._forget)
-
-    def run(self, model: Any, step: steps.Step, *, first: bool, following: advancing.Following | None = None) -> Any:
+    def run(self, step: steps.Step, *, first: bool) -> Any:
         """Run one step, as a replay if possible.
 
         Args:
-            model: the model.
             step: whose inputs ``generate`` has built.
             first: whether it is the first step of a ``generate``.
-            following: gets to know the step.
 
         Returns:
             the model's output, or None for a step that cannot be captured; nothing has run then.
         """
-        quiet = not first and is_quiet(model)
-        variant, kind = self.variant(model, in_full=first, quiet=quiet), step.kind
-        if kind in variant.refused:
-            return None
-        graph = variant.graphs.get((step.addresses, kind))
-        if graph is None:
-            found = self._missing(step, variant)
-            if found is not None:
-                self._note(found)
-            if kind not in variant.seen:
-                return self._run_first(model, step, variant)
-            graph = self._capture(model, step, variant)
-            if graph is None:
-                return None
-        variant.graphs.move_to_end((step.addresses, kind))
-        if following is None:
-            return self._replay(model, graph, step)
-        following.compare(graph, step)
-        outputs = self._replay(model, graph, step)
-        following.replayed(variant, graph, step)
+        outputs = self.steps.run(step, first=first)
+        if outputs is None and not self.steps.refuses(step):
+            outputs = step.run_first()
+            self.statistics.eager += 1
+            self.steps.has_run(step)
         return outputs
 
-    def follow(self, model: Any, following: advancing.Following) -> Any:
-        """Replay the step after the last one, whose inputs are there; None if that graph does not serve it."""
-        assert following.last is not None
-        if not self._serves(model, following.last):
-            return None
-        _, graph, step = following.last
-        self._replay(model, graph, step, given=False)
-        return following.outputs()
-
-    def again(self, model: Any, last: advancing.Replayed) -> Any:
-        """Replay a step that was replayed before, with other tensors; None if that graph does not serve it.
-
-        Only where no user's code has run since the last step (:func:`is_quiet`).
-        """
-        return self._replay(model, last.graph, last.step) if self._serves(model, last) else None
-
-    def _serves(self, model: Any, last: advancing.Replayed) -> bool:
-        """Whether the graph of a step that was replayed is still that step's."""
-        known, graph, step = last
-        key = step.addresses, step.kind
-        variant = self.variant(model, in_full=False, quiet=True)
-        if variant is not known or variant.graphs.get(key) is not graph or not step.has_settings():
-            return False
-        variant.graphs.move_to_end(key)
-        return True
-
-    def _missing(self, step: steps.Step, variant: Variant) -> Recapture | None:
-        """Why none of this variant's graphs serves the step; None if it has had none, or the step was asked before."""
-        key = step.addresses, step.kind
-        if key in variant.evicted:
-            variant.evicted.remove(key)
-            return Recapture(Cause.EVICTED, f"at most {MAX_GRAPHS} of a model")
-        if step.kind in variant.captured:
-            held = any(memory.in_use for memory in self.memories if memory.addresses != step.addresses)
-            return Recapture(Cause.CACHE, "the one before is held" if held else "the one before is gone")
-        if step.kind in variant.seen or not variant.captured or step.is_expected:
-            return None
-        kind = next(reversed(variant.graphs))[1] if variant.graphs else next(reversed(variant.captured))
-        return Recapture.of(step.differences(kind, variant.captured[kind]))
-
-    def _run_first(self, model: Any, step: steps.Step, variant: Variant) -> Any:
-        """Run the first step of a kind without a graph: libraries set themselves up, hooks settle."""
-        obstacle = RECORDERS[step.device.type].obstacle()
-        obstacle = obstacle or obstacles.find(model, obstacles.modules_of_a_step(model))
-        if obstacle is None and len(variant.seen) == _MAX_KINDS:
-            obstacle = "the shapes of the inputs change with every token"
-        if obstacle is not None:
-            self.reason(obstacle)
-            variant.refused.add(step.kind)
-            return None
-        with self.arithmetic(step.device, step.tokens), static_caches.shifted(step.cache):
-            outputs = step.forward(model, step.inputs)
-        self.statistics.eager += 1
-        self.variant(model, in_full=False, settling=True).seen.add(step.kind)
-        return outputs
-
-    def _capture(self, model: Any, step: steps.Step, variant: Variant) -> Graph | None:
-        """Capture the step without running it. None, with model and cache unchanged, if it cannot be captured."""
-        recorder = RECORDERS[step.device.type]
-        self._make_room()
-        begun = time.perf_counter()
-        try:
-            if not any(variant.graphs for variant in self._variants):  # a pool without a graph cannot be used again
-                self._pool = recorder.new_pool()
-            static = step.static_inputs()
-            recording, outputs = self.recorded(model, step, static, self._pool)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the step can run without a graph
-            self.reason_of(error)
-            variant.refused.add(step.kind)
-            return None
-        self.statistics.captured += 1
-        self.statistics.capture_seconds += time.perf_counter() - begun
-        if step.added:  # or somebody else keeps it
-            self.keep_memory(step.cache)
-        graph = Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs)
-        variant.graphs[step.addresses, step.kind] = graph
-        variant.captured[step.kind] = static_caches.length(step.cache)
-        return graph
-
-    def recorded(
-        self,
-        model: Any,
-        step: steps.Step,
-        static: dict[str, Any],
-        pool: Any,
-        within: fused_steps.Within = contextlib.nullcontext,
-    ) -> tuple[Recording, Any]:
-        """Record the step that reads ``static``, with its output; ``within`` is entered around the forward."""
-        streamers = streaming.streamers(model)
-        recording = RECORDERS[step.device.type](step.device, pool)
-
-        def forward() -> Any:
-            with contextlib.ExitStack() as stack:
-                how = (
-                    self.arithmetic(step.device, step.tokens)
-                    if step.decodes
-                    else self.reading(step.device, step.cache)
-                )
-                stack.enter_context(how)
-                for streamer in streamers:
-                    stack.enter_context(streamer.forked())
-                settle = stack.enter_context(within())
-                if settle is not None:
-                    for streamer in streamers:
-                        stack.enter_context(streamer.settled(settle))
-                return step.forward(model, static)
-
-        with capturing.held(), static_caches.capturable(step.cache, step.tokens), streaming.captured(streamers):
-            outputs = recording.capture(forward)
-        return recording, steps.kept(outputs, step.cache)
-
-    def _make_room(self) -> None:
-        while sum(len(variant.graphs) for variant in self._variants) >= MAX_GRAPHS:
-            oldest = next(variant for variant in reversed(self._variants) if variant.graphs)
-            oldest.evicted.append(oldest.graphs.popitem(last=False)[0])
-
-    def launch(self, graph: Graph, step: steps.Step, *, given: bool = True) -> None:
-        """Before a replay: wait for the stream of the last one, and give the graph the step's inputs."""
+    def follow_stream(self, device: Any) -> None:
+        """Before a replay on a CUDA device: wait for the stream of the last one."""
         import torch
 
-        if step.device.type == "cuda":
-            stream = torch.cuda.current_stream(step.device)
-            if self._stream is not None and stream != self._stream:
-                stream.wait_stream(self._stream)
-            self._stream = stream
-        for static, tensor in zip(graph.inputs, step.tensors if given else ()):
-            static.copy_(tensor)
-
-    def _replay(self, model: Any, graph: Graph, step: steps.Step, *, given: bool = True) -> Any:
-        """The output of a replay; None unless ``given``, when the graph's inputs are those of the step already."""
-        self.launch(graph, step, given=given)
-        running = deferral.current()
-        if running is not None:
-            running.launched()
-        if not (self.fuses and graph.progress.is_due() and self.replay_fused(model, graph, step)):
-            graph.recording.replay()
-        static_caches.advance(step.sliding, step.added)
-        self.statistics.replayed += 1
-        return steps.copied(graph.outputs, step.cache) if given else None
-
-    def replay_fused(self, model: Any, graph: Graph, step: steps.Step) -> bool:
-        """Whether this call replayed the step, because its graph is fused from now on."""
-        obstacle = fused_steps.obstacle(step.device)
-        if obstacle is not None:
-            _log.debug("gemma4_compat: decoding without fused kernels: %s", obstacle)
-            return False
-        begun = time.perf_counter()
-        try:
-            found = fused_steps.fused(
-                *(graph.recording, graph.outputs, step.changes, step.device, graph.progress),
-                lambda within: self.recorded(
-                    *(model, step, steps.given_back(graph.static, step.cache)),
-                    *(self._pool if step.decodes else self.prompt_pool, within),
-                ),
-            )
-        except Exception as error:  # noqa: BLE001  # whatever it is, the plain graph is there
-            self.reason_not_fused(_shown(error))
-            return False
-        finally:
-            self.statistics.capture_seconds += time.perf_counter() - begun
-        if found is not None:
-            graph.recording, graph.outputs = found
-            self.statistics.fused += int(step.decodes)
-        return found is not None
-
-
-def _shown(error: BaseException) -> str:
-    """An error on one line; for a failed capture, its cause."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+        stream = torch.cuda.current_stream(device)
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
 
 
 def of(model: Any) -> Decoding:
@@ -443,12 +269,6 @@ def of(model: Any) -> Decoding:
     if found is None:
         found = vars(model)[_ATTRIBUTE] = Decoding(_read_early.pop(model, None))
     return found
-
-
-def is_quiet(model: Any) -> bool:
-    """Whether no code but libraries' runs in this thread between two steps of a ``generate`` of this model."""
-    running = deferral.current()
-    return running is not None and running.quiet and type(model).__module__.startswith("transformers.")
 
 
 def is_preferred(model: Any) -> bool:

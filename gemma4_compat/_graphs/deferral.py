@@ -100,6 +100,12 @@ def current() -> Sampling | None:
     return getattr(_running, "sampling", None)
 
 
+def is_quiet(model: Any) -> bool:
+    """Whether no code but libraries' runs in this thread between two steps of a ``generate`` of this model."""
+    running = current()
+    return running is not None and running.quiet and type(model).__module__.startswith("transformers.")
+
+
 def is_libraries(function: Any) -> bool:
     """Whether a function, and all that it wraps, is transformers' or this package's; None is nobody's."""
     while function is not None:

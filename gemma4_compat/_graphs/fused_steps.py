@@ -117,7 +117,7 @@ class _Launches:
         self.signatures |= dict.fromkeys(signatures)
 
 
-def obstacle(device: Any) -> str | None:
+def unsupported_reason(device: Any) -> str | None:
     """Why steps on this device cannot be fused; None if they can."""
     import torch
 
@@ -126,7 +126,7 @@ def obstacle(device: Any) -> str | None:
         return f"there are no kernels for {device.type}"
     if not hasattr(torch._C, "_storage_Use_Count"):
         return f"torch {torch.__version__} lacks torch._C._storage_Use_Count"
-    return compiler.obstacle()
+    return compiler.unsupported_reason()
 
 
 def fused(

@@ -31,7 +31,7 @@ class Recording(Protocol):
         """Run the recording on the device, in the order of the current stream."""
 
     @staticmethod
-    def obstacle() -> str | None:
+    def unsupported_reason() -> str | None:
         """Why nothing can be recorded here; None if it can."""
 
     @staticmethod
@@ -54,7 +54,7 @@ class CudaRecording:
         self._graph = torch.cuda.CUDAGraph()
 
     @staticmethod
-    def obstacle() -> str | None:
+    def unsupported_reason() -> str | None:
         """Rules out releases where a failed capture could not be cleaned up."""
         import torch
 
@@ -103,7 +103,7 @@ class CudaRecording:
             # random numbers are still drawn as in a capture.
             for names in (_END_ALLOCATION, _RELEASE_POOL):
                 function = _private(names)
-                assert function is not None  # or this is an obstacle
+                assert function is not None  # or this is a reason
                 function(self._device.index, self._pool)
             another = torch.cuda.CUDAGraph()
             another.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")

@@ -2,62 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._graphs import static_caches
-from gemma4_compat._graphs.recaptures import Cause, changed
+from gemma4_compat._graphs import deferral, fused_steps, signatures, static_caches, unsupported
+from gemma4_compat._graphs.captured_calls import REMEMBERED, Call, Known, Pool
+from gemma4_compat._graphs.recording import RECORDERS, Recording, capturing
+from gemma4_compat._graphs.statistics import Cause, Recapture
 from gemma4_compat._models import cache_names
-
-#: What the end of a kind says, in this order.
-_SETTINGS = (
-    "inference mode",
-    "deterministic algorithms",
-    "default dtype",
-    "allow_tf32",
-    "allow_fp16_reduced_precision_reduction",
-    "allow_bf16_reduced_precision_reduction",
-    "flash_sdp",
-    "mem_efficient_sdp",
-    "math_sdp",
-    "cudnn_sdp",
-)
+from gemma4_compat._offload import streaming
 
 #: Grows with the text, and only the prompt reads it (transformers 5.5; later releases leave it out themselves).
 _OF_THE_PROMPT = ("mm_token_type_ids", "token_type_ids")
 
 
-class Step:
+_log = logging.getLogger("gemma4_compat")
+
+
+@dataclass(eq=False)
+class Graph:
+    """One captured step, or one captured forward of a prompt."""
+
+    signature: tuple[Any, ...]
+    addresses: tuple[int, ...]  # of the cache's tensors
+    recording: Recording
+    static: dict[str, Any]  # the inputs that it reads, except the cache, which it must not keep alive
+    inputs: list[Any]  # the tensors in them
+    outputs: Any  # from `kept`
+    pool: Pool
+    progress: fused_steps.Progress
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """As of :class:`Step`."""
+        return self.addresses, self.signature
+
+
+class Step(Call):
     """A forward of one token for each row of a batch, with a static cache that has been filled.
 
-    Attributes:
+    Args:
+        decoding: of the model, a ``decoder.Decoding``.
+        model: of transformers.
         inputs: of the model's forward, by name.
         cache: the cache among them.
+        found: its tensors.
+
+    Attributes:
+        inputs: with positions of their own.
         device: of what it reads, a ``torch.device``.
         tensors: the tensors in the inputs, in order.
         sliding: the sliding layers of the cache.
         addresses: of the cache's tensors.
         tokens: how many each row has.
         added: how many of them the cache holds afterwards.
-        kind: hashable: steps of one kind run the same kernels on tensors of the same shapes.
         decodes: whether kernels of this package may compute it; PyTorch reads prompts.
-        is_expected: whether there are a few kinds of such steps, so that a new kind is nothing to report.
+        is_expected: whether there are a few signatures of such steps, so that a new one is nothing to report.
         reads: the input with a row of tokens for each row of a batch.
+        progress: of its graph.
+        fuses: whether its graph is fused at all.
+        statistics: of such calls.
+        following: an ``advancing.Following`` that gets to know the step, or None.
     """
 
-    decodes, is_expected, reads = True, False, "input_ids"
+    decodes, is_expected, reads, progress = True, False, "input_ids", fused_steps.Progress
+    following: Any = None
 
-    def __init__(self, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...]) -> None:
-        self.inputs, self.cache = _with_own_positions(inputs), cache
+    def __init__(self, decoding: Any, model: Any, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...]) -> None:
+        self.decoding, self.model, self.cache = decoding, model, cache
+        self.inputs = _with_own_positions(inputs)
         self.device = inputs[self.reads].device
-        self.tensors = tensors(self.inputs)
+        self.tensors = signatures.tensors(self.inputs)
         self.sliding = static_caches.sliding(cache)
         self.addresses = static_caches.addresses(found)
         self.tokens = self.added = int(inputs[self.reads].shape[1])
-        self.kind = self._kind()
+        self.signature = self.refused_as = signatures.of(self._ways(), self.inputs, self.tensors)
+        self.fuses, self.statistics = decoding.fuses, decoding.statistics
 
     @classmethod
-    def of(cls, inputs: dict[str, Any]) -> Step | None:
+    def of(cls, decoding: Any, model: Any, inputs: dict[str, Any]) -> Step | None:
         """The step with these inputs; None if it reads several tokens, or has another kind of cache."""
         cache, ids = cache_names.cache_in(inputs), inputs.get("input_ids")
         if cache is None or ids is None or ids.ndim != 2 or ids.shape[1] != 1 or not static_caches.is_static(cache):
@@ -65,10 +92,10 @@ class Step:
         found = static_caches.tensors(cache)
         if found is None:
             return None
-        return cls(without_token_types(inputs), cache, found)
+        return cls(decoding, model, without_token_types(inputs), cache, found)
 
     @property
-    def obstacle(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why this step cannot be captured, whatever the model."""
         import torch
 
@@ -82,52 +109,160 @@ class Step:
             return "the inputs are on several devices"
         return None
 
-    def _kind(self) -> tuple[Any, ...]:
-        return (
-            self._ways(),
-            tuple([(tensor.shape, tensor.dtype, tensor.stride()) for tensor in self.tensors]),
-            tuple(_names(self.inputs)),
-            *settings(),
-        )
+    def _ways(self) -> tuple[Any, ...]:
+        """What the update of each sliding layer depends on, which is not in a tensor."""
+        return tuple(map(static_caches.is_full, self.sliding))
 
-    def forward(self, model: Any, inputs: dict[str, Any]) -> Any:
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The memory of the cache as well."""
+        return self.addresses, self.signature
+
+    def is_served_by(self, graph: Any) -> bool:
+        """Whether the graph is of the same memory."""
+        return bool(graph.addresses == self.addresses)
+
+    def has_settings(self) -> bool:
+        """Whether the settings of torch are still those of its signature."""
+        return bool(self.signature[3:] == signatures.settings())
+
+    def forward(self, inputs: dict[str, Any]) -> Any:
         """Run the model with these inputs, which may be those of a graph."""
-        return model(**inputs)
+        return self.model(**inputs)
+
+    def numerics(self) -> Any:
+        """To be entered around each forward."""
+        return self.decoding.arithmetic(self.device, self.tokens)
 
     def changes(self) -> list[Any]:
         """The tensors of the cache that it may change, as views."""
         return static_caches.changed_by(self.cache, self.tokens)
 
-    def _ways(self) -> tuple[Any, ...]:
-        """What the update of each sliding layer depends on, which is not in a tensor."""
-        return tuple(map(static_caches.is_full, self.sliding))
+    # Why it is captured, or not
 
-    def has_settings(self) -> bool:
-        """Whether the settings of torch are still those of its kind."""
-        return bool(self.kind[-len(_SETTINGS) :] == settings())
+    def recapture(self, known: Known) -> Recapture | None:
+        """None if no step was captured, or if this one was asked before; prompts have many lengths."""
+        if not self.decodes:
+            return None
+        if self.key in known.evicted:
+            known.evicted.remove(self.key)
+            return Recapture(Cause.EVICTED, f"at most {self.decoding.steps.limit} of a model")
+        if self.signature in known.captured:
+            held = self.decoding.holds_other(self.addresses)
+            return Recapture(Cause.CACHE, "the one before is held" if held else "the one before is gone")
+        if self.signature in known.seen or not known.captured or self.is_expected:
+            return None
+        before = known.graphs[-1].signature if known.graphs else next(reversed(known.captured))
+        lengths = known.captured[before], static_caches.length(self.cache)
+        return Recapture.of(signatures.differences(self.signature, before, self.inputs, lengths))
 
-    def differences(self, kind: tuple[Any, ...], length: int) -> Iterator[tuple[Cause, str]]:
-        """Why a graph does not serve this step: cause and detail.
+    def was_captured(self, known: Known) -> None:
+        """Keep the length of its cache, in positions."""
+        if self.decodes:
+            known.captured[self.signature] = static_caches.length(self.cache)
 
-        Args:
-            kind: of the step that was captured.
-            length: of its cache, in positions.
-        """
-        (full, shapes, names, *settings), (was_full, old_shapes, old_names, *old_settings) = self.kind, kind
-        for name in dict.fromkeys((*_flat(old_names), *_flat(names))):
-            if (name in _flat(old_names)) != (name in _flat(names)):
-                yield Cause.OPTION, name
-        own = static_caches.length(self.cache)
-        found = [(name, *pair) for name, *pair in zip(_paths(self.inputs), old_shapes, shapes) if pair[0] != pair[1]]
-        if own != length and "input_ids" not in [name for name, *_ in found]:
-            yield Cause.CACHE_LENGTH, f"{changed(length, own)} positions"
-        for name, old, new in found:
-            yield Cause.SHAPE, f"{name}: {changed(_shown(old), _shown(new))}"
-        for name, old, new in zip(_SETTINGS, old_settings, settings):
-            if old != new:
-                yield Cause.SETTING, f"{name}: {changed(old, new)}"
-        if full != was_full:
-            yield Cause.WINDOW, f"{changed(sum(was_full), sum(full))} of {len(full)} layers"
+    def unsupported(self, known: Known) -> str | None:
+        """What is in the way, once for each signature: a step that ran once can be captured."""
+        if self.signature in known.seen:
+            return None
+        if len(known.seen) == REMEMBERED:  # every step differs from the one before
+            return self.unsupported_model() or "the shapes of the inputs change with every token"
+        return self.unsupported_model()
+
+    def unsupported_model(self) -> str | None:
+        """What of the model is in the way."""
+        found = RECORDERS[self.device.type].unsupported_reason()
+        return found or unsupported.unsupported_reason(self.model, unsupported.modules_of_a_step(self.model))
+
+    def note(self, reason: str | BaseException) -> None:
+        """In the statistics and the log."""
+        self.decoding.reason(reason if isinstance(reason, str) else f"a capture failed with {error_text(reason)}")
+
+    # Capture and replay
+
+    def run_first(self) -> Any:
+        """Run the first step of a signature without a graph: libraries set themselves up, hooks settle."""
+        with self.numerics(), static_caches.shifted(self.cache):
+            return self.forward(self.inputs)
+
+    def capture(self, pool: Pool) -> Graph:
+        """Record the step, with inputs of its own."""
+        static = self.static_inputs()
+        recording, outputs = self.record(static, pool)
+        if self.added:  # or somebody else keeps it
+            self.decoding.keep_memory(self.cache)
+        inputs, own = kept(static, self.cache), signatures.tensors(static)
+        return Graph(self.signature, self.addresses, recording, inputs, own, outputs, pool, self.progress())
+
+    def record(
+        self, static: dict[str, Any], pool: Pool, within: fused_steps.Within = contextlib.nullcontext
+    ) -> tuple[Recording, Any]:
+        """Record the step that reads ``static``, with its output; ``within`` is entered around the forward."""
+        streamers = streaming.streamers(self.model)
+        recording = RECORDERS[self.device.type](self.device, pool.handle)
+
+        def forward() -> Any:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self.numerics())
+                for streamer in streamers:
+                    stack.enter_context(streamer.forked())
+                settle = stack.enter_context(within())
+                if settle is not None:
+                    for streamer in streamers:
+                        stack.enter_context(streamer.settled(settle))
+                return self.forward(static)
+
+        with capturing.held(), static_caches.capturable(self.cache, self.tokens), streaming.captured(streamers):
+            outputs = recording.capture(forward)
+        return recording, kept(outputs, self.cache)
+
+    def replay(self, graph: Graph, *, prepared: bool = False) -> Any:
+        """Replay the step, and return its outputs; or the graph, if it is ``prepared``: it has its inputs."""
+        following, self.following = self.following, None  # it will hold this step
+        if following is not None:
+            following.compare(graph, self)
+        self.launch(graph, () if prepared else self.tensors)
+        running = deferral.current() if self.decodes else None
+        if running is not None:
+            running.launched()
+        if not (self.fuses and graph.progress.is_due() and self._replay_fused(graph)):
+            graph.recording.replay()
+        static_caches.advance(self.sliding, self.added)
+        outputs = graph if prepared else copied(graph.outputs, self.cache)
+        if following is not None:
+            following.replayed(graph, self)
+        return outputs
+
+    def launch(self, graph: Graph, given: Sequence[Any]) -> None:
+        """Before a replay: wait for the stream of the last one, and give the graph these inputs."""
+        if self.device.type == "cuda":
+            self.decoding.follow_stream(self.device)
+        for static, tensor in zip(graph.inputs, given):
+            static.copy_(tensor)
+
+    def _replay_fused(self, graph: Graph) -> bool:
+        """Whether this call replayed the step, because its graph is fused from now on."""
+        reason = fused_steps.unsupported_reason(self.device)
+        if reason is not None:
+            _log.debug("gemma4_compat: decoding without fused kernels: %s", reason)
+            return False
+        begun = time.perf_counter()
+        try:
+            static = given_back(graph.static, self.cache)
+            with graph.pool.growing(self.device):
+                found = fused_steps.fused(
+                    *(graph.recording, graph.outputs, self.changes, self.device, graph.progress),
+                    lambda within: self.record(static, graph.pool, within),
+                )
+        except Exception as error:  # noqa: BLE001  # whatever it is, the plain graph is there
+            self.decoding.reason_not_fused(error_text(error))
+            return False
+        finally:
+            self.statistics.capture_seconds += time.perf_counter() - begun
+        if found is not None:
+            graph.recording, graph.outputs = found
+            self.statistics.fused += 1
+        return found is not None
 
     def static_inputs(self) -> dict[str, Any]:
         """The inputs, with new tensors for a graph to read."""
@@ -135,6 +270,13 @@ class Step:
 
         with torch.inference_mode(False), torch.no_grad():
             return {name: value if value is self.cache else _own(value) for name, value in self.inputs.items()}
+
+
+def error_text(error: BaseException) -> str:
+    """An error on one line; for a failed capture, its cause."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 
 def _with_own_positions(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -152,78 +294,6 @@ def without_token_types(inputs: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(inputs.get("attention_mask"), dict):
         return inputs
     return {name: None if name in _OF_THE_PROMPT else value for name, value in inputs.items()}
-
-
-def settings() -> tuple[Any, ...]:
-    """What kernels depend on in torch: the values of :data:`_SETTINGS`."""
-    import torch
-
-    return (
-        torch.is_inference_mode_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_default_dtype(),
-        torch.backends.cuda.matmul.allow_tf32,
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-    )
-
-
-def tensors(value: Any) -> list[Any]:
-    """The tensors in nested dictionaries, in order."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [tensor for part in value.values() for tensor in tensors(part)]
-    return []
-
-
-def _names(inputs: dict[str, Any]) -> Iterator[Any]:
-    """Names, and the values that are not tensors."""
-    import torch
-
-    for name, value in inputs.items():
-        if isinstance(value, dict):
-            yield name, tuple(_names(value)), "in it"
-        elif isinstance(value, torch.Tensor) or name in cache_names.NAMES:
-            yield name
-        else:
-            yield name, value if value.__hash__ is not None else id(value)
-
-
-def _flat(names: tuple[Any, ...]) -> list[str]:
-    """The names of a kind as text: ``attention_mask.sliding_attention``, ``output_hidden_states=True``."""
-    found: list[str] = []
-    for name in names:
-        if isinstance(name, str):
-            found.append(name)
-        elif len(name) == 2:
-            found.append(f"{name[0]}={name[1]!s:.60}")
-        else:
-            found += [f"{name[0]}.{part}" for part in _flat(name[1])]
-    return found
-
-
-def _paths(inputs: dict[str, Any], above: str = "") -> Iterator[str]:
-    """The names of :func:`tensors`."""
-    import torch
-
-    for name, value in inputs.items():
-        if isinstance(value, torch.Tensor):
-            yield f"{above}{name}"
-        elif isinstance(value, dict):
-            yield from _paths(value, f"{above}{name}.")
-
-
-def _shown(tensor: tuple[Any, ...]) -> str:
-    """A tensor, as a kind has it: shape, dtype, strides."""
-    shape, dtype, _strides = tensor
-    return f"{dtype} {list(shape)}"
 
 
 def _own(value: Any) -> Any:

@@ -138,7 +138,7 @@ class CudaCompiler:
         self._lock = threading.Lock()
 
     @staticmethod
-    def obstacle() -> str | None:
+    def unsupported_reason() -> str | None:
         """Rules out releases without these functions, and AMD's GPUs, whose operations have other bits."""
         import torch
 

@@ -27,7 +27,7 @@ class Compiler(Protocol):
     """Compiles kernels for one device."""
 
     @staticmethod
-    def obstacle() -> str | None:
+    def unsupported_reason() -> str | None:
         """Why it cannot compile; None if it can."""
 
     def __init__(self, device: Any) -> None: ...

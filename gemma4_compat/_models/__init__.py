@@ -9,6 +9,7 @@
 * :mod:`rotary`: buffers of rotary embeddings. :mod:`autocast`: what autocast does on a device.
 * :mod:`checkpointing`: whether a cache survives it.
 * :mod:`capturing`: what transformers collects of a forward.
+* :mod:`snapshots`, :mod:`contents`: what was there before, and whether somebody has written to a tensor.
 * :mod:`config_names`, :mod:`cache_config`, :mod:`cache_names`: names that differ between releases.
 """
 

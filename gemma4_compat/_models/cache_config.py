@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemma4_compat._common.views import PlainView
+
 _SHARED = "num_kv_shared_layers"
 
 
@@ -12,16 +14,16 @@ def shares_nothing(config: Any) -> bool:
     return getattr(config.get_text_config(decoder=True), _SHARED, None) == 0
 
 
-class Unshared:
+class Unshared(PlainView):
     """The text model's part of ``config`` for a cache, as if KV-shared layers did not exist."""
 
     def __init__(self, config: Any) -> None:
-        self._config = config.get_text_config(decoder=True)
+        super().__init__(config.get_text_config(decoder=True))
 
     def get_text_config(self, decoder: bool | None = None) -> Unshared:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        if name in (_SHARED, "_config"):
+        if name == _SHARED:
             raise AttributeError(name)
-        return getattr(self._config, name)
+        return super().__getattr__(name)

@@ -20,6 +20,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from gemma4_compat._common.views import PlainView
 from gemma4_compat._offload import host_memory, read_ahead
 from gemma4_compat._quantization import expert_forward, expert_storage, experts
 
@@ -69,7 +70,7 @@ class ExpertLookup:
             for tensor in self._mapped:
                 read_ahead.rows(tensor, numbers)
         values = {name: self._values(weight, chosen, added.get(name, ())) for name, weight in self._weights.items()}
-        substitute = expert_forward.Substitute(self._module, len(chosen), **values)
+        substitute = PlainView(self._module, num_experts=len(chosen), **values)
         return self._forward(substitute, hidden_states, found, top_k_weights)
 
     def _values(self, weight: Any, chosen: Any, added: Iterable[Callable[[Any], Any]]) -> Any:

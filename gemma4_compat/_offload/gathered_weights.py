@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._accelerate import attached, module_hooks
+from gemma4_compat._models import contents
 from gemma4_compat._offload import stored_weights, tied_pairs
 
 
@@ -91,7 +92,7 @@ def _put_back(part: Any, before: dict[str, Any], inside: dict[str, Any], tied_na
 
 
 def _identity(parameter: Any) -> Any:
-    return None if parameter is None else (id(parameter), parameter.data_ptr(), parameter.shape, parameter._version)
+    return None if parameter is None else (id(parameter), parameter.shape, contents.stamp(parameter))
 
 
 def _move_hook(old: Any, new: Any) -> None:

@@ -41,8 +41,6 @@ class OffloadedWeight:
     def __init__(self, module: Any, name: str, meta: Any, hook: Any, stored: Any, quantization: list[Any]) -> None:
         self.module, self.stored = module, stored
         self.name, self._meta, self.hook = name, meta, hook
-        self._hooks, self._map = vars(module)["_hf_hook"], hook.weights_map
-        self._forward = vars(module)["forward"]
         self._value, self._state = stored.raw, vars(meta).get("quant_state")
         self._dtype = meta.dtype
         self._quantization = quantization  # scales and code books
@@ -104,14 +102,18 @@ class OffloadedWeight:
             quant_states.replace_tensors(self._meta.quant_state, known)
             self._quantization = quantization
 
-    def snapshot(self) -> tuple[Any, ...]:
-        """What :meth:`ModuleGroup.is_stale` compares."""
-        attributes, stored = vars(self.module), self.stored
-        return (
-            *(attributes["_parameters"], self.name, self._meta, self._dtype, self._state),
-            *(attributes, self._forward, self._hooks, self.hook, self._map),
-            *(stored.holder, stored.key, self._value),
-        )
+    def places(self) -> Iterator[tuple[dict[Any, Any], str]]:
+        """Dictionaries and keys that say what the weight is, and what runs around its module."""
+        attributes = vars(self.module)
+        yield attributes["_parameters"], self.name
+        yield attributes, "_hf_hook"
+        yield attributes, "forward"
+        if self._state is not None:
+            yield vars(self._meta), "quant_state"
+
+    def has_its_dtype(self) -> bool:
+        """Whether nobody has cast the parameter since."""
+        return self._meta.dtype is self._dtype
 
     @property
     def is_reusable(self) -> bool:

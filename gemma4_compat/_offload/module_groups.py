@@ -15,10 +15,11 @@ module looks up the experts it needs in the host buffer (:mod:`gemma4_compat._of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._models.snapshots import Entries
 from gemma4_compat._offload import expert_lookup, host_memory, parametrized, torch_internals
 from gemma4_compat._offload.group_weights import HostTensor, OffloadedWeight
 from gemma4_compat._offload.idle_hooks import HookedForward, is_accelerates_forward
@@ -74,8 +75,10 @@ class ModuleGroup:
         self._buffer: Any = None  # on the device
         self._filled: Any = None  # the part of it that a copy writes
         self._views: list[Any] = []  # the tensors in it
-        # is_stale and onload_ run for every token, so these are plain tuples.
-        self._snapshot = [weight.snapshot() for weight in weights]
+        places = [place for weight in weights for place in weight.places()]
+        self._guards = _entries([*places, *self.hook_entries()])
+        self._host_guards = _entries(self.host_entries())
+        # onload_ runs for every token, so these are plain tuples.
         self._swaps: dict[bool, list[tuple[dict[str, Any], str, Any]]] = {}  # by in_part
 
     def modules(self) -> list[Any]:
@@ -122,33 +125,12 @@ class ModuleGroup:
 
     def is_stale(self) -> bool:
         """Whether a weight, a hook or a weight's place on the host has changed since this group was created."""
-        for (
-            parameters,
-            name,
-            meta,
-            dtype,
-            state,
-            attributes,
-            forward,
-            hooks,
-            hook,
-            place,
-            held,
-            key,
-            value,
-        ) in self._snapshot:
-            if (
-                parameters.get(name) is not meta
-                or meta.dtype is not dtype
-                or attributes.get("_hf_hook") is not hooks
-                or attributes.get("forward") is not forward
-                or hook.weights_map is not place
-                or not hook.offload
-                or (held is not None and held.get(key) is not value)
-                or (state is not None and meta.quant_state is not state)
-            ):
-                return True
-        return False
+        import torch
+
+        if not (self._guards.check() and self._host_guards.check()):
+            return True
+        with torch._C.DisableTorchFunctionSubclass():  # bitsandbytes' parameters take a detour through Python
+            return not all([weight.has_its_dtype() for weight in self._weights])
 
     def host_entries(self) -> list[tuple[dict[Any, Any], Any]]:
         """Dictionaries and keys under which the host keeps the weights."""
@@ -274,7 +256,7 @@ class ModuleGroup:
         for weight in self._weights:
             weight.move_host_copy(views)  # frees the memory it had
         self._sources, self._host_buffer = [HostTensor(view) for view in views], host
-        self._snapshot = [weight.snapshot() for weight in self._weights]
+        self._host_guards = _entries(self.host_entries())
 
     def _copy_from_disk(self, buffer: Any) -> None:
         """Copy from memory-mapped files, through pinned memory if the target is a GPU."""
@@ -288,6 +270,13 @@ class ModuleGroup:
             source.copy_to(_view(target, offset, source))
         if target is not buffer:
             buffer.copy_(target, non_blocking=True)
+
+
+def _entries(places: Iterable[tuple[dict[Any, Any], Any]]) -> Entries:
+    found = Entries(keeps=True)
+    for where, key in places:
+        found.add(where, key, (None, str(key)))
+    return found
 
 
 def _view(buffer: Any, offset: int, source: HostTensor) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._accelerate import attached, module_hooks
+from gemma4_compat._models import contents
 from gemma4_compat._offload import joined_weights, stored_weights, tied_pairs
 
 _LOADING, _HOOKS = attached.LOADING, attached.LOADING_HOOKS
@@ -49,7 +50,7 @@ def _before(module: Any, state_dict: Any, prefix: str, metadata: Any, *_: Any) -
             continue
         if offloaded and before.device.type == "meta":
             inside = holder[name] = _empty(before, "meta" if _is_meta(state_dict[f"{prefix}{name}"]) else "cpu")
-        found[name] = (before, inside, inside._version)
+        found[name] = (before, inside, contents.sampled(inside))
     # With `assign`, tied weights are two weights afterwards, on one device as well.
     vars(module)[_LOADING] = found, bool(metadata.get("assign_to_params_buffers"))
 
@@ -58,12 +59,12 @@ def _after(module: Any, _incompatible: Any) -> None:
     """Store what was loaded."""
     found, assigned = vars(module).pop(_LOADING, ({}, False))
     hook = module_hooks.offload_hook(module)
-    for name, (before, inside, version) in found.items():
+    for name, (before, inside, empty) in found.items():
         offloaded = hook is not None and (name in module._parameters or hook.offload_buffers)
         holder = stored_weights.holder(module, name)
         now = holder[name]
         # It was not filled if it has another shape, for example, or no value.
-        is_loaded = not _is_meta(now) and (now is not inside or inside._version != version)
+        is_loaded = not _is_meta(now) and (now is not inside or contents.sampled(inside) != empty)
         # A tied weight may have been stored when the other one was loaded.
         if is_loaded and offloaded and not stored_weights.holds(module, name, now):
             stored_weights.write(module, name, now, in_place=not assigned)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gemma4_compat._generation.speculative import pace, rounds
+from gemma4_compat._generation.speculative import pace, speculative_steps
 from gemma4_compat._memory.blueprint import Blueprint, rounded
 from gemma4_compat._memory.formulas import MEASURED, Load
 
@@ -29,7 +29,7 @@ def class_of(model_class: str) -> str:
     return f"{kind}AssistantForCausalLM"
 
 
-def obstacle(blueprint: Blueprint) -> str:
+def unsupported_reason(blueprint: Blueprint) -> str:
     """Why texts with an assistant are not decoded in rounds by replay; empty if they are."""
     return "" if blueprint.experts is None else "the model has experts"
 
@@ -54,11 +54,12 @@ def rows(blueprint: Blueprint) -> int:
     The logits of each token, of the assistant as well, are most of it; the graph of each number of drafts has its own
     random numbers, a row for each token, and those of two rounds are drawn before.
     """
-    logits = rounds.MAX_TOKENS * MEASURED.logits * blueprint.vocabulary
-    drawn = 4 * rounds.MAX_TOKENS + sum(2 * count + 1 for count in pace.COUNTS)
+    logits = speculative_steps.MAX_TOKENS * MEASURED.logits * blueprint.vocabulary
+    drawn = 4 * speculative_steps.MAX_TOKENS + sum(2 * count + 1 for count in pace.COUNTS)
     return logits + 4 * drawn * blueprint.vocabulary
 
 
 def beside(load: Load, blueprint: Blueprint) -> Load:
     """The load with an assistant for this model."""
-    return replace(load, assistant=rounded(weights(blueprint)), drafts=0 if obstacle(blueprint) else rows(blueprint))
+    drafts = 0 if unsupported_reason(blueprint) else rows(blueprint)
+    return replace(load, assistant=rounded(weights(blueprint)), drafts=drafts)

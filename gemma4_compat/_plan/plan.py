@@ -165,7 +165,7 @@ def planned(request: Request) -> Plan:
         cut = _blueprint(built, quantization, request.adapter, experts=experts)
         load = Load(**{field: getattr(request, field) for field in _OF_LOAD})
         load = assistants.beside(load, cut) if request.assistant else load
-        why = prompt_kernels.obstacle(cut, load, capability)
+        why = prompt_kernels.unsupported_reason(cut, load, capability)
         try:
             return cut, *_read_as_fits(cut, given, replace(load, own_in_chunks=not why), options, fast=request.fast)
         except Gemma4CompatError as error:
@@ -202,7 +202,9 @@ def planned(request: Request) -> Plan:
         longest_context=layout.longest_context(cut, given, load, limit=limit, placed=placed),
         chunked_prefill=_chunked_prefill(cut, placed, load),
         chosen_chunk=load.prefill_chunk != request.prefill_chunk,
-        copies_because=prompt_kernels.copies(cut, placed, load, prompt_kernels.obstacle(cut, load, capability)),
+        copies_because=prompt_kernels.copies(
+            cut, placed, load, prompt_kernels.unsupported_reason(cut, load, capability)
+        ),
         longest_chunked=_longest_chunked(cut, given, placed, load, limit),
         code=code.loading_code(source, placed, load),
     )

@@ -22,7 +22,7 @@ from gemma4_compat._plan import assistants, speed
 
 #: The least compute capability with these kernels.
 LEAST = (8, 0)
-#: What :func:`obstacle` says if the card is all that is missing.
+#: What :func:`unsupported_reason` says if the card is all that is missing.
 UNKNOWN = "nothing says which compute capability the card has"
 #: What a refusal adds where a known card would help.
 NAME_A_CARD = (
@@ -51,7 +51,7 @@ def capability(vram: Any, card: str | None) -> _Capability | None:
     return min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())), default=None)
 
 
-def obstacle(blueprint: Blueprint, load: Load, found: _Capability | None) -> str:
+def unsupported_reason(blueprint: Blueprint, load: Load, found: _Capability | None) -> str:
     """Why PyTorch's attention is counted for prompts of a load with fast decoding; empty if it is this package's.
 
     Args:
@@ -61,7 +61,7 @@ def obstacle(blueprint: Blueprint, load: Load, found: _Capability | None) -> str
     """
     if load.attention != "sdpa":
         return f"the model is loaded with {load.attention} attention"
-    if load.assistant and assistants.obstacle(blueprint):
+    if load.assistant and assistants.unsupported_reason(blueprint):
         return "with its assistant, transformers reads the prompt into another cache"
     attentions = (block.attention for block in blueprint.layers if block.attention is not None)
     if not all(flash.serves(one.heads, one.kv_heads, one.head_dim) for one in attentions):
@@ -99,7 +99,7 @@ def copies(blueprint: Blueprint, placed: Layout, load: Load, why: str) -> str:
         blueprint: of the model.
         placed: the placement.
         load: that it was made for.
-        why: from :func:`obstacle`.
+        why: from :func:`unsupported_reason`.
     """
     ours = replace(load, own_in_chunks=True)
     if not why or not formulas.is_own(ours):

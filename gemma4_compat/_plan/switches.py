@@ -45,7 +45,7 @@ def chosen(
     for switch in ("chunked_loss", "sliding_windows", "chunked_mlp", "sliding_windows", "train_fast"):
         if switch not in free or getattr(step, switch):
             continue
-        never = never_used(step, switch)
+        never = unsupported_reason(step, switch)
         if never:
             reasons[switch] = never
             continue
@@ -64,20 +64,20 @@ def chosen(
             last = "chunked_mlp" not in free or "chunked_mlp" in reasons
             on, reasons[switch] = by_windows(place, memories, last=last)
         step = turned(step, switch) if on else step
-    if step.train_fast and (never := never_used(step, "train_fast") or not_captured(measured(step))):
+    if step.train_fast and (never := unsupported_reason(step, "train_fast") or capture_reason(measured(step))):
         step, reasons["train_fast"] = replace(step, train_fast=False), never
     return step, reasons
 
 
 def turned(step: Step, switch: str) -> Step:
     """The step with a switch turned; the step itself where that changes nothing."""
-    if not getattr(step, switch) and never_used(step, switch):
+    if not getattr(step, switch) and unsupported_reason(step, switch):
         return step
     changed: dict[str, Any] = {switch: not getattr(step, switch)}
     return replace(step, **changed)
 
 
-def never_used(step: Step, switch: str) -> str:
+def unsupported_reason(step: Step, switch: str) -> str:
     """Why a switch does nothing in this step, on a GPU; empty if it does something."""
     tokens = step.max_length * step.batch
     if switch == "chunked_mlp" and tokens <= pieces_of.TOKENS:
@@ -149,7 +149,7 @@ def mlp(place: Place, memories: Memories) -> tuple[bool, str]:
 
 def replays(place: Place, memories: Memories) -> tuple[bool, str]:
     """Whether decoder layers are replayed, and why."""
-    never = not_captured(memories[True])
+    never = capture_reason(memories[True])
     if never:
         return False, never
     taken = f"their graphs take {size_text(memories[True].peak - memories[False].peak)}"
@@ -163,7 +163,7 @@ def replays(place: Place, memories: Memories) -> tuple[bool, str]:
     return True, f"short steps wait for Python, and replays do not; {taken}, for sequences of one length"
 
 
-def not_captured(memory: StepMemory) -> str:
+def capture_reason(memory: StepMemory) -> str:
     """Why no decoder layer could be captured; empty if one was."""
     return "" if memory.graphs.captured else "; ".join(memory.graphs.reasons) or "no decoder layer is captured"
 

@@ -245,9 +245,9 @@ def _changes(step: Step, measured: Callable[[Step], StepMemory]) -> dict[str, in
     turned = replace(step, gradient_checkpointing=not checkpointing, activation_offloading=False)
     found = {f"--{'no-' if checkpointing else ''}gradient-checkpointing": measured(turned).peak - memory.peak}
     for switch in (*_SWITCHES, "activation_offloading"):
-        if not getattr(step, switch) and switches.never_used(step, switch):
+        if not getattr(step, switch) and switches.unsupported_reason(step, switch):
             continue
-        if switch == "train_fast" and switches.not_captured(measured(replace(step, train_fast=True))):
+        if switch == "train_fast" and switches.capture_reason(measured(replace(step, train_fast=True))):
             continue
         if switch == "activation_offloading" and not (checkpointing and training_step.can_offload()):
             continue

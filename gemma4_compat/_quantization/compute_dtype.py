@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemma4_compat._common.views import PlainView
+
 
 def for_quantized(module: Any, dtype: Any, *names: str) -> Any:
     """``module`` itself, or a view if one of its linears (or clipped linears) ``names`` has a quantized weight.
@@ -20,20 +22,8 @@ def for_quantized(module: Any, dtype: Any, *names: str) -> Any:
     for name in names:
         linear = getattr(module, name)
         if not getattr(linear, "linear", linear).weight.dtype.is_floating_point:
-            return View(module, {name: _Linear(getattr(module, name), dtype) for name in names})
+            return PlainView(module, **{name: _Linear(getattr(module, name), dtype) for name in names})
     return module
-
-
-class View:
-    """A module of which some attributes are others; upstream's functions take it for the module."""
-
-    def __init__(self, module: Any, others: dict[str, Any]) -> None:
-        self._module = module
-        self._others = others
-
-    def __getattr__(self, name: str) -> Any:
-        others = self._others
-        return others[name] if name in others else getattr(self._module, name)
 
 
 class _Linear:

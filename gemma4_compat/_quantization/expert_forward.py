@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from gemma4_compat._accelerate import attached, module_hooks
+from gemma4_compat._common.views import PlainView
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import checkpointing
 from gemma4_compat._quantization import expert_storage
@@ -68,7 +69,7 @@ def with_values(
     import torch
 
     weights = {**plain, **{name: again() for name, again in make.items()}}
-    substitute = Substitute(module, number, weights["gate_up_proj"], weights["down_proj"])
+    substitute = PlainView(module, num_experts=number, **weights)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return run(substitute)
     with _kept_packed(weights, make):
@@ -89,19 +90,6 @@ def refuse_packed(module: Any) -> None:
                 "plain tensor has taken its place, as FSDP2 puts in for each weight that it shards. Leave experts "
                 "out, fully_shard(..., ignored_params={...}), or load without quantize(experts=True)."
             )
-
-
-class Substitute:
-    """Stands in for an experts module in its forward, with other weights."""
-
-    def __init__(self, module: Any, num_experts: int, gate_up_proj: Any, down_proj: Any) -> None:
-        self._module = module
-        self.num_experts = num_experts
-        self.gate_up_proj = gate_up_proj
-        self.down_proj = down_proj
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 def hit(module: Any, top_k_index: Any) -> Any:

@@ -22,7 +22,7 @@ def kernel(device: Any) -> Iterator[str | None]:
         yield None
         return
     with mock.patch.dict(repair.COMPILERS, {"cpu": Compiler} | repair.COMPILERS):
-        yield repair.COMPILERS[torch.device(device).type].obstacle()
+        yield repair.COMPILERS[torch.device(device).type].unsupported_reason()
 
 
 def computed(packed: Any, state: Any) -> Any:
@@ -50,7 +50,7 @@ class Compiler:
         """The kernel is for the CPU, whatever the device."""
 
     @staticmethod
-    def obstacle() -> str | None:
+    def unsupported_reason() -> str | None:
         """None: a CPU can always compute it."""
 
     def compiled(self, texts: Sequence[str]) -> list[Callable[[Any], None]]:

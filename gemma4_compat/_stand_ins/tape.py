@@ -58,7 +58,7 @@ class Tape:
         self._recorder: _Recorder | None = None
 
     @staticmethod
-    def obstacle() -> str | None:
+    def unsupported_reason() -> str | None:
         """None: a CPU can always record."""
         return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -56,28 +55,25 @@ class _Counted(layers.Training):
 
     def __init__(self, found: list[Any], counter: Any) -> None:
         pool: Any = _Pool(counter)
-        super().__init__(found, math.inf, {"cpu": pool})
+        super().__init__(found, math.inf, {"cpu": pool}, capture_at=1)
         self._pool, self._kinds = pool, set[Any]()
         self._look()
 
     def forward(self, layer: Any, below: Callable[..., Any], given: Any, named: dict[str, Any]) -> Any:
-        call = self._call(layer, given, named)
-        known = self._known[self._places[id(layer)]]
-        if call is not None and known.obstacle is None:
+        call = self._call(layer, below, given, named)
+        if call is not None:
             weights = tuple([(one.shape, one.dtype, one.requires_grad) for one in layer.parameters()])
             attention = layer.self_attn
             stores = getattr(attention, "store_full_length_kv", None)
-            kind = (call.kind, weights, getattr(attention, "is_sliding", None), stores), None
-            if kind not in self._kinds:
+            kind = call.signature, weights, getattr(attention, "is_sliding", None), stores
+            if kind not in self._kinds and not self._calls[call.place].refuses(call):
                 self._kinds.add(kind)
-                known.seen[kind] = 1
-                self._captured(known, kind, layer, call, functools.partial(call.form.call, layer, below))
+                self._calls[call.place].run(call)
         return below(*given, **named)
 
     def reason(self, text: str) -> None:
         """Keep why layers have no graph."""
-        if text not in self.statistics.reasons:
-            self.statistics.reasons += (text,)
+        self.statistics.is_new(text)
 
     def kept(self) -> Kept:
         """What all graphs keep."""

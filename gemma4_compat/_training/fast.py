@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 from gemma4_compat._accelerate import attached
 from gemma4_compat._common import arguments, in_place
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._graphs.statistics import TrainingStatistics
 from gemma4_compat._models import family
 from gemma4_compat._training import parts
 from gemma4_compat._training.captured import layers
@@ -102,7 +103,7 @@ def forward(layer: Any, below: Callable[..., Any], *given: Any, **named: Any) ->
     return below(*given, **named) if training is None else training.forward(layer, below, given, named)
 
 
-def training_statistics(model: Any) -> layers.TrainingStatistics:
+def training_statistics(model: Any) -> TrainingStatistics:
     """How the decoder layers of a model ran in training steps since ``train_fast``.
 
     Args:
@@ -116,4 +117,4 @@ def training_statistics(model: Any) -> layers.TrainingStatistics:
     """
     model = arguments.model(model, "training_statistics")
     found = (vars(layer).get(attached.TRAINING) for layer in layers.decoder_layers(model))
-    return replace(next((one.statistics for one in found if one is not None), layers.TrainingStatistics()))
+    return replace(next((one.statistics for one in found if one is not None), TrainingStatistics()))

@@ -54,11 +54,11 @@ def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
     if args:
         kwargs.update(zip(_positional(original), args, strict=False))
         args = ()
-    obstacle = _obstacle(self, kwargs)
-    if obstacle is None:
+    reason = _unsupported_reason(self, kwargs)
+    if reason is None:
         return _returned(self, kwargs.pop("return_dict", None), _forward(original, self, **kwargs))
-    if obstacle:
-        _tell(self, obstacle)
+    if reason:
+        _tell(self, reason)
     return original(self, **kwargs)
 
 
@@ -69,7 +69,7 @@ def _is_asked_for(model: Any) -> bool:
     return chosen == _ALWAYS or (chosen == _TRAINING and bool(model.training))
 
 
-def _obstacle(model: Any, given: dict[str, Any]) -> str | None:
+def _unsupported_reason(model: Any, given: dict[str, Any]) -> str | None:
     """None if the loss can be computed in chunks; else the reason, or "" if no loss in chunks is expected."""
     import torch
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -86,13 +86,13 @@ def _obstacle(model: Any, given: dict[str, Any]) -> str | None:
     return None
 
 
-def _tell(model: Any, obstacle: str) -> None:
+def _tell(model: Any, reason: str) -> None:
     told = vars(model).setdefault(_TOLD, set())
-    if obstacle not in told:
-        told.add(obstacle)
+    if reason not in told:
+        told.add(reason)
         notice.warn_user(
             f"the loss of {type(model).__name__} is not computed in chunks, and the logits of all tokens take their "
-            f"memory: {obstacle}. Call train_fast(model, loss=False) if this is intended."
+            f"memory: {reason}. Call train_fast(model, loss=False) if this is intended."
         )
 
 

@@ -69,12 +69,12 @@ def forward(mlp: Any, original: Callable[..., Any], x: Any) -> Any:
         return original(x)
     if x.shape[:-1].numel() <= tokens or whole.is_traced() or not whole.is_on(mlp, "TextMLP"):
         return original(x)
-    obstacle = whole.obstacle(mlp)
-    if obstacle:
-        if obstacle not in _told:
-            _told.add(obstacle)
+    reason = whole.unsupported_reason(mlp)
+    if reason:
+        if reason not in _told:
+            _told.add(reason)
             notice.warn_user(
-                f"MLPs are not computed in pieces, and take the memory of all tokens: {obstacle}. Call "
+                f"MLPs are not computed in pieces, and take the memory of all tokens: {reason}. Call "
                 "train_fast(model, mlp=False) if this is intended."
             )
         return original(x)

@@ -59,7 +59,7 @@ def forward(norm: Any, original: Callable[..., Any], hidden_states: Any) -> Any:
     shape = hidden_states.shape  # (tokens, features), (rows, tokens, features) or (rows, tokens, heads, features)
     if hidden_states.itemsize > 2 or shape[:-1][:2].numel() <= tokens:
         return original(hidden_states)
-    if head.trained(norm) or whole.is_traced() or not whole.is_on(norm, "RMSNorm") or whole.obstacle(norm):
+    if head.trained(norm) or whole.is_traced() or not whole.is_on(norm, "RMSNorm") or whole.unsupported_reason(norm):
         return original(hidden_states)
     return pieces.apply(
         original,

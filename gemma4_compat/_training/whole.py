@@ -30,8 +30,8 @@ def is_traced() -> bool:
     )
 
 
-def obstacle(module: Any) -> str:
-    """Why this module must be computed as a whole; empty if nothing is in the way."""
+def unsupported_reason(module: Any) -> str | None:
+    """Why this module must be computed as a whole; None if nothing is in the way."""
     for part in module.modules():
         if getattr(part, "_is_fsdp_managed_module", False):
             return "FSDP shards them, and gathers their weights for one call"
@@ -45,7 +45,7 @@ def obstacle(module: Any) -> str:
             return "DeepSpeed ZeRO-3 shards them, and gathers their weights for one call"
         if hasattr(weight, "device_mesh"):
             return "tensor parallelism shards their weights"
-    return ""
+    return None
 
 
 @contextlib.contextmanager

@@ -52,6 +52,7 @@ def build(folder: Path, requirements: Sequence[str], *, options: Sequence[str] =
         "packaging",
         "typer",
         "msgspec",
+        "wrapt",
         "pytest",
         "attrs",  # PEFT's CorDA imports it, and does not ask for it
     ]

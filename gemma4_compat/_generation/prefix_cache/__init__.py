@@ -9,8 +9,6 @@ longest common prefix, gives transformers a cache that holds this prefix, and ke
 * :mod:`conversation`: a text, the cache that holds it, and how both are cut.
 * :mod:`rows`: the keys and values in the layers of a cache, by position.
 * :mod:`returned`: the cache that a call returns after ``decode_fast``, with or without ``reuse_prefix``.
-* :mod:`weights`: whether the model still computes what it computed before.
-* :mod:`values`: a number that stands for the values of tensors.
 """
 
 from __future__ import annotations

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._accelerate import attached
-from gemma4_compat._generation.prefix_cache import weights
-from gemma4_compat._graphs import decoder
+from gemma4_compat._graphs import decoder, signatures
+from gemma4_compat._graphs.guards.model import ModelGuards
+from gemma4_compat._models import walk
+from gemma4_compat._offload import idle_hooks
 
 if TYPE_CHECKING:
     from gemma4_compat._generation.prefix_cache.conversation import Conversation
+
+_log = logging.getLogger("gemma4_compat")
 
 
 class Kept:
@@ -24,7 +29,7 @@ class Kept:
         self._counted = decoder.of(model).statistics
         self._lock = threading.Lock()
         self._last: Conversation | None = None
-        self._modules: Any = None  # as they were when they were looked at
+        self._guards: ModelGuards | None = None
         self.settled = False  # whether a forward has run: libraries may store weights in another way in the first one
 
     def take(self) -> Conversation | None:
@@ -39,11 +44,23 @@ class Kept:
             self._last = found
 
     def seen(self, model: Any) -> tuple[Any, ...]:
-        """What is equal as long as the model computes the same (:func:`weights.seen`)."""
-        with self._lock:
-            found = weights.seen(model, self._modules)
-            self._modules = found[0]
-        return found
+        """What is equal as long as the model has the same weights, adapters, hooks, attributes and settings of torch.
+
+        Values of weights are compared as well, because a cache was computed from them.
+        """
+        import torch
+
+        kind = model.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        with self._lock, idle_hooks.put_back(model):  # a thread in a forward has them bypassed
+            if self._guards is not None and not self._guards.check_under_any_adapter():
+                found = self._guards.reason()
+                _log.debug("gemma4_compat: the last conversation is of no use: %s (%s)", found.cause, found.detail)
+                self._guards = None
+            if self._guards is None:
+                self._guards = ModelGuards(walk.modules(model), offloaded=False)
+            guards = self._guards
+            return guards, guards.active_adapters(), autocast, signatures.settings(), *guards.contents()
 
     def count(self, read: int, reused: int) -> None:
         """Count tokens of a prompt: those that are read, and those that a cache holds."""

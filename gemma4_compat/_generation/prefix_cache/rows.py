@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gemma4_compat._common import in_place
-from gemma4_compat._generation.prefix_cache import values
 from gemma4_compat._graphs import static_caches
-from gemma4_compat._models import prefill
+from gemma4_compat._models import contents, prefill
 
 _FULL, _SLIDING = ("DynamicLayer", "StaticLayer"), ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")
 #: So many rows before the window are kept with the end of a prompt, to cut it a little before its end.
@@ -87,7 +86,7 @@ def _of(layer: Any, tokens: int) -> Rows:
 
 def digest(found: Layers) -> tuple[int, ...]:
     """A number for all values of these rows."""
-    return values.digest(tensor for one in found.values() for tensor in (one.keys, one.values))
+    return contents.digest(tensor for one in found.values() for tensor in (one.keys, one.values))
 
 
 def sliding(cache: Any) -> list[int]:

@@ -8,10 +8,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._generation.prefix_cache import conversation, rows, weights
+from gemma4_compat._generation.prefix_cache import conversation, rows
 from gemma4_compat._generation.prefix_cache.reuse import Kept
 from gemma4_compat._generation.prompts import pieces
-from gemma4_compat._graphs import decoder, obstacles
+from gemma4_compat._graphs import decoder, unsupported
 from gemma4_compat._models import cache_names, media
 
 #: Arguments of ``generate`` that are the prompt, or part of it.
@@ -48,7 +48,7 @@ def begin(model: Any, kept: Kept, args: tuple[Any, ...], kwargs: dict[str, Any])
     """The session of a ``generate`` with these arguments; None if it has to read its prompt as it would otherwise."""
     given = dict(kwargs) if not args else kwargs | {"inputs": args[0]}
     ids: Any = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
-    reason = _obstacle(model, ids, given) if len(args) < 2 else "arguments of generate without their names"
+    reason = _unsupported_reason(model, ids, given) if len(args) < 2 else "arguments of generate without their names"
     if reason is None:
         tokens = ids[0].detach().to("cpu", copy=True)
         found = media.items(model, tokens.tolist(), given)
@@ -59,7 +59,7 @@ def begin(model: Any, kept: Kept, args: tuple[Any, ...], kwargs: dict[str, Any])
     return None
 
 
-def _obstacle(model: Any, ids: Any, given: dict[str, Any]) -> str | None:
+def _unsupported_reason(model: Any, ids: Any, given: dict[str, Any]) -> str | None:
     """Why a prompt is read as it would be otherwise, whatever is kept."""
     import torch
 
@@ -92,9 +92,9 @@ def _obstacle(model: Any, ids: Any, given: dict[str, Any]) -> str | None:
         return "padding"
     if model.training:
         return "training mode"
-    if weights.adapters_are_chosen(model):
+    if unsupported.chooses_adapters(model):
         return "adapters are chosen for this call"
-    return "virtual tokens" if obstacles.of_virtual_tokens(model) is not None else None
+    return "virtual tokens" if unsupported.virtual_tokens_reason(model) is not None else None
 
 
 def current(model: Any) -> Session | None:

@@ -6,6 +6,7 @@ the bits are to be PyTorch's, and in any case where it has run out of memory. Th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -78,29 +79,28 @@ def read(
             _tell(decoding, size, "at once it would take more memory than is left")
     # Windows that hold something are copied to the host, unless there is room for two such forwards.
     spacious = static_caches.held(cache) and size is None and room.fits(times=2)
-    before = None if spacious else static_caches.Held(cache)
-    try:
+    before, last = None if spacious else static_caches.Held(cache), False
+    with contextlib.ExitStack() as stack:
         while True:
             try:
                 return at_once() if size is None else in_chunks(size)
             except torch.OutOfMemoryError:
-                if before is None or decoding.pauses or not (_smaller(room, size) or decoding.captured):
+                if before is None or last or not (_smaller(room, size) or decoding.captured):
                     raise
             # Not in the handler: the error holds what the forward had.
             before.restore()
             model_kwargs.clear()
             model_kwargs.update(given)
             with decoding.lock.held():
-                prompts.release(decoding)
+                decoding.prompts.release()
             smaller = _smaller(room, size)
             if smaller:
                 size = smaller[0]
                 _tell(decoding, size, "it ran out of memory")
             else:  # once more, without any graph
                 decoding.give_back()
-                decoding.pauses = True
-    finally:
-        decoding.pauses = False
+                stack.enter_context(decoding.prompts.paused())
+                last = True
 
 
 def _smaller(room: Room, size: int | None) -> list[int]:

@@ -30,40 +30,41 @@ class Embedded(prompts.Prompt):
     """A forward of a text model that gets embeddings of several tokens for each row of a batch.
 
     Args:
-        below: runs it.
+        decoding: of the model.
+        model: of transformers.
+        below: runs the forward.
         inputs: its keyword arguments.
         cache: a static cache.
     """
 
     reads = "inputs_embeds"
 
-    def __init__(self, below: Callable[..., Any], inputs: dict[str, Any], cache: Any) -> None:
+    def __init__(
+        self, decoding: Any, model: Any, below: Callable[..., Any], inputs: dict[str, Any], cache: Any
+    ) -> None:
         self._below = below
-        super().__init__(inputs, cache, static_caches.tensors(cache))
+        super().__init__(decoding, model, inputs, cache, static_caches.tensors(cache))
 
     @classmethod
-    def made_of(cls, below: Callable[..., Any], inputs: dict[str, Any], *, per_layer: bool) -> Embedded | None:
-        """The forward with these inputs; None if a graph cannot serve it.
-
-        Args:
-            below: runs it.
-            inputs: its keyword arguments.
-            per_layer: whether the model has inputs of each layer. It searches its embeddings for those that it does
-                not get, which no capture permits.
-        """
+    def made_of(cls, decoding: Any, model: Any, below: Callable[..., Any], inputs: dict[str, Any]) -> Embedded | None:
+        """The forward with these inputs; None if a graph cannot serve it. See the class."""
         import torch
 
         cache, embeddings = cache_names.cache_in(inputs), inputs.get(cls.reads)
         if cache is None or embeddings is None or not prompts.has_masks(inputs) or not is_short(embeddings):
             return None
-        if inputs.get("input_ids") is not None or (per_layer and inputs.get("per_layer_inputs") is None):
+        if inputs.get("input_ids") is not None:
+            return None
+        # A model with inputs of each layer searches its embeddings for those, which no capture permits.
+        per_layer = getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0)
+        if per_layer and inputs.get("per_layer_inputs") is None:
             return None
         others = [value for name, value in inputs.items() if name != "attention_mask" and value is not cache]
         if not all(isinstance(value, (torch.Tensor, *_PLAIN)) for value in others):
             return None
-        return cls(below, inputs, cache)
+        return cls(decoding, model, below, inputs, cache)
 
-    def forward(self, model: Any, inputs: dict[str, Any]) -> Any:
+    def forward(self, inputs: dict[str, Any]) -> Any:
         return self._below(**inputs)
 
 

@@ -31,20 +31,22 @@ class Piece(Prompt):
     """A forward of some tokens of a prompt and of padding after them, whose logits nobody reads.
 
     Args:
+        decoding: of the model.
+        model: of transformers.
         inputs: of the model, and two tensors: ``window``, where in the old window and the new tokens the new window
             of a sliding layer is; ``real``, how many tokens are no padding.
         cache: a static cache.
         real: the same number.
     """
 
-    def __init__(self, inputs: dict[str, Any], cache: Any, real: int) -> None:
-        super().__init__(inputs, cache, static_caches.tensors(cache))
+    def __init__(self, decoding: Any, model: Any, inputs: dict[str, Any], cache: Any, real: int) -> None:
+        super().__init__(decoding, model, inputs, cache, static_caches.tensors(cache))
         self.added = real
 
-    def forward(self, model: Any, inputs: dict[str, Any]) -> Any:
+    def forward(self, inputs: dict[str, Any]) -> Any:
         given = {name: value for name, value in inputs.items() if name not in _OWN}
         with static_caches.updated_by(self.cache, inputs["window"], inputs["real"], self.added):
-            return model(**given)
+            return self.model(**given)
 
     def _ways(self) -> tuple[Any, ...]:
         return ("piece",)
@@ -73,8 +75,8 @@ def read(given: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[
     ids, positions = input_ids[:, -new:], positions[:, -new:]
     for start, end, size in cut(new - 1, given.largest_piece(len(input_ids), cache)):
         part = _padded(ids[:, start:end], size), _padded(positions[:, start:end], size)
-        piece = Piece(_inputs(model, cache, *part, mask, held + start, end - start), cache, end - start)
-        if not given.read_piece(piece, first=start == 0):
+        inputs = _inputs(model, cache, *part, mask, held + start, end - start)
+        if not given.read_piece(inputs, end - start, first=start == 0):
             return None
     inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
     outputs = given(**inputs, return_dict=True)

@@ -9,24 +9,20 @@ Graphs are kept apart from those of steps, in a memory pool of their own, which 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._graphs import deferral, fused_steps, obstacles, static_caches, steps
-from gemma4_compat._graphs.graphs import REMEMBERED, Graph, Variant
-from gemma4_compat._graphs.recording import RECORDERS
+from gemma4_compat._graphs import deferral, fused_steps, static_caches, steps
+from gemma4_compat._graphs.captured_calls import Known
 from gemma4_compat._kernels.specs import flash
 from gemma4_compat._memory.attention import EAGER_SCORES, mask_as_numbers, repeated
 from gemma4_compat._models import cache_names, prefill
-from gemma4_compat._offload import idle_hooks, streaming
+from gemma4_compat._offload import streaming
 from gemma4_compat._quantization import experts
 
 if TYPE_CHECKING:
     from gemma4_compat._graphs.decoder import Decoding
 
-#: Graphs of prompts that are kept for one model. The least recently used one goes first.
-MAX_GRAPHS = 16
 #: Tokens of a forward, over all rows of a batch: more keep the GPU busy for longer than Python takes, and their
 #: activations would fill the pool.
 MAX_TOKENS = 2048
@@ -61,37 +57,109 @@ class Prompt(steps.Step):
         hides_nothing: what ``prefill.hides_nothing`` finds in its forward, which a capture cannot read.
     """
 
-    decodes = False
+    decodes, progress = False, Progress
 
-    def __init__(self, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...] | None) -> None:
+    def __init__(
+        self, decoding: Decoding, model: Any, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...] | None
+    ) -> None:
         full, sliding = map(inputs["attention_mask"].get, MASKS)
         tokens = inputs[self.reads].shape[1]
         self.hides_nothing = full is None and sliding is not None and prefill.hides_nothing(sliding[:, :, -1:], tokens)
-        super().__init__(inputs, cache, found or ())
+        self._started: tuple[Any, ...] = ()  # what there was before
+        super().__init__(decoding, model, inputs, cache, found or ())
+        self.statistics = decoding.prompts.statistics
+        self.refused_as = "prompts"  # if one cannot be captured, no other is tried
+        self.fuses &= inputs[self.reads].shape[:2].numel() <= MAX_FUSED
 
     @classmethod
-    def of(cls, inputs: dict[str, Any]) -> Prompt | None:
+    def of(cls, decoding: Decoding, model: Any, inputs: dict[str, Any]) -> Prompt | None:
         """The prompt with these inputs; None if it is something else, or too long to be captured."""
         cache, ids = cache_names.cache_in(inputs), inputs.get("input_ids")
         if cache is None or ids is None or ids.ndim != 2 or not 1 < ids.shape[1] <= MAX_TOKENS // len(ids):
             return None
         if not has_masks(inputs) or not is_text(inputs) or not static_caches.is_static(cache):
             return None
-        return cls(steps.without_token_types(inputs), cache, static_caches.tensors(cache))
+        return cls(decoding, model, steps.without_token_types(inputs), cache, static_caches.tensors(cache))
 
     def _ways(self) -> tuple[Any, ...]:
         found = [static_caches.way(layer, self.tokens) for layer in self.sliding]
         return (*found, self.hides_nothing, self.inputs[self.reads].shape[:2], static_caches.length(self.cache))
 
-    def takes(self, memory: static_caches.Memory | None, layout: Any) -> bool:
-        """Whether the cache has its tensors, or takes those that were lent to it, of this layout, now."""
-        if self.addresses:
-            return True
-        if memory is None or memory.layout() != layout:
+    def numerics(self) -> Any:
+        return self.decoding.reading(self.device, self.cache)
+
+    def is_served_by(self, graph: Any) -> bool:
+        """The cache may take lent memory later."""
+        memory = None if self.addresses else self.decoding.memory_of(self.cache)
+        return bool(graph.addresses == (self.addresses if memory is None else memory.addresses))
+
+    def begins(self, known: Known) -> bool:
+        """Whether its cache has tensors, or takes those that were lent to it, of the layout that it would have."""
+        if self.addresses or self.signature not in known.seen:
+            return self.signature in known.seen
+        memory = self.decoding.memory_of(self.cache)
+        if memory is None or memory.layout() != known.seen[self.signature].layout:
             return False
         found = memory.fill(self.cache)
         self.addresses = () if found is None else memory.addresses
         return found is not None
+
+    def unsupported(self, known: Known) -> str | None:
+        return self.unsupported_model()
+
+    def has_room(self, known: Known) -> bool:
+        """Copies of the masks are new."""
+        return has_room(self.decoding, self.model, self.device, *_asked(self.inputs))
+
+    def note(self, reason: str | BaseException) -> None:
+        if isinstance(reason, str):
+            super().note(reason)
+        else:
+            failed = f"a capture of a prompt failed with {steps.error_text(reason)}"
+            self.decoding.reason(failed, "reading prompts eagerly")
+
+    def layout(self) -> Any:
+        return static_caches.layout(static_caches.tensors(self.cache) or ())
+
+    def record(self, *args: Any) -> Any:
+        with prefill.known_to_hide_nothing(self.hides_nothing):
+            return super().record(*args)
+
+    def replay(self, graph: Any, *, prepared: bool = False) -> Any:
+        """Replay it, unless it was started already."""
+        return steps.copied(graph.outputs, self.cache) if prepared else super().replay(graph)
+
+    def starts(self, known: Known, graph: Any) -> bool:
+        """The look at the model takes a third of what Python does before a prompt. The cache is new, and nothing else
+        is written.
+        """
+        memory = self.decoding.memory_of(self.cache)
+        if memory is None or self.signature not in known.seen:
+            return False
+        if self.fuses:
+            if graph.progress.is_next:
+                return False  # nothing is captured before everything was looked at
+            graph.progress.count()
+        before = static_caches.attributes(self.cache)
+        if not self.begins(known):
+            return False
+        random = deferral.generator_of(self.device)
+        self._started = memory, before, random, random.get_state()
+        self.launch(graph, self.tensors)
+        graph.recording.replay()
+        static_caches.advance(self.sliding, self.added)
+        return True
+
+    def take_back(self) -> None:
+        """Cache and random numbers are as they were."""
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # before anything that it reads is released
+        memory, before, random, state = self._started
+        random.set_state(state)
+        memory.take_back(self.cache, before, self.decoding.drop)
+        self.addresses = ()
 
 
 def has_masks(inputs: dict[str, Any]) -> bool:
@@ -113,157 +181,27 @@ def is_text(inputs: dict[str, Any]) -> bool:
     return bool(inputs.get("logits_to_keep") == 1) and not any(inputs.get(name) for name in RECORDED)
 
 
-def run(decoding: Decoding, model: Any, prompt: Prompt, *, first: bool) -> Any:
+def run(prompt: Prompt, *, first: bool) -> Any:
     """Read a prompt by replaying its graph. ``first``: nothing was replayed in this ``generate``.
 
     Returns:
         the model's output; None if it has to run without a graph, and nothing has run then.
     """
-    if decoding.pauses or not any(prompt.kind in variant.read for variant in decoding.variants):
+    calls = prompt.decoding.prompts
+    if not calls.may_serve(prompt):
         return None  # without a look at the model
     if first and not prompt.addresses:
-        outputs = _ahead(decoding, model, prompt)
+        outputs = calls.run_ahead(prompt)
         if outputs is not None:
             return outputs
-    variant = decoding.variant(model, in_full=first)
-    if variant.prompts_refused or prompt.kind not in variant.read:
-        return None
-    if not prompt.takes(decoding.memory_of(prompt.cache), variant.read[prompt.kind]):
-        return None
-    graph = variant.prompts.get((prompt.addresses, prompt.kind)) or _captured(decoding, model, prompt, variant)
-    if graph is None:
-        return None
-    decoding.launch(graph, prompt)
-    if not (_is_fused(decoding, prompt) and graph.progress.is_due() and _fused(decoding, model, prompt, graph)):
-        graph.recording.replay()
-    return _replayed(decoding, prompt, variant, graph)
+    return calls.run(prompt, first=first)
 
 
-def _is_fused(decoding: Decoding, prompt: Prompt) -> bool:
-    """Whether graphs of such a prompt are fused at all."""
-    return decoding.fuses and prompt.inputs[prompt.reads].shape[:2].numel() <= MAX_FUSED
-
-
-def _fused(decoding: Decoding, model: Any, prompt: Prompt, graph: Graph) -> bool:
-    """Whether this call replayed the prompt, because its graph is fused from now on."""
-    before = _unused(prompt.device)
-    with prefill.known_to_hide_nothing(prompt.hides_nothing):
-        found = decoding.replay_fused(model, graph, prompt)
-    decoding.prompt_bytes += max(_unused(prompt.device) - before, 0)
-    decoding.statistics.prompts_fused += int(found)
-    return found
-
-
-def _replayed(decoding: Decoding, prompt: Prompt, variant: Variant, graph: Graph) -> Any:
-    """Count a replay that is under way. Returns the model's output."""
-    variant.prompts.move_to_end((prompt.addresses, prompt.kind))
-    static_caches.advance(prompt.sliding, prompt.added)
-    decoding.statistics.prompts_replayed += 1
-    return steps.copied(graph.outputs, prompt.cache)
-
-
-def _ahead(decoding: Decoding, model: Any, prompt: Prompt) -> Any:
-    """Launch a known graph after a look at the memory it reads, and at the rest while the GPU computes.
-
-    That look takes a third of what Python does before a prompt. The cache is new, and nothing else is written.
-
-    Returns:
-        the model's output; None if no graph is known, or if something has changed: then cache and random numbers are
-        as they were.
-    """
-    import torch
-
-    memory, variant = decoding.memory_of(prompt.cache), decoding.variants[0]
-    if memory is None or prompt.kind not in variant.read:
-        return None
-    graph, known = variant.prompts.get((memory.addresses, prompt.kind)), variant.dependencies
-    if graph is None or not known.may_be_read():
-        return None
-    if _is_fused(decoding, prompt):
-        if graph.progress.is_next:
-            return None  # nothing is captured before everything was looked at
-        graph.progress.count()
-    before = static_caches.attributes(prompt.cache)
-    if not prompt.takes(memory, variant.read[prompt.kind]):
-        return None
-    random = deferral.generator_of(prompt.device)
-    state = random.get_state()
-    decoding.launch(graph, prompt)
-    graph.recording.replay()
-    with idle_hooks.put_back(model):
-        holds = known.rest_holds() and known.hold_in_full()
-    if holds:
-        return _replayed(decoding, prompt, variant, graph)
-    if prompt.device.type == "cuda":
-        torch.cuda.current_stream(prompt.device).synchronize()  # before anything that it reads is released
-    random.set_state(state)
-    memory.take_back(prompt.cache, before, decoding.drop)
-    prompt.addresses = ()
-    return None
-
-
-def has_run(decoding: Decoding, model: Any, prompt: Prompt) -> None:
-    """Note a prompt that has run without a graph: the next one of its kind may be captured."""
-    found = static_caches.tensors(prompt.cache)
-    variant = decoding.variant(model, in_full=False, settling=True)
-    if found is None or variant.prompts_refused:
-        return
-    if prompt.kind in variant.read and decoding.memory_of(prompt.cache) is None:
+def has_run(prompt: Prompt) -> None:
+    """Note a prompt that has run without a graph: the next one of its signature may be captured."""
+    decoding = prompt.decoding
+    if decoding.prompts.has_run(prompt) > 1 and decoding.memory_of(prompt.cache) is None:
         decoding.memories.append(static_caches.Memory(prompt.cache))
-    variant.read[prompt.kind] = static_caches.layout(found)
-    variant.read.move_to_end(prompt.kind)
-    if len(variant.read) > REMEMBERED:
-        variant.read.popitem(last=False)
-
-
-def _captured(decoding: Decoding, model: Any, prompt: Prompt, variant: Variant) -> Graph | None:
-    """Capture the forward of a prompt without running it. None, with model and cache unchanged, if that fails."""
-    obstacle = RECORDERS[prompt.device.type].obstacle() or obstacles.find(model, obstacles.modules_of_a_step(model))
-    if obstacle is not None:
-        decoding.reason(obstacle)
-        variant.prompts_refused = True
-        return None
-    while sum(len(other.prompts) for other in decoding.variants) >= MAX_GRAPHS:
-        next(other for other in reversed(decoding.variants) if other.prompts).prompts.popitem(last=False)
-    if not has_room(decoding, model, prompt.device, *_asked(prompt.inputs)):  # copies of the masks are new
-        return None
-    begun, before = time.perf_counter(), _unused(prompt.device)
-    graph = _recorded(decoding, model, prompt, variant)
-    if graph is None:
-        return None
-    decoding.prompt_bytes += max(_unused(prompt.device) - before, 0)
-    decoding.statistics.prompts_captured += 1
-    decoding.statistics.capture_seconds += time.perf_counter() - begun
-    decoding.keep_memory(prompt.cache)
-    variant.prompts[prompt.addresses, prompt.kind] = graph
-    return graph
-
-
-def _recorded(decoding: Decoding, model: Any, prompt: Prompt, variant: Variant) -> Graph | None:
-    try:
-        if not any(_all(decoding)):
-            decoding.prompt_pool, decoding.prompt_bytes = RECORDERS[prompt.device.type].new_pool(), 0
-        static = prompt.static_inputs()
-        with prefill.known_to_hide_nothing(prompt.hides_nothing):
-            recording, outputs = decoding.recorded(model, prompt, static, decoding.prompt_pool)
-    except Exception as error:  # noqa: BLE001  # whatever it is, the prompt can run without a graph
-        decoding.reason_of(error, prompt=True)
-        variant.prompts_refused = True
-        return None
-    return Graph(recording, steps.kept(static, prompt.cache), steps.tensors(static), outputs, Progress())
-
-
-def _all(decoding: Decoding) -> Iterator[Graph]:
-    return (graph for variant in decoding.variants for graph in variant.prompts.values())
-
-
-def release(decoding: Decoding) -> bool:
-    """Drop all graphs of prompts, and with them their pool. False if there are none."""
-    found = any(_all(decoding))
-    for variant in decoding.variants:
-        variant.prompts.clear()
-    decoding.prompt_pool, decoding.prompt_bytes = None, 0
-    return found
 
 
 def make_room(decoding: Decoding, model: Any, inputs: dict[str, Any]) -> None:
@@ -285,8 +223,8 @@ def make_room_for_chunks(decoding: Decoding, model: Any, cache: Any, rows: int, 
         size: tokens of a chunk, for each row.
     """
     with decoding.lock.held():
-        kinds = [kind for variant in decoding.variants for _, kind in variant.prompts]
-        if any(shape == (rows, size) for kind in kinds for shape, *_ in kind[1]):
+        shapes = (shape for graph in decoding.prompts.graphs() for shape, *_ in graph.signature[1])
+        if (rows, size) in shapes:
             return  # these had room for their masks
         _make_room(decoding, model, model.device, rows, size, cache, masks=True)
 
@@ -294,9 +232,9 @@ def make_room_for_chunks(decoding: Decoding, model: Any, cache: Any, rows: int, 
 def _make_room(
     decoding: Decoding, model: Any, device: Any, rows: int, tokens: int, cache: Any, *, masks: bool
 ) -> None:
-    if any(_all(decoding)) and not has_room(decoding, model, device, rows, tokens, cache, masks=masks):
-        _log.debug("gemma4_compat: the graphs of prompts give back %d bytes", decoding.prompt_bytes)
-        release(decoding)
+    if any(decoding.prompts.graphs()) and not has_room(decoding, model, device, rows, tokens, cache, masks=masks):
+        _log.debug("gemma4_compat: the graphs of prompts give back %d bytes", decoding.prompts.nbytes)
+        decoding.prompts.release()
 
 
 def _asked(inputs: dict[str, Any]) -> tuple[int, int, Any]:
@@ -315,7 +253,7 @@ def has_room(
     decoding: Decoding, model: Any, device: Any, rows: int, tokens: int, cache: Any, *, masks: bool = True
 ) -> bool:
     """Whether a forward fits twice into the memory that is free: see :func:`activations`."""
-    left = free(device, decoding.prompt_bytes if any(_all(decoding)) else 0)
+    left = free(device, decoding.prompts.nbytes)
     if left is None:
         return True
     copies = not computes_attention(decoding, model, cache)

@@ -115,7 +115,7 @@ class Room:
         if prompts.free(self._model.device) is None or self._shapes is None:
             return None
         (cut, share), kept = self._shapes, 0
-        if any(variant.graphs for variant in self._decoding.variants):
+        if any(self._decoding.steps.graphs()):
             streamed = share.stream_sizes(few=cut.experts is not None)
             kept = formulas.graph(cut, share.computed, streamed, self._load, head=True)
         return prompts.free(self._model.device, kept)

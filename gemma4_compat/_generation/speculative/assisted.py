@@ -1,7 +1,7 @@
 """``generate`` with an assistant model or prompt lookup, after ``decode_fast(assistants=True)``.
 
-The prompt is read as without an assistant. Then the text grows by rounds (:mod:`rounds`): some drafts, which the model
-reads together with the newest token. :mod:`pace` says how many; none if they do not pay.
+The prompt is read as without an assistant. Then the text grows by rounds (:mod:`speculative_steps`): some drafts,
+which the model reads together with the newest token. :mod:`pace` says how many; none if they do not pay.
 
 Where no user's code runs between two tokens, a round is read late: the next one is launched before, from the state
 that the device has. What was launched when the text turns out to have ended is dropped.
@@ -20,10 +20,11 @@ from gemma4_compat._common.bits import same_bits
 from gemma4_compat._generation import call
 from gemma4_compat._generation.sampling.ends import Stop
 from gemma4_compat._generation.sampling.noise import Noise
-from gemma4_compat._generation.speculative import pace, rounds
+from gemma4_compat._generation.speculative import pace, speculative_steps
 from gemma4_compat._generation.speculative.draft_windows import Windows
 from gemma4_compat._generation.speculative.lookup import Lookup
-from gemma4_compat._graphs import advancing, decoder, deferral, static_caches
+from gemma4_compat._generation.speculative.speculative_steps import DraftStep, VerifyStep
+from gemma4_compat._graphs import decoder, deferral, static_caches
 from gemma4_compat._models import cache_names
 
 
@@ -44,14 +45,14 @@ class Text:
         self._decoding = decoder.of(model)
         self._assistant, self._streamer = given.get("assistant_model"), given.get("streamer")
         processors = tuple(given["logits_processor"])
-        self._drafting = rounds.Choice.of(processors, samples=bool(config.do_sample))
-        self._choice = rounds.Choice(bool(config.do_sample), (), processors)
+        self._drafting = speculative_steps.Choice.of(processors, samples=bool(config.do_sample))
+        self._choice = speculative_steps.Choice(bool(config.do_sample), (), processors)
         #: Whether a graph may choose tokens.
         self._in_graph = self._drafting.processors == processors
-        self._quiet = decoder.is_quiet(model)
+        self._quiet = deferral.is_quiet(model)
         self._noise = Noise(ids.device) if config.do_sample else None
         self._stop = Stop(given["stopping_criteria"], config.max_length)
-        most, self._lookup = rounds.MAX_TOKENS - 1, None
+        most, self._lookup = speculative_steps.MAX_TOKENS - 1, None
         if getattr(config, "prompt_lookup_num_tokens", None) is not None:
             most = min(most, int(config.prompt_lookup_num_tokens))
             self._lookup = Lookup(int(getattr(config, "max_matching_ngram_size", None) or 2))
@@ -60,8 +61,8 @@ class Text:
         self._known = self._decoding.paces.setdefault(drafter, pace.Known())
         self._pace = pace.Pace(most, self._known)
         self._counted = [decoder.of(one).statistics for one in dict.fromkeys((model, drafter))]
-        self._last: dict[Any, advancing.Replayed] = {}  # steps, by what they are replayed for
-        self._launched: list[rounds.Launched] = []  # rounds that were not read, in order
+        self._last: dict[Any, tuple[Any, Any]] = {}  # steps and their graphs, by what they are replayed for
+        self._launched: list[speculative_steps.Launched] = []  # rounds that were not read, in order
         self._checked: set[int] = set()  # ids of models that were looked at in full
         self._rounds, self._read_at = 0, 0.0
         self._done = False
@@ -79,7 +80,7 @@ class Text:
         logits = self._model._prefill(self._ids, self._config, model_kwargs).logits
         scores = logits[:, -1].float().clone()
         given = call.decoder_for(self._model, self._cache)
-        assert given is not None  # :func:`obstacle` has seen to it
+        assert given is not None  # :func:`unsupported_reason` has seen to it
         self._given, self._held = given, self._ids.shape[1] - 1
         try:
             noise = None if self._noise is None else self._noise.rows(scores.shape[-1], 1)
@@ -120,7 +121,7 @@ class Text:
             return
         begun, before = time.perf_counter(), self._unusual()
         drafts = self._drafted(wanted) if wanted else self._nothing
-        if drafts.shape[1] and not self._decoding.variants[0].tried.get(self._key(drafts.shape[1])):
+        if drafts.shape[1] and not self._tried.get(self._key(drafts.shape[1])):
             self._settle()
             if not self._done:
                 self._try(drafts.shape[1])
@@ -130,7 +131,7 @@ class Text:
 
     def _wanted(self) -> int:
         """How many drafts the next round has. What was launched is read if that depends on it."""
-        replayable = bool(self._decoding.variants)  # not, for one, under autocast
+        replayable = self._decoding.state is not None  # not, for one, under autocast
         wanted = self._pace.next() if replayable and "hidden" in self._state else 0
         if (wanted and self._lookup is not None) or not self._fits(wanted):
             self._settle()
@@ -144,7 +145,7 @@ class Text:
 
     def _graphs(self, drafts: int) -> list[Any]:
         """Those that rounds with so many drafts have replayed in this text."""
-        return [last.graph for key, last in self._last.items() if drafts == (key if isinstance(key, int) else key[0])]
+        return [graph for key, (_, graph) in self._last.items() if drafts == (key if isinstance(key, int) else key[0])]
 
     def _are_fused(self, drafts: int) -> bool:
         return all(graph.progress.is_over for graph in self._graphs(drafts))
@@ -186,6 +187,13 @@ class Text:
         """What the first try of so many drafts is known by."""
         return count, self._windows.addresses
 
+    @property
+    def _tried(self) -> dict[Any, bool]:
+        """Numbers of drafts, and whether they have the bits of single tokens."""
+        assert self._decoding.state is not None
+        found: dict[Any, bool] = self._decoding.state.notes.setdefault(Text, {})
+        return found
+
     def _try(self, count: int) -> None:
         """Decode tokens one by one, then read them at once: are the bits the same?
 
@@ -193,7 +201,7 @@ class Text:
         """
         import torch
 
-        key, tried = self._key(count), self._decoding.variants[0].tried
+        key, tried = self._key(count), self._tried
         if key in tried:  # and refused
             self._pace = pace.Pace(0)
             return
@@ -232,13 +240,13 @@ class Text:
         noise = self._noise_for(tokens)
         found = self._verified(drafts, self._state, self._bounds(), noise)
         if not self._in_graph:
-            found = rounds.accepted(self._choice, self._text(), found, drafts, noise)
+            found = speculative_steps.accept(self._choice, self._text(), found, drafts, noise)
         self._state = {name: found[name] for name in ("newest", "hidden", "held")}
         self._states = found["states"]
         fused = self._are_fused(tokens - 1)
         self._known.note_fused(tokens - 1, fused=fused)
         says = before if fused or not self._are_fused(0) else None
-        self._launched.append(rounds.Launched(tokens - 1, found["told"], found["grown"], begun, says))
+        self._launched.append(speculative_steps.Launched(tokens - 1, found["told"], found["grown"], begun, says))
 
     def _settle(self, *, leave: int = 0) -> None:
         """Read what was launched, except the newest ``leave`` rounds; nothing after the end of the text."""
@@ -247,7 +255,7 @@ class Text:
         if self._done:
             self._launched.clear()
 
-    def _read(self, one: rounds.Launched) -> None:
+    def _read(self, one: speculative_steps.Launched) -> None:
         *chosen, right = one.read()  # the host waits
         now = time.perf_counter()
         seconds = now - max(one.begun, self._read_at)
@@ -265,10 +273,10 @@ class Text:
             inputs |= {"noise": noise, "choice": self._drafting}
         last = self._last.get(drafts.shape[1])
         if last is not None:
-            last.step.held = held  # type: ignore[attr-defined]  # a `rounds.Verification`
+            last[0].held = held
         return self._run(
-            *(self._model, drafts.shape[1], inputs),
-            lambda: rounds.Verification(inputs, self._cache, self._windows, held),
+            *(drafts.shape[1], inputs),
+            lambda: VerifyStep(self._model, inputs, self._cache, self._windows, held),
         )
 
     def _drafted(self, count: int) -> Any:
@@ -280,48 +288,49 @@ class Text:
             padded = found + [0] * (count - len(found))
             return torch.tensor([padded], device=self._ids.device) if found else self._nothing
         embedding = self._model.get_input_embeddings().weight
-        version = id(self._decoding.variants[0].dependencies), embedding.data_ptr()
+        assert self._decoding.state is not None
+        version = id(self._decoding.state.guards), embedding.data_ptr()
         inputs = {**self._state, "noise": self._noise_for(count), "choice": self._drafting, "drafts": count}
         drafting = decoder.of(self._assistant)
         drafting.own = True
         self._decoding.known_assistants.add(self._assistant)
         drafted = self._run(
-            *(self._assistant, (count, version), inputs),
-            lambda: rounds.Draft(inputs, self._cache, self._windows, self._model, version),
+            *((count, version), inputs),
+            lambda: DraftStep(self._assistant, inputs, self._cache, self._windows, self._model, version),
         )
         return drafted["drafts"]
 
-    def _run(self, model: Any, key: Any, inputs: dict[str, Any], make: Callable[[], Any]) -> dict[str, Any]:
+    def _run(self, key: Any, inputs: dict[str, Any], make: Callable[[], Any]) -> dict[str, Any]:
         """Replay a step that :meth:`_run_anew` has replayed before, or make it."""
-        last, decoding = self._last.get(key), decoder.of(model)
+        last = self._last.get(key)
 
         def run() -> Any:
             found = None
             if last is not None and self._quiet:
-                last.step.renew(inputs)  # type: ignore[attr-defined]  # a round
-                found = decoding.again(model, last)
-            return self._run_anew(model, key, make()) if found is None else found
+                step, graph = last
+                step.renew(inputs)
+                found = step.decoding.steps.again(step, graph)
+            return self._run_anew(key, make()) if found is None else found
 
         found: dict[str, Any] = self._given.alone(run)
         return found
 
-    def _run_anew(self, model: Any, key: Any, step: Any) -> Any:
+    def _run_anew(self, key: Any, step: Any) -> Any:
         """Replay a step, or run it."""
-        decoding, first, found = decoder.of(model), id(model) not in self._checked, None
-        self._checked.add(id(model))
+        decoding, first, found = step.decoding, id(step.model) not in self._checked, None
+        self._checked.add(id(step.model))
         self._last.pop(key, None)
-        if step.obstacle is None:
-            found = decoding.run(model, step, first=first)
+        if step.unsupported_reason is None:
+            found = decoding.run(step, first=first)
         else:
-            decoding.reason(step.obstacle)
+            decoding.reason(step.unsupported_reason)
         if found is None:
             decoding.statistics.eager += 1
-            with decoding.arithmetic(step.device, step.tokens):
-                return step.forward(model, step.inputs)
-        variant = decoding.variants[0]
-        graph = variant.graphs.get((step.addresses, step.kind))
+            with step.numerics():
+                return step.forward(step.inputs)
+        graph = decoding.steps.graph_of(step)
         if graph is not None:
-            self._last[key] = advancing.Replayed(variant, graph, step)
+            self._last[key] = step, graph
         return found
 
     def _noise_for(self, tokens: int) -> Any:

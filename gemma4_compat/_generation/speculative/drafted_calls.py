@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._generation.sampling import choosing
-from gemma4_compat._graphs import deferral, obstacles, static_caches
+from gemma4_compat._graphs import deferral, static_caches, unsupported
 from gemma4_compat._models import cache_names
 
 #: Beginnings of the names of classes that draft from keys and values of the model.
@@ -16,7 +16,7 @@ _OF_ASSISTANTS = "dynamic_full"
 _WITH_A_STATE = ("SynthIDTextWatermarkLogitsProcessor",)
 
 
-def obstacle(model: Any, ids: Any, config: Any, given: dict[str, Any]) -> str | None:
+def unsupported_reason(model: Any, ids: Any, config: Any, given: dict[str, Any]) -> str | None:
     """Why a text cannot be decoded in rounds; None if nothing is known to be in the way.
 
     Args:
@@ -38,19 +38,19 @@ def obstacle(model: Any, ids: Any, config: Any, given: dict[str, Any]) -> str | 
         "attention is not sdpa": text._attn_implementation != "sdpa",
         "the prompt is padded, or not of tokens": not _is_plain(ids, given),
     }
-    found = _of_call(config, given) or next((reason for reason, holds in reasons.items() if holds), None)
+    found = _call_reason(config, given) or next((reason for reason, holds in reasons.items() if holds), None)
     if found is None and not looks_up:
-        found = _of_assistant(model, assistant)
-    return found or obstacles.of_virtual_tokens(model) or own.obstacle(model.device)
+        found = _assistant_reason(model, assistant)
+    return found or unsupported.virtual_tokens_reason(model) or own.unsupported_reason(model.device)
 
 
-def without_drafts(model: Any, ids: Any, config: Any, given: dict[str, Any]) -> str | None:
+def undrafted_reason(model: Any, ids: Any, config: Any, given: dict[str, Any]) -> str | None:
     """Why a text is that without an assistant only if nothing is drafted; None if drafts may be tried.
 
-    Args: as of :func:`obstacle`. None as well for calls that only transformers' loop for assistants takes.
+    Args: as of :func:`unsupported_reason`. None as well for calls that only transformers' loop for assistants takes.
     """
     cache = cache_names.cache_in(given)
-    if _of_call(config, given) or not ids.numel():
+    if _call_reason(config, given) or not ids.numel():
         return None
     reasons = {
         # A try would not find that out: it depends on which experts the tokens of a round share.
@@ -77,7 +77,7 @@ def keeps_all(config: Any) -> bool:
     return bool(config.return_dict_in_generate) and config.cache_implementation == _OF_ASSISTANTS
 
 
-def _of_call(config: Any, given: dict[str, Any]) -> str | None:
+def _call_reason(config: Any, given: dict[str, Any]) -> str | None:
     """What only transformers' loop for assistants has; None if the call asks for none of it."""
     reasons = {
         "there is no cache": cache_names.cache_in(given) is None,
@@ -101,7 +101,7 @@ def _is_plain(ids: Any, given: dict[str, Any]) -> bool:
     return positions is None or (positions.shape == places.shape and bool((positions == places).all()))
 
 
-def _of_assistant(model: Any, assistant: Any) -> str | None:
+def _assistant_reason(model: Any, assistant: Any) -> str | None:
     if not hasattr(assistant, "create_attention_masks"):
         return "the assistants of this release of transformers make their masks in another way"
     here, there = ((one.device, one.dtype) for one in (model, assistant))

@@ -22,6 +22,7 @@ from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
 from gemma4_compat._kernels.fuse.pointwise import DOT, Load, Value
 from gemma4_compat._kernels.match import top_tokens
 from gemma4_compat._kernels.specs import attention, dense, flash, nf4_gemv, shifting
+from gemma4_compat._models import contents
 
 #: Properties of a tensor that its shape, dtype and device decide.
 _PROPERTIES = frozenset({"device", "dtype", "is_cuda", "itemsize", "layout", "ndim", "requires_grad", "shape"})
@@ -182,8 +183,7 @@ class Own(Repeats):
 
     def _valid_keys(self, query: Any, key: Any, value: Any, mask: Any, scale: float, gqa: bool) -> Any:
         """Where the keys of each query begin and end: found once for all layers with this mask."""
-        version = None if mask.is_inference() else mask._version
-        what = (mask.data_ptr(), version, mask.shape, mask.stride(), query.shape[:3], key.shape[1])
+        what = (contents.stamp(mask), mask.shape, mask.stride(), query.shape[:3], key.shape[1])
         if what not in self._valid:
             found = self._computed(torch.ops.gemma4_compat.valid_keys, query, key, value, mask, scale, gqa)
             self._valid[what] = mask, found
@@ -202,12 +202,12 @@ class Own(Repeats):
             return None
 
 
-def obstacle(device: Any) -> str | None:
+def unsupported_reason(device: Any) -> str | None:
     """Why these kernels cannot run on this device; None if they can."""
     if device in _broken:
         return _broken[device]
     compiler = kernels.COMPILERS.get(device.type)
-    return f"there are no kernels for {device.type}" if compiler is None else compiler.obstacle()
+    return f"there are no kernels for {device.type}" if compiler is None else compiler.unsupported_reason()
 
 
 def operators() -> Any:

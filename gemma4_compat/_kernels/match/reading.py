@@ -18,6 +18,7 @@ from gemma4_compat._common.selftest import SelfTests
 from gemma4_compat._engine import dormant
 from gemma4_compat._kernels.match import own
 from gemma4_compat._kernels.specs import attention, flash
+from gemma4_compat._models import contents
 
 #: Whether kernels of this package may compute attention with a mask, by the width of a head, and that of prompts which
 #: are read at once, where no mask is needed. On an H100 a call with a mask took 0.23 to 0.41 of the time of PyTorch's
@@ -85,8 +86,7 @@ class Reading(own.Own):
 
     def _bounds_of(self, mask: Any) -> Any:
         """The valid keys of each token: found once for all layers with this mask."""
-        version = None if mask.is_inference() else mask._version
-        what = (mask.data_ptr(), version, mask.shape, mask.stride())
+        what = contents.stamp(mask), mask.shape, mask.stride()
         if what not in self._bounds:
             self._bounds[what] = mask, torch.ops.gemma4_compat.flash_bounds(mask)
         return self._bounds[what][1]
@@ -124,7 +124,10 @@ def computes(device: Any, dtype: Any, heads: Iterable[tuple[int, int, int]]) -> 
 def _passes(call: flash.Call) -> bool:
     """Whether kernels of this layout err no more than PyTorch's on this device. Tried once, not inside a capture."""
     device = call.query.device
-    if flash.tiling(call.query.shape[3], flash.shared_memory(device)) is None or own.obstacle(device) is not None:
+    if (
+        flash.tiling(call.query.shape[3], flash.shared_memory(device)) is None
+        or own.unsupported_reason(device) is not None
+    ):
         return False
 
     def trial() -> bool:

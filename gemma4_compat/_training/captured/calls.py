@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gemma4_compat._common import in_place
-from gemma4_compat._graphs import steps
+from gemma4_compat._graphs import captured_calls, signatures
 from gemma4_compat._models import cache_names, checkpointing, shared_kv
 
 #: Arguments of the loss that reach the layers, which do not read them. Their values differ from step to step.
@@ -29,7 +29,7 @@ class _Place:
 _PLACE = _Place()
 
 
-class Call:
+class Call(captured_calls.Call):
     """A call of a decoder layer.
 
     Args:
@@ -44,7 +44,6 @@ class Call:
         shared: where layers hand on keys and values; None if none do.
         cache: an empty dynamic cache, which this layer writes into; None without one.
         form: the call without its tensors.
-        kind: hashable: calls of one kind run the same kernels on tensors of the same shapes.
 
     Raises:
         UnknownArgumentError: an argument can be neither compared nor copied.
@@ -62,13 +61,15 @@ class Call:
         arguments = (tuple(given), others, dict(self.shared) if self.shared is not None and reads else {})
         self.tensors = [one.clone() if one.is_inference() else one for one in tensors_in(arguments)]
         self.form = Form(None if self.shared is None else type(self.shared), without_tensors(arguments), written)
-        self.kind = (
+        self.device = self.tensors[0].device if self.tensors else None
+        self.signature = (
             repr(self.form.arguments),
             self.form.shared,
             written,
             tuple(map(_layout, self.tensors)),
             *_autocast(),
-            *steps.settings(),
+            *signatures.settings(),
+            _stream(self.device),
         )
 
 
@@ -195,6 +196,13 @@ def with_tensors(value: Any, tensors: Iterator[Any]) -> Any:
 
 def _layout(tensor: Any) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _stream(device: Any) -> Any:
+    import torch
+
+    on_cuda = device is not None and device.type == "cuda"
+    return torch.cuda.current_stream(device).cuda_stream if on_cuda else 0
 
 
 def _autocast() -> list[Any]:

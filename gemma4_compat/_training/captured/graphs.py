@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from gemma4_compat._attention import tracing
 from gemma4_compat._graphs.recording import Recording, capturing
+from gemma4_compat._models import contents
 from gemma4_compat._training import whole
 from gemma4_compat._training.captured import calls
 
@@ -25,13 +26,14 @@ class Buffer:
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
         self._source: Callable[[], Any] = _nothing
-        self._version = -1
+        self._stamp: tuple[Any, ...] = ()
 
     def fill(self, source: Any) -> None:
         """Copy a tensor, unless it is the one that was copied last, and unchanged: masks and positions."""
-        if self._source() is not source or self._version != source._version:
+        stamp = contents.stamp(source)
+        if self._source() is not source or self._stamp != stamp:
             self.tensor.copy_(source.detach())
-            self._source, self._version = weakref.ref(source), source._version
+            self._source, self._stamp = weakref.ref(source), stamp
 
 
 def _nothing() -> None:
@@ -139,6 +141,7 @@ class Graph:
         form: of a :class:`Step`.
         differentiable: which of the tensors in it require gradients.
         expected: which of them get one where the backward pass is replayed.
+        signature: of the calls that it serves.
 
     Raises:
         Exception: something cannot be recorded, or memory is short. Nothing has changed.
@@ -156,6 +159,7 @@ class Graph:
     ) -> None:
         import torch
 
+        self.signature: Any = None
         kind = memory.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._asked = [tensor.requires_grad for tensor in tensors]

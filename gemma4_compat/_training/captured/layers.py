@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._common import locks
 from gemma4_compat._engine import settings
-from gemma4_compat._graphs import obstacles
-from gemma4_compat._graphs.dependencies import Dependencies
+from gemma4_compat._graphs import unsupported
+from gemma4_compat._graphs.captured_calls import CapturedCalls, Known, Pool, State
+from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.recording import RECORDERS, Recording
+from gemma4_compat._graphs.statistics import TrainingStatistics
 from gemma4_compat._models import capturing, checkpointing
 from gemma4_compat._training import whole
 from gemma4_compat._training.captured import calls, graphs
@@ -29,36 +29,64 @@ MAX_KINDS = 4
 #: How often in turn a model may change before its graphs have served as many steps.
 _MAX_IN_VAIN, _WORTH = 3, 10
 _NAMES = ("Gemma4TextDecoderLayer", "Gemma4UnifiedTextDecoderLayer")
+#: What cannot be captured where one call of a layer cannot.
+_LAYER = "layer"
 _log = logging.getLogger("gemma4_compat")
 
 
-@dataclass
-class Known:
-    """What is known of a layer."""
+class LayerCall(calls.Call):
+    """A call of a decoder layer that may be captured.
 
-    seen: dict[Any, int] = field(default_factory=dict)  # calls of each kind without a graph that serves them
-    graphs: dict[Any, list[graphs.Graph]] = field(default_factory=dict)
-    weights: list[Any] = field(default_factory=list)
-    obstacle: str | None = None
-
-
-@dataclass
-class TrainingStatistics:
-    """How the decoder layers of a model ran in training steps, after ``train_fast``.
-
-    Attributes:
-        replayed: forwards of layers that were replayed.
-        captured: layers that were captured, once for each kind of call.
-        eager: forwards that ran without a graph.
-        capture_seconds: time that captures took.
-        reasons: why layers ran without a graph, other than before their kind of call was captured.
+    Args:
+        training: of its model.
+        place: of the layer.
+        layer: itself.
+        below: its forward.
+        given: positional arguments.
+        named: the others.
     """
 
-    replayed: int = 0
-    captured: int = 0
-    eager: int = 0
-    capture_seconds: float = 0.0
-    reasons: tuple[str, ...] = ()
+    def __init__(
+        self, training: Training, place: int, layer: Any, below: Callable[..., Any], given: Any, named: dict[str, Any]
+    ) -> None:
+        super().__init__(layer, given, named)
+        self.training, self.place, self.layer = training, place, layer
+        self.run = functools.partial(self.form.call, layer, below)
+        self.refused_as = _LAYER  # if one call of a layer cannot be captured, no other is tried
+
+    def is_served_by(self, graph: Any) -> bool:
+        """Whether the layer finds the same in its masks."""
+        return all(look.finds_the_same(self.tensors) for look in graph.looks)
+
+    def has_room(self, known: Known) -> bool:
+        """A few are captured, and none of them makes room for another."""
+        if len(known.graphs) < MAX_KINDS:
+            return True
+        same = any(graph.signature == self.signature for graph in known.graphs)
+        what = "layouts of masks" if same else "shapes of batches"
+        self.training.reason(f"{MAX_KINDS} {what} are captured; pad to a few lengths (pad_to_multiple_of)")
+        return False
+
+    def capture(self, pool: Any) -> graphs.Graph:
+        """Record its forward and backward pass, in the memory of all layers."""
+        memory, weights = self.training.memory(self), self.training.weights[self.place]
+        role, is_read = getattr(self.layer.self_attn, "is_sliding", None), self.training.is_read
+        made = graphs.Graph(self.run, self.tensors, weights, memory, role, is_read=is_read)
+        made.signature = self.signature
+        return made
+
+    def was_captured(self, known: Known) -> None:
+        """Other layouts of its masks are counted anew."""
+        known.seen.pop(self.signature, None)
+
+    def replay(self, graph: Any, *, prepared: bool = False) -> Any:
+        """The graph, which autograd replays."""
+        return graph
+
+    def note(self, reason: str | BaseException) -> None:
+        """In the statistics and the log."""
+        first, *_ = str(reason).split("\n")
+        self.training.reason(f"a layer cannot be captured: {type(reason).__name__}: {first}")
 
 
 class Training:
@@ -68,21 +96,33 @@ class Training:
         layers: all of them, in order.
         max_tokens: of a call that is captured, over all rows of a batch.
         recorders: by device type.
+        capture_at: the call of a signature that is captured.
+
+    Attributes:
+        states: the layers as they were in the last step that was looked at; nothing if nothing is captured.
+        weights: those of each layer that are trained.
+        is_read: whether layers read what others hand on.
     """
 
     def __init__(
-        self, layers: list[Any], max_tokens: float, recorders: Mapping[str, type[Recording]] = RECORDERS
+        self,
+        layers: list[Any],
+        max_tokens: float,
+        recorders: Mapping[str, type[Recording]] = RECORDERS,
+        capture_at: int = CAPTURED_AT,
     ) -> None:
         self.statistics = TrainingStatistics()
+        self.states: list[State] = []
+        self.weights: list[list[Any]] = []
+        self.is_read = any(getattr(layer.self_attn, "is_kv_shared_layer", False) for layer in layers)
         self._max_tokens, self._recorders = max_tokens, recorders
         self._layers = [weakref.ref(layer) for layer in layers]
         self._places = {id(layer): index for index, layer in enumerate(layers)}
-        self._known: list[Known] = [Known() for _ in layers]
-        self._is_read = any(getattr(layer.self_attn, "is_kv_shared_layer", False) for layer in layers)
-        self._memory: dict[Any, graphs.Memory] = {}
-        self._dependencies: Dependencies | None = None
+        self._memory: dict[Any, graphs.Memory] = {}  # by stream
+        options: dict[str, Any] = {"capture_at": capture_at, "limit": MAX_KINDS, "pool": Pool(recorders)}
+        self._calls = [CapturedCalls(self, statistics=self.statistics, **options) for _ in layers]
         self._enabled: Any = None
-        self._last, self._holds = len(layers), False
+        self._last = len(layers)
         self._served = self._in_vain = 0
         self._lock = locks.Lock(locks.TRAINING)
 
@@ -94,22 +134,18 @@ class Training:
 
     def forward(self, layer: Any, below: Callable[..., Any], given: Any, named: dict[str, Any]) -> Any:
         """Run a layer."""
-        call = self._call(layer, given, named)
+        call = self._call(layer, below, given, named)
         if call is None:
             return below(*given, **named)
-        run = functools.partial(call.form.call, layer, below)
         with self._lock.held():
-            place = self._places[id(layer)]
-            graph = self._graph(place, layer, call, run)
-            known = self._known[place]
-            weights, dependencies = known.weights, self._dependencies
-        if graph is None or dependencies is None:
+            graph = self._graph(call)
+            state, weights = next(iter(self.states), None), self.weights
+        if graph is None or state is None:
             self.statistics.eager += 1
             return below(*given, **named)
-        self.statistics.replayed += 1
         self._served += 1
-        may_replay = dependencies.weights_hold
-        outputs = graphs.Replay(graph, run, call.tensors, weights, may_replay, layer, self.reason).outputs()
+        given_back = weights[call.place], state.guards.check_weights, layer, self.reason
+        outputs = graphs.Replay(graph, call.run, call.tensors, *given_back).outputs()
         found, handed_on, cached = calls.with_tensors(graph.form, iter(outputs))
         if call.shared is not None:
             call.shared.update(handed_on)
@@ -117,14 +153,14 @@ class Training:
             call.cache.update(*cached, layer.self_attn.layer_idx)
         return found
 
-    def _call(self, layer: Any, given: Any, named: dict[str, Any]) -> calls.Call | None:
+    def _call(self, layer: Any, below: Callable[..., Any], given: Any, named: dict[str, Any]) -> LayerCall | None:
         """A call that may be replayed; None if it is no training step, too long, or something is in the way of it."""
         import torch
 
         if not (layer.training and torch.is_grad_enabled()) or torch.compiler.is_compiling() or whole.is_traced():
             return None
         try:
-            call = calls.Call(layer, given, named)
+            call = LayerCall(self, self._places[id(layer)], layer, below, given, named)
         except calls.UnknownArgumentError as error:
             self._left(str(error))
             return None
@@ -132,7 +168,7 @@ class Training:
             return None
         if not any(one.requires_grad for one in (*call.tensors, *layer.parameters())):
             return None
-        for reason in _of_a_call(layer, call, named, self._recorders):
+        for reason in _call_reasons(layer, call, named, self._recorders):
             self._left(reason)
             return None
         return call
@@ -142,101 +178,90 @@ class Training:
         self.statistics.eager += 1
         self.reason(reason)
 
-    def _graph(self, place: int, layer: Any, call: calls.Call, run: graphs.Run) -> graphs.Graph | None:
+    def _graph(self, call: LayerCall) -> graphs.Graph | None:
         """The graph that serves a call, captured if it is time for that; otherwise None."""
-        if place <= self._last:
+        if call.place <= self._last:
             self._begin()
-        self._last = place
-        known = self._known[place]
-        if not self._holds or known.obstacle is not None:
-            return None
-        kind = call.kind, _stream(call.tensors[0].device)
-        made = known.graphs.get(kind, [])
-        for graph in made:
-            if all(look.finds_the_same(call.tensors) for look in graph.looks):
-                return graph
-        known.seen[kind] = known.seen.get(kind, 0) + 1
-        if known.seen[kind] < CAPTURED_AT:
-            return None
-        if sum(map(len, known.graphs.values())) >= MAX_KINDS:
-            what = "layouts of masks" if made else "shapes of batches"
-            self.reason(f"{MAX_KINDS} {what} are captured; pad to a few lengths (pad_to_multiple_of)")
-            return None
-        return self._captured(known, kind, layer, call, run)
+        self._last, layer = call.place, self._calls[call.place]
+        found: graphs.Graph | None = layer.run(call)
+        if found is None:
+            layer.has_run(call)
+        return found
 
-    def _captured(
-        self, known: Known, kind: tuple[Any, Any], layer: Any, call: calls.Call, run: graphs.Run
-    ) -> graphs.Graph | None:
-        began = time.perf_counter()
-        if kind[1] not in self._memory:
-            device = call.tensors[0].device
-            self._memory[kind[1]] = graphs.Memory(device, self._recorders[device.type])
-        memory = self._memory[kind[1]]
-        role = getattr(layer.self_attn, "is_sliding", None)
-        try:
-            made = graphs.Graph(run, call.tensors, known.weights, memory, role, is_read=self._is_read)
-        except Exception as error:  # noqa: BLE001  (whatever is in the way: the layer runs as it did before)
-            first, *_ = str(error).split("\n")
-            known.obstacle = f"a layer cannot be captured: {type(error).__name__}: {first}"
-            self.reason(known.obstacle)
-            return None
-        known.graphs.setdefault(kind, []).append(made)
-        del known.seen[kind]
-        self.statistics.captured += 1
-        self.statistics.capture_seconds += time.perf_counter() - began
-        return made
+    def check(
+        self, call: Any, *, first: bool = False, settling: bool = False, quiet: bool | None = None
+    ) -> State | None:
+        """The layers as they were when the step began: they are looked at then."""
+        return next(iter(self.states), None)
+
+    def rest_holds(self, call: Any) -> bool:
+        """Nothing begins before that look."""
+        return False
 
     def _begin(self) -> None:
         """A step begins: look whether the layers are what they were."""
         enabled = settings.enabled()[0]  # kernels depend on it
-        held = self._dependencies is not None and self._dependencies.hold() and self._dependencies.hold_in_full()
+        held = any(state.guards.check_step() and state.guards.check_all() for state in self.states)
         if not held or enabled != self._enabled:
             self._enabled = enabled
             self._renew()
-        self._holds = self._dependencies is not None
 
     def _renew(self) -> None:
         """Release every graph, and look at the layers as they are now."""
-        if any(known.graphs for known in self._known):
+        if any(any(one.graphs()) for one in self._calls):
             self._in_vain = 0 if self._served >= _WORTH * len(self._layers) else self._in_vain + 1
         self._served = 0
-        self._known, self._memory, self._dependencies = [Known() for _ in self._layers], {}, None
+        self._release()
         if self._in_vain >= _MAX_IN_VAIN:
             self.reason(f"the model changes every few steps, {_MAX_IN_VAIN} times in turn")
             return
         modules = self._look()
-        if not modules:
-            return
-        configs = {id(config): vars(config) for config in (getattr(one, "config", None) for one in modules) if config}
-        self._dependencies = Dependencies(modules, configs.values(), [], self._forget, trained=True)
+        if modules:
+            self.states[0].guards = ModelGuards(modules, self._forget, trained=True)
+        else:
+            self.states = []
 
     def _look(self) -> list[Any]:
-        """Look at the layers: their trained weights, and obstacles. Returns the modules of those without one."""
+        """Look at the layers: their trained weights, and why some are not replayed. Returns the modules of others."""
         layers = [layer for layer in (reference() for reference in self._layers) if layer is not None]
-        parts = [list(layer.modules()) for layer in layers]
-        for layer, modules, known in zip(layers, parts, self._known):
-            known.weights = [weight for weight in layer.parameters() if weight.requires_grad]
-            known.obstacle = next(_of_a_layer(layer, modules), None)
-            if known.obstacle is not None:
-                self.reason(known.obstacle)
-        replayable = [part for part, known in zip(parts, self._known) if known.obstacle is None]
-        return list(dict.fromkeys(module for part in replayable for module in part))
+        self.weights = [[weight for weight in layer.parameters() if weight.requires_grad] for layer in layers]
+        state = State(None)
+        replayable: dict[Any, None] = {}
+        for layer, layer_calls in zip(layers, self._calls):
+            modules = list(layer.modules())
+            reason = next(_layer_reasons(layer, modules), None)
+            if reason is None:
+                replayable |= dict.fromkeys(modules)
+            else:
+                state.calls[layer_calls].refused.add(_LAYER)
+                self.reason(reason)
+        self.states = [state]
+        return list(replayable)
 
-    def _forget(self, dependencies: Dependencies, _name: str) -> None:
+    def _forget(self, guards: ModelGuards, _name: str) -> None:
         """A layer is gone."""
-        if dependencies is self._dependencies:
-            self._known, self._memory, self._dependencies = [Known() for _ in self._layers], {}, None
+        if any(state.guards is guards for state in self.states):
+            self._release()
+
+    def _release(self) -> None:
+        self.states, self.weights, self._memory = [], [], {}
+
+    def memory(self, call: LayerCall) -> graphs.Memory:
+        """What graphs of a call's stream share."""
+        stream, device = call.signature[-1], call.device
+        if stream not in self._memory:
+            self._memory[stream] = graphs.Memory(device, self._recorders[device.type])
+        return self._memory[stream]
 
     def clear(self) -> None:
         """Release every graph, and their memory."""
         with self._lock.held():
-            self._known, self._memory, self._dependencies = [Known() for _ in self._layers], {}, None
+            self._release()
             self._last, self._served, self._in_vain = len(self._layers), 0, 0
 
     def reason(self, text: str) -> None:
         """Keep why layers run without a graph, and log it once."""
-        if text not in self.statistics.reasons:
-            self.statistics.reasons += (text,)
+        if self.statistics.is_new(text):
             _log.warning("train_fast: decoder layers run without a graph: %s.", text)
 
 
@@ -246,39 +271,39 @@ def decoder_layers(model: Any) -> list[Any]:
     return [module for module in modules if type(module).__name__ in _NAMES]
 
 
-def _of_a_layer(layer: Any, modules: list[Any]) -> Iterator[str]:
+def _layer_reasons(layer: Any, modules: list[Any]) -> Iterator[str]:
     """Why a layer cannot be replayed: its Python has to run in each step."""
-    sharded = whole.obstacle(layer)
+    sharded = whole.unsupported_reason(layer)
     if sharded:
         yield sharded
     for module in modules:
         hook = module_hooks.offload_hook(module)
         if hook is not None and any(weight is not None for weight in module._parameters.values()):
             yield "their weights are offloaded"
-    if any(map(obstacles.is_8_bit, modules)):
+    if any(map(unsupported.is_8_bit, modules)):
         yield "8-bit layers of bitsandbytes synchronize with the host"
-    yield from obstacles.of_hooks(layer, [], backward=True)  # those on every module
+    yield from unsupported.hook_reasons(layer, [], backward=True)  # those on every module
     for module in modules:
         name = type(module).__name__
-        if obstacles.only_in_training(module, decodes=False):
+        if unsupported.only_in_training(module, decodes=False):
             yield f"{name} draws random numbers, as for dropout, or may do something else in training mode only"
         if module is layer:
             continue  # its own hooks run around a replay
-        if any(obstacles.users_hooks(module)) or module._backward_hooks or module._backward_pre_hooks:
+        if any(unsupported.users_hooks(module)) or module._backward_hooks or module._backward_pre_hooks:
             yield f"a hook on {name} has to run in every step"
-        if obstacles.has_own_forward(module):
+        if unsupported.has_own_forward(module):
             yield f"{name} has a forward of its own"
 
 
-def _of_a_call(
-    layer: Any, call: calls.Call, named: dict[str, Any], recorders: Mapping[str, type[Recording]]
+def _call_reasons(
+    layer: Any, call: LayerCall, named: dict[str, Any], recorders: Mapping[str, type[Recording]]
 ) -> Iterator[str]:
     """Why this call of a layer cannot be replayed."""
     import torch
 
-    device = call.tensors[0].device
+    device = call.device
     if device.type not in recorders:
-        yield f"they compute on {device}, and graphs need CUDA"
+        yield f"the layers are on {device}, and graphs need CUDA"
     if any(one.device != device for one in call.tensors):
         yield "their inputs are on several devices"
     if torch.is_anomaly_enabled():
@@ -289,7 +314,7 @@ def _of_a_call(
         if not checkpointing.is_in_forward():
             yield "checkpointing is on, and needs transformers 5.23; a replay takes as little memory without it"
         if not _checkpoints_plainly(layer):
-            yield "what checkpointing keeps is offloaded, or chosen by a function"
+            yield "activation offloading or selective checkpointing is on"
     if not checkpointing.can_see_hooks():
         yield "this torch does not say whether hooks on saved tensors are active"
     if checkpointing.saved_tensors_hooks() is not None:
@@ -309,9 +334,3 @@ def _checkpoints_plainly(layer: Any) -> bool:
     options = getattr(function, "keywords", {})
     plain = getattr(function, "func", function) is torch.utils.checkpoint.checkpoint
     return plain and "context_fn" not in options
-
-
-def _stream(device: Any) -> Any:
-    import torch
-
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

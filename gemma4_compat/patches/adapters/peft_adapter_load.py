@@ -25,6 +25,7 @@ from typing import Any
 from gemma4_compat._adapters import creation, fitting, state
 from gemma4_compat._adapters.translation import PREFIX
 from gemma4_compat._common import in_place
+from gemma4_compat._common.views import PlainView
 from gemma4_compat._models import family, walk
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
@@ -235,17 +236,6 @@ def _values(layer: Any, adapter_name: str) -> Iterator[Any]:
                 yield own[adapter_name]
 
 
-class _Fewer:
-    """A configuration with fewer targets."""
-
-    def __init__(self, config: Any, targets: set[str]) -> None:
-        self._config = config
-        self.target_modules = targets
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
-
-
 @PATCH.replaces("peft.tuners.tuners_utils", "check_target_module_exists")
 def check_target_module_exists(original: Original, config: Any, key: str) -> Any:
     targets = getattr(config, "target_modules", None)
@@ -255,7 +245,7 @@ def check_target_module_exists(original: Original, config: Any, key: str) -> Any
     targets = targets & _ends(key)
     if not targets and not config.modules_to_save and not getattr(config, "exclude_modules", None):
         return False
-    return original(_Fewer(config, targets), key)
+    return original(PlainView(config, target_modules=targets), key)
 
 
 def _ends(name: str) -> set[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemma4_compat._common.proxies import Proxy
 from gemma4_compat._models import cache_names
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
@@ -27,17 +28,11 @@ PATCH = Patch(
 BOUND = 1e-4
 
 
-class _ByTheOldName:
+class _ByTheOldName(Proxy):
     """A ``PeftModel`` whose base passes the cache under its old name. Everything else is the model's."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
     def base_model_prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        found = self._model.base_model_prepare_inputs_for_generation(*args, **kwargs)
+        found = self.__wrapped__.base_model_prepare_inputs_for_generation(*args, **kwargs)
         return cache_names.renamed(found, cache_names.OLD)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._common.views import PlainView
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F78", severity="crash", affected=">=0.18.0", acts_on="every model")
@@ -31,17 +32,14 @@ def lily_forward(original: Original, self: Any, x: Any, *args: Any, **kwargs: An
     return original(_LilyOn(self, x.device), x, *args, **kwargs)
 
 
-class _LilyOn:
+class _LilyOn(PlainView):
     """Stands in for a Lily layer in its forward, with the shared linears of its active adapters on one device."""
 
     def __init__(self, layer: Any, device: Any) -> None:
-        self._layer = layer
+        super().__init__(layer)
         active = [name for name in layer.active_adapters if name in layer.lily_A]
         self.lily_A = {name: _LinearOn(layer.lily_A[name], device) for name in active}
         self.lily_B = {name: _LinearOn(layer.lily_B[name], device) for name in active}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
 
 
 class _LinearOn:

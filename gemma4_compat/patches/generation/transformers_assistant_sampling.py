@@ -21,45 +21,43 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gemma4_compat._common.proxies import Proxy
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F85", severity="wrong_result", affected=">=5.8.0")
 
 
-class Drafter:
+class Drafter(Proxy):
     """The assistant model for one ``generate``, whose likeliest token is one drawn from its processed logits."""
 
     def __init__(self, model: Any, processors: list[Callable[[Any, Any], Any]]) -> None:
-        self._model = model
-        self._processors = processors
-        self._tokens: Any = None
-        self._scores: list[Any] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        super().__init__(model)
+        self._self_processors = processors
+        self._self_tokens: Any = None
+        self._self_scores: list[Any] = []
 
     def begin(self, tokens: Any) -> None:
         """``tokens``: the text so far, int64 of shape (1, length)."""
-        self._tokens, self._scores = tokens, []
+        self._self_tokens, self._self_scores = tokens, []
 
     def scores(self) -> Any:
         """What the tokens since :meth:`begin` were drawn from: float32 logits, (1, tokens, vocabulary)."""
         import torch
 
-        return torch.stack(self._scores, dim=1)
+        return torch.stack(self._self_scores, dim=1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs; the largest of their logits is that of the token drawn."""
         import torch
 
-        outputs = self._model(*args, **kwargs)
+        outputs = self.__wrapped__(*args, **kwargs)
         # A copy, because processors may write into their argument.
-        scores = outputs.logits[:, -1].to(self._tokens.device, torch.float32, copy=True)
-        for processor in self._processors:
-            scores = processor(self._tokens, scores)
+        scores = outputs.logits[:, -1].to(self._self_tokens.device, torch.float32, copy=True)
+        for processor in self._self_processors:
+            scores = processor(self._self_tokens, scores)
         token = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
-        self._scores.append(scores)
-        self._tokens = torch.cat([self._tokens, token], dim=-1)
+        self._self_scores.append(scores)
+        self._self_tokens = torch.cat([self._self_tokens, token], dim=-1)
         chosen = token.unsqueeze(1).to(outputs.logits.device)
         outputs.logits = torch.zeros_like(outputs.logits).scatter_(-1, chosen, 1)
         return outputs

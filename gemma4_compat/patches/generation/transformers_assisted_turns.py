@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._common import in_place
+from gemma4_compat._common.proxies import Proxy
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import cache_names, prefill
 from gemma4_compat._models.family import is_gemma4_config
@@ -64,7 +65,7 @@ def _crop(absent: int, below: Callable[[int], None], length: int) -> None:
     below(length + absent if length > 0 else length)
 
 
-class _Continued:
+class _Continued(Proxy):
     """A view of a model, for a cache that holds the beginning of the text. Everything else is the model's.
 
     Args:
@@ -75,26 +76,24 @@ class _Continued:
     """
 
     def __init__(self, model: Any, held: int, absent: int, mask: Any) -> None:
-        self._model, self._held, self._absent, self._mask = model, held, absent, mask
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        super().__init__(model)
+        self._self_held, self._self_absent, self._self_mask = held, absent, mask
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model(*args, **kwargs)
+        return self.__wrapped__(*args, **kwargs)
 
     def prepare_inputs_for_generation(
         self, input_ids: Any, *, next_sequence_length: int | None, is_first_iteration: bool, **kwargs: Any
     ) -> Any:
         import torch
 
-        if self._absent and kwargs.get("attention_mask") is not None:
-            added = self._absent + input_ids.shape[1] - self._mask.shape[1]
-            kwargs["attention_mask"] = torch.nn.functional.pad(self._mask, (0, added), value=1)
-        if not self._absent and is_first_iteration:
+        if self._self_absent and kwargs.get("attention_mask") is not None:
+            added = self._self_absent + input_ids.shape[1] - self._self_mask.shape[1]
+            kwargs["attention_mask"] = torch.nn.functional.pad(self._self_mask, (0, added), value=1)
+        if not self._self_absent and is_first_iteration:
             embeds = kwargs.get("inputs_embeds")
-            next_sequence_length = (input_ids if embeds is None else embeds).shape[1] - self._held
-        return self._model.prepare_inputs_for_generation(
+            next_sequence_length = (input_ids if embeds is None else embeds).shape[1] - self._self_held
+        return self.__wrapped__.prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
             is_first_iteration=is_first_iteration,

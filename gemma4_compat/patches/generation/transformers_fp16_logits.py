@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemma4_compat._common.proxies import Proxy
 from gemma4_compat._generation.prompts import overflow
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
@@ -55,18 +56,16 @@ def assisted_decoding(original: Original, self: Any, *args: Any, **kwargs: Any) 
     return original(self, *args, **kwargs)
 
 
-class _Called:
+class _Called(Proxy):
     """A view of a model whose first call is looked at: it reads the prompt, and drafts after it."""
 
     def __init__(self, model: Any, generation_config: Any) -> None:
-        self._model, self._config = model, generation_config
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        super().__init__(model)
+        self._self_config = generation_config
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self._model(*args, **kwargs)
-        overflow.check(self._model, outputs, self._config, at=0)
+        outputs = self.__wrapped__(*args, **kwargs)
+        overflow.check(self.__wrapped__, outputs, self._self_config, at=0)
         return outputs
 
 

@@ -20,20 +20,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from gemma4_compat._common.proxies import Proxy
 from gemma4_compat._models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F94", severity="crash", affected=">=5.15.0")
 
 
-class _Named:
+class _Named(Proxy):
     """A view of a model whose ``prepare_inputs_for_generation`` names the argument."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
     def prepare_inputs_for_generation(self, *, inputs_embeds: Any = None) -> None:
         """Only its signature is read."""

@@ -35,11 +35,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._common import in_place
+from gemma4_compat._common.proxies import Proxy
 from gemma4_compat._generation import call
 from gemma4_compat._generation.prefix_cache import returned
 from gemma4_compat._generation.prompts import chunks, embedded, pieces, prompts, room
 from gemma4_compat._generation.speculative import assisted, drafted_calls
-from gemma4_compat._graphs import decoder, deferral, new_caches, obstacles, static_caches
+from gemma4_compat._graphs import decoder, deferral, new_caches, static_caches, unsupported
 from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._models import cache_names
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
@@ -111,7 +112,7 @@ def prepare_cache(
         and generation_config.use_cache is not False
         and not (running is not None and running.is_own)
     ):
-        refused = obstacles.of_virtual_tokens(self)
+        refused = unsupported.virtual_tokens_reason(self)
         if given is not None:
             if not static_caches.is_static(given):
                 decoder.of(self).reason(_GROWS)
@@ -232,11 +233,11 @@ def assisted_decoding(original: Original, self: Any, input_ids: Any, *args: Any,
         if decoding.own:
             decoding.reason("decode_fast was called without assistants=True", _AS_TRANSFORMERS)
         return original(self, input_ids, **kwargs)
-    undrafted = drafted_calls.without_drafts(self, input_ids, config, kwargs)
-    obstacle = undrafted or drafted_calls.obstacle(self, input_ids, config, kwargs)
-    if obstacle is not None:
-        decoding.reason(obstacle, "decoding without drafts" if undrafted else _AS_TRANSFORMERS)
-    if obstacle is not None and not undrafted:
+    undrafted = drafted_calls.undrafted_reason(self, input_ids, config, kwargs)
+    reason = undrafted or drafted_calls.unsupported_reason(self, input_ids, config, kwargs)
+    if reason is not None:
+        decoding.reason(reason, "decoding without drafts" if undrafted else _AS_TRANSFORMERS)
+    if reason is not None and not undrafted:
         return original(self, input_ids, **kwargs)
     given = {name: kwargs.pop(name, None) for name in _OF_THE_LOOP}
     prepared = dict(kwargs)
@@ -268,17 +269,15 @@ def text_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return reader(functools.partial(original, self), kwargs)
 
 
-class _Called:
+class _Called(Proxy):
     """A view of a model that calls a decoder. Everything else is the model's."""
 
     def __init__(self, model: Any, given: call.Decoder) -> None:
-        self._model, self._given = model, given
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        super().__init__(model)
+        self._self_given = given
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._given(*args, **kwargs)
+        return self._self_given(*args, **kwargs)
 
 
 def reproduce(workspace: Workspace) -> Outcome:

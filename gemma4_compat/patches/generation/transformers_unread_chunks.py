@@ -22,8 +22,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from gemma4_compat._common.proxies import Proxy
 from gemma4_compat._engine import dormant
-from gemma4_compat._graphs import obstacles
+from gemma4_compat._graphs import unsupported
 from gemma4_compat._models import prefill as prefill_of
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
@@ -72,7 +73,7 @@ def decoder_layer(original: Original, self: Any, hidden_states: Any, *args: Any,
     return original(self, hidden_states, *args, **kwargs)
 
 
-class _InChunks:
+class _InChunks(Proxy):
     """A view of a model that reads a prompt in chunks. Everything but its calls is the model's.
 
     Args:
@@ -81,21 +82,19 @@ class _InChunks:
     """
 
     def __init__(self, model: Any, tokens: int) -> None:
-        self._model, self._left = model, tokens
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        super().__init__(model)
+        self._self_left = tokens
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        return self._call(self._model, *args, **inputs)
+        return self._call(self.__wrapped__, *args, **inputs)
 
     def get_compiled_call(self, *args: Any, **kwargs: Any) -> Any:
-        return functools.partial(self._call, self._model.get_compiled_call(*args, **kwargs))
+        return functools.partial(self._call, self.__wrapped__.get_compiled_call(*args, **kwargs))
 
     def _call(self, call: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
         ids = inputs.get("input_ids")
-        self._left = 0 if ids is None else self._left - ids.shape[1]
-        if self._left <= 0 or any(inputs.get(name) for name in _RECORDED):
+        self._self_left = 0 if ids is None else self._self_left - ids.shape[1]
+        if self._self_left <= 0 or any(inputs.get(name) for name in _RECORDED):
             return call(*args, **inputs)
         outputs = call(*args, **inputs, **{_UNREAD: True})
         outputs.logits = None  # those of a layer in the middle
@@ -109,10 +108,10 @@ def _may_read_more(model: Any, generation_config: Any) -> bool:
         return True
     if any(getattr(config, name, False) for config in (generation_config, model.config, text) for name in _RECORDED):
         return True
-    modules = obstacles.modules_of_a_step(model)
+    modules = unsupported.modules_of_a_step(model)
     return (
-        any(module.training or obstacles.has_own_forward(module) for module in modules)
-        or next(obstacles.of_hooks(model, modules), None) is not None
+        any(module.training or unsupported.has_own_forward(module) for module in modules)
+        or next(unsupported.hook_reasons(model, modules), None) is not None
     )
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemma4_compat._common.views import PlainView
 from gemma4_compat._models import autocast
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
@@ -34,7 +35,7 @@ _LARGEST = 65504.0  # float16
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioLightConv1d.forward")
 def clipped(original: Original, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     if _makes_half(hidden_states):
-        self = _Instead(self, gradient_clipping=min(self.gradient_clipping, _LARGEST))
+        self = PlainView(self, gradient_clipping=min(self.gradient_clipping, _LARGEST))
     return original(self, hidden_states, *args, **kwargs)
 
 
@@ -42,7 +43,7 @@ def clipped(original: Original, self: Any, hidden_states: Any, *args: Any, **kwa
 def attention(original: Original, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     if _makes_half(hidden_states):
         lowest = max(float(self.config.attention_invalid_logits_value), -_LARGEST)
-        self = _Instead(self, config=_Instead(self.config, attention_invalid_logits_value=lowest))
+        self = PlainView(self, config=PlainView(self.config, attention_invalid_logits_value=lowest))
     return original(self, hidden_states, *args, **kwargs)
 
 
@@ -50,17 +51,6 @@ def _makes_half(tensor: Any) -> bool:
     import torch
 
     return autocast.dtype_on(tensor.device) is torch.float16
-
-
-class _Instead:
-    """An object with some attributes replaced."""
-
-    def __init__(self, of: Any, **attributes: Any) -> None:
-        self._of = of
-        vars(self).update(attributes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._of, name)
 
 
 def reproduce(workspace: Workspace) -> Outcome:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._quantization import compute_dtype
+from gemma4_compat._common.views import PlainView
 from gemma4_compat.patches.api import MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F25", severity="wrong_result", affected=">=5.10.1", after=("transformers-quantized-vision-unified",))
@@ -33,28 +33,22 @@ _SCALE = 64.0
 
 @PATCH.replaces(MODELING_UNIFIED, "Gemma4UnifiedVisionEmbedder.forward")
 def embed(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(compute_dtype.View(self, {"patch_dense": _PatchDense(self.patch_dense)}), *args, **kwargs)
+    return original(PlainView(self, patch_dense=_PatchDense(self.patch_dense)), *args, **kwargs)
 
 
-class _PatchDense:
+class _PatchDense(PlainView):
     """``patch_dense``, with finite outputs in float16: those that were infinite are divided by :data:`_SCALE`."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
     def __call__(self, patches: Any) -> Any:
         """``patches``: [..., patches, values]."""
         import torch
 
-        found = self._module(patches)
+        found = self._of(patches)
         if found.dtype is not torch.float16:
             return found
         # One call: an offloaded weight comes once. The zeros give the bias, which must be divided as well.
         zeros = torch.zeros_like(patches[..., :1, :])
-        again = self._module(torch.cat((patches / _SCALE, zeros), dim=-2))
+        again = self._of(torch.cat((patches / _SCALE, zeros), dim=-2))
         product, bias = again[..., :-1, :] - again[..., -1:, :], again[..., -1:, :]
         return torch.where(found.isfinite().all(-1, keepdim=True), found, product + bias / _SCALE)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+from gemma4_compat._common.proxies import Proxy
 from gemma4_compat._models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
@@ -38,21 +39,15 @@ def candidate_generator(original: Original, self: Any, *args: Any, **kwargs: Any
     return _Generator(generator, places) if places else generator
 
 
-class _Generator:
-    """A view of a ``CandidateGenerator`` that drafts no places of features."""
+class _Generator(Proxy):
+    """A ``CandidateGenerator``, whatever its class, that drafts no places of features."""
 
     def __init__(self, generator: Any, places: Collection[int]) -> None:
-        self._generator, self._places = generator, places
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generator, name)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # `generate` keeps the number of drafts of some classes
-        return type(self._generator)
+        super().__init__(generator)
+        self._self_places = places
 
     def get_candidates(self, input_ids: Any) -> tuple[Any, Any]:
-        return candidates(self._generator.get_candidates, self._places, input_ids)
+        return candidates(self.__wrapped__.get_candidates, self._self_places, input_ids)
 
 
 def candidates(get: Callable[..., Any], places: Collection[int], input_ids: Any) -> tuple[Any, Any]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._engine.patch import Outcome, Patch
 from gemma4_compat._kernels.match import dequantizing
 from gemma4_compat._kernels.specs.nf4_dequantize import Format
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
@@ -81,9 +80,9 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from gemma4_compat._stand_ins import packed_weights
 
-    with packed_weights.kernel(workspace.main) as obstacle:
-        if obstacle is not None:
-            return Outcome(False, obstacle, applicable=False)
+    with packed_weights.kernel(workspace.main) as reason:
+        if reason is not None:
+            return Outcome(False, reason, applicable=False)
         weight = workspace.load("4bit-double").get_decoder().layers[0].mlp.down_proj.weight
         expected = packed_weights.computed(weight.data, weight.quant_state)
         original, calls = functional.dequantize_blockwise, 0

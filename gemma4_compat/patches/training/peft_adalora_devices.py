@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from gemma4_compat._common.views import PlainView
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F83", severity="crash", affected=">=0.18.0", acts_on="every model")
@@ -30,15 +31,11 @@ def adalora_forward(original: Original, self: Any, *args: Any, **kwargs: Any) ->
     return original(self if len(devices) < 2 else _AdaLora(self), *args, **kwargs)
 
 
-class _AdaLora:
+class _AdaLora(PlainView):
     """Stands in for an AdaLoRA model in its forward, with :class:`_Together` in it."""
 
     def __init__(self, adapted: Any) -> None:
-        self._adapted = adapted
-        self.model = _Together(adapted.model)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._adapted, name)
+        super().__init__(adapted, model=_Together(adapted.model))
 
 
 class _Together:

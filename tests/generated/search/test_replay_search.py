@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._graphs import dependencies
+from gemma4_compat._graphs.guards import torch_hooks
 from tests.generated.search import regressions, replays_cli, replays_run, sequences_run
 from tests.generated.search.case import Case, is_complete
 from tests.generated.search.regressions import REPLAYS
@@ -41,7 +41,7 @@ def _nothing_on_every_module() -> Iterator[None]:
     """No sequence begins with hooks of every module that another left, or with a patch that is off."""
 
     def reset() -> None:
-        for hooks in dependencies.global_hooks():
+        for hooks in torch_hooks.on_every_module():
             hooks.clear()
         gemma4_compat.install()
 
@@ -139,10 +139,10 @@ PLANTED = Sequence(
 def test_a_planted_defect_is_found_and_shrunk(
     bench: replays_run.SequenceBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gemma4_compat._graphs.dependencies import Dependencies
+    from gemma4_compat._graphs.guards.model import ModelGuards
 
     assert replays_run.check(PLANTED, bench).failure is None
-    monkeypatch.setattr(Dependencies, "hold_in_full", lambda self: True)
+    monkeypatch.setattr(ModelGuards, "check_all", lambda self: True)
     failure = replays_run.check(PLANTED, bench).failure
     assert failure is not None
     shrunk = sequences_run.shrink(PLANTED, failure, bench, attempts=40, check=replays_run.check)

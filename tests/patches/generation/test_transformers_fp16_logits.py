@@ -135,7 +135,7 @@ def test_prompts_and_tokens_that_are_replayed(
 ) -> None:
     if options:  # without a GPU there are no kernels, and other arithmetic stands in
         monkeypatch.setattr(own, "Own", ByRows)
-        monkeypatch.setattr(own, "obstacle", lambda _device: None)
+        monkeypatch.setattr(own, "unsupported_reason", lambda _device: None)
     model = load(workspace)
     lookup = {"prompt_lookup_num_tokens": 2} if options.get("assistants") else {}
     with tape.standing_in(RECORDERS):

@@ -35,7 +35,7 @@ def test_the_first_token_that_differs() -> None:
 
 
 def test_two_lengths_of_a_cache_give_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = HostCompiler.obstacle()
+    reason = HostCompiler.unsupported_reason()
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)

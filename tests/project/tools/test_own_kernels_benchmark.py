@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def on_host(monkeypatch: pytest.MonkeyPatch) -> Any:
-    reason = HostCompiler.obstacle()
+    reason = HostCompiler.unsupported_reason()
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)

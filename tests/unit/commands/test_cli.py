@@ -207,7 +207,7 @@ def closure(names: list[str]) -> Iterator[metadata.Distribution]:
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A site-packages folder with what the command line needs, and none of the libraries."""
     folder = tmp_path_factory.mktemp("bare")
-    for distribution in closure(["msgspec", "packaging", "typer"]):
+    for distribution in closure(["msgspec", "packaging", "typer", "wrapt"]):
         tops = {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}
         for source in (Path(str(distribution.locate_file(top))) for top in tops):
             (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / source.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,7 +159,7 @@ def test_inference_mode_and_adapters(models: Models, follows: Follows) -> None:
 def test_a_step_that_is_fused_meanwhile(
     models: Models, follows: Follows, monkeypatch: pytest.MonkeyPatch, own: bool
 ) -> None:
-    if (reason := HostCompiler.obstacle()) is not None:
+    if (reason := HostCompiler.unsupported_reason()) is not None:
         pytest.skip(reason)
     monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
     monkeypatch.setattr(fused_steps, "AFTER", 8)
@@ -352,8 +353,8 @@ def test_submodels_are_found_once_until_modules_change(models: Models, monkeypat
     decoding, cache = decoder.of(model), static_cache(model)
 
     def submodels() -> list[Any]:
-        decoding.variant(model, in_full=True)
-        return advancing._Submodels(model, call.Decoder(model, decoding, cache).variant).modules()
+        decoding._states.check(SimpleNamespace(model=model), first=True, quiet=False)
+        return advancing._Submodels(model, call.Decoder(model, decoding, cache).state).modules()
 
     found = submodels()
     assert found

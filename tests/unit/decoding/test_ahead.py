@@ -14,8 +14,8 @@ import torch
 
 import gemma4_compat
 from gemma4_compat._engine import versions
-from gemma4_compat._generation.prompts import prompts
-from gemma4_compat._graphs.dependencies import Dependencies
+from gemma4_compat._graphs.captured_calls import CapturedCalls
+from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._stand_ins.tape import Tape
 from tests.unit.decoding.calls import (
     ATTRIBUTES,
@@ -33,7 +33,7 @@ new_caches_each_time = pytest.mark.skipif(
     versions.admits("<5.15", versions.current("transformers") or "0"), reason="transformers keeps the cache itself"
 )
 pytestmark = [pytest.mark.usefixtures("tapes"), new_caches_each_time]
-replay, look = Tape.replay, Dependencies.hold_in_full
+replay, look = Tape.replay, ModelGuards.check_all
 EAGER = {"disable_compile": True}
 SAMPLED = {"do_sample": True, "top_k": 20}
 
@@ -51,17 +51,17 @@ def read(models: Models, prepared: Callable[[Any], Any] = lambda _: None) -> Any
 
 def begun(model: Any, **options: Any) -> tuple[Any, int]:
     """The answer, and how many replays of prompts began before the model was looked at."""
-    replays, ahead = 0, prompts._ahead
+    replays, ahead = 0, CapturedCalls.run_ahead
 
-    def counted(decoding: Any, model: Any, prompt: Any) -> Any:
+    def counted(store: Any, prompt: Any) -> Any:
         nonlocal replays
-        known = [graph.recording for variant in decoding.variants for graph in variant.prompts.values()]
+        known = [graph.recording for graph in store.graphs()]
         before = sum(recording.replays for recording in known)
-        outputs = ahead(decoding, model, prompt)
+        outputs = ahead(store, prompt)
         replays += sum(recording.replays for recording in known) - before
         return outputs
 
-    with mock.patch.object(prompts, "_ahead", counted):
+    with mock.patch.object(CapturedCalls, "run_ahead", counted):
         found = generate(model, text(model, 5, seed=9), **SAMPLED, **options)
     return found, replays
 
@@ -70,7 +70,7 @@ def test_a_replay_begins_before_the_look(models: Models) -> None:
     model, order = read(models), []
     with (
         mock.patch.object(Tape, "replay", lambda tape: order.append("replay") or replay(tape)),
-        mock.patch.object(Dependencies, "hold_in_full", lambda known: order.append("look") or look(known)),
+        mock.patch.object(ModelGuards, "check_all", lambda known: order.append("look") or look(known)),
     ):
         assert_equal(
             generate(model, text(model, 5, seed=9), new=1), generate(model, text(model, 5, seed=9), EAGER, new=1)
@@ -107,17 +107,17 @@ def test_undone_it_leaves_no_trace(models: Models) -> None:
         replay(tape)
         drawn.append(torch.rand(3))
 
-    def given(decoding: Any, model: Any, prompt: Any) -> Any:
+    def given(store: Any, prompt: Any) -> Any:
         before = [{name: str(value) for name, value in vars(layer).items()} for layer in prompt.cache.layers]
-        assert ahead(decoding, model, prompt) is None
+        assert ahead(store, prompt) is None
         after = [{name: str(value) for name, value in vars(layer).items()} for layer in prompt.cache.layers]
         caches.append((before, after))
 
-    ahead = prompts._ahead
+    ahead = CapturedCalls.run_ahead
     with (
         mock.patch.object(Tape, "replay", replayed),
-        mock.patch.object(Dependencies, "hold_in_full", return_value=False),
-        mock.patch.object(prompts, "_ahead", given),
+        mock.patch.object(ModelGuards, "check_all", return_value=False),
+        mock.patch.object(CapturedCalls, "run_ahead", given),
     ):
         found = generate(model, text(model, 5, seed=9), **SAMPLED, new=1)
     ((before, after),) = caches

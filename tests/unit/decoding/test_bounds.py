@@ -24,22 +24,22 @@ pytestmark = pytest.mark.usefixtures("tapes")
 
 
 def graphs(model: Any) -> list[Any]:
-    return [graph for variant in decoder.of(base(model))._variants for graph in variant.graphs.values()]
+    return list(decoder.of(base(model)).steps.graphs())
 
 
 def within_bounds(model: Any, alive: int = 0) -> None:
     kept = decoder.of(base(model))
     assert len(graphs(model)) <= decoder.MAX_GRAPHS
-    assert len(kept._variants) <= decoder._MAX_VARIANTS
+    assert len(kept._states.states) <= decoder.MAX_STATES
     assert len(kept.memories) <= alive + 2  # before a `generate` lets go of what it does not need
     addresses = {memory.addresses for memory in kept.memories}
-    assert {key[0] for variant in kept._variants for key in variant.graphs} <= addresses
+    assert {graph.addresses for graph in graphs(model)} <= addresses
 
 
 @pytest.mark.full
 def test_thirty_calls_of_many_kinds(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "MAX_GRAPHS", 3)
-    monkeypatch.setattr(decoder, "_MAX_VARIANTS", 2)
+    monkeypatch.setattr(decoder, "MAX_STATES", 2)
     model, chance = models.fresh(None, "towers"), random.Random(1)
     names = ["default", "second", "third"]
     for name in names[1:]:

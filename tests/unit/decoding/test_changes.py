@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._graphs import recaptures, snapshots
+from gemma4_compat._graphs import statistics
+from gemma4_compat._models import snapshots
 from tests.unit.decoding.calls import (
     ATTRIBUTES,
     CHANGES,
@@ -287,13 +288,13 @@ def test_another_object_at_the_same_address_is_noticed() -> None:
     for _ in range(100):
         parameters = {"weight": Weight()}
         entries = snapshots.Entries()
-        entries.add(parameters, "weight", (recaptures.Cause.WEIGHT, "module"))
+        entries.add(parameters, "weight", (statistics.Cause.WEIGHT, "module"))
         address = id(parameters["weight"])
-        assert entries.hold()
+        assert entries.check()
         parameters["weight"] = None  # type: ignore[assignment]
-        assert not entries.hold()
+        assert not entries.check()
         parameters["weight"] = Weight()
-        assert not entries.hold()
+        assert not entries.check()
         if id(parameters["weight"]) == address:
             return
     pytest.skip("this interpreter uses no address twice in a row")

@@ -17,7 +17,7 @@ import gemma4_compat
 from gemma4_compat._engine import versions
 from gemma4_compat._generation.prompts import chunks, prompts, room
 from gemma4_compat._graphs import decoder, static_caches
-from gemma4_compat._graphs.recaptures import Cause
+from gemma4_compat._graphs.statistics import Cause
 from gemma4_compat._kernels.specs import flash
 from gemma4_compat._models import cache_names
 from gemma4_compat._reproduction.tiny import without
@@ -292,7 +292,7 @@ def test_before_the_error_is_raised_all_graphs_are_given_back(models: Models, mo
     found = generate(model, text(model, 40, seed=1))
     assert [size for size in forwards if size > 1] == [40, 24, 12, 6, 3, *(3,) * 13]
     assert steps(model).recaptures[Cause.MEMORY] == 1
-    assert not decoding.pauses
+    assert not decoding.prompts._paused
     gemma4_compat.decode_fast(model, enabled=False)
     assert_equal(found, generate(model, text(model, 40, seed=1), {"disable_compile": True}, prefill_chunk_size=3))
 

@@ -13,7 +13,7 @@ from transformers.generation import utils
 
 import gemma4_compat
 from gemma4_compat._graphs import deferral
-from gemma4_compat._graphs.recaptures import Cause
+from gemma4_compat._graphs.statistics import Cause
 from tests.unit.decoding.calls import Models, layers, steps, text
 
 pytestmark = pytest.mark.skipif(

@@ -16,7 +16,7 @@ pytest.importorskip("bitsandbytes")
 import torch
 
 import gemma4_compat
-from gemma4_compat._generation.speculative import assisted, draft_windows, drafted_calls, pace, rounds
+from gemma4_compat._generation.speculative import assisted, draft_windows, drafted_calls, pace, speculative_steps
 from gemma4_compat._kernels.match import own
 from gemma4_compat._reproduction.trained import PLACE, TWINS, Trained
 from tests.helpers import ROOT
@@ -38,7 +38,7 @@ STORY, FACT = "Tell of a mole and a bear.", "What colour is snow?"
 @pytest.fixture
 def by_rows(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "Own", ByRows)
-    monkeypatch.setattr(own, "obstacle", lambda _device: None)
+    monkeypatch.setattr(own, "unsupported_reason", lambda _device: None)
 
 
 @pytest.fixture
@@ -281,7 +281,7 @@ def test_drafting_stops_where_it_does_not_pay_and_begins_again(
         found = [token if dice.random() < share else (token + 1) % 256 for token in true]
         return torch.tensor([found + [0] * (count - len(found))])
 
-    class Timed(rounds.Launched):
+    class Timed(speculative_steps.Launched):
         def read(self) -> list[int]:
             seconds[0] += MEASURED[self.drafts] / 1000
             found = super().read()
@@ -289,7 +289,7 @@ def test_drafting_stops_where_it_does_not_pay_and_begins_again(
             return found
 
     monkeypatch.setattr(assisted.Text, "_drafted", drafted)
-    monkeypatch.setattr(rounds, "Launched", Timed)
+    monkeypatch.setattr(speculative_steps, "Launched", Timed)
     monkeypatch.setattr(assisted, "time", types.SimpleNamespace(perf_counter=lambda: seconds[0]))
     same(expected, ask(model, given, new=700, assistant_model=assistant))
 

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from gemma4_compat._generation.speculative import pace, rounds
+from gemma4_compat._generation.speculative import pace, speculative_steps
 from gemma4_compat._generation.speculative.lookup import Lookup
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.fuse import pointwise, row_kernels
@@ -149,8 +149,8 @@ def test_two_tokens_have_the_distribution_of_plain_sampling(case: str, drafter: 
     table = torch.randn(VOCABULARY, VOCABULARY) * 1.5
     drafts_of = {"perfect": table, "noisy": table + torch.randn_like(table), "opposed": -table}[drafter]
     active = processors(case)
-    whole = rounds.Choice(True, (), tuple(active))
-    drafting = rounds.Choice.of(active, samples=True)
+    whole = speculative_steps.Choice(True, (), tuple(active))
+    drafting = speculative_steps.Choice.of(active, samples=True)
     prompt = torch.arange(5, 5 + PROMPT).unsqueeze(0)
     expected = {}
     first = model_logits(table, active, prompt)[0, 0].softmax(-1)
@@ -172,7 +172,7 @@ def test_two_tokens_have_the_distribution_of_plain_sampling(case: str, drafter: 
             scores = table[torch.cat([text[:, -1:], drafted], dim=1)[0]][None].clone()
             read = {"scores": scores, "states": torch.zeros(1, DRAFTS + 1, 1), "held": torch.tensor(0)}
             own = noise[place : place + DRAFTS + 1]
-            found = rounds.accepted(whole, text, read, drafted, own)
+            found = speculative_steps.accept(whole, text, read, drafted, own)
             assert drafter != "perfect" or case == "repetition penalty" or int(found["told"][0, -1]) == DRAFTS
             text = torch.cat([text, found["told"][:, : int(found["grown"])]], dim=1)
         key = tuple(text[0, PROMPT : PROMPT + 2].tolist())
@@ -240,4 +240,4 @@ def test_likely_tokens_are_those_of_transformers() -> None:
     hidden = torch.randn((1, 1, 16), generator=generator).bfloat16()
     weight = torch.randn((64, 16), generator=generator).bfloat16()
     with torch.no_grad():
-        assert torch.equal(embedder(hidden, weight), rounds._likely(embedder, hidden, weight))
+        assert torch.equal(embedder(hidden, weight), speculative_steps._likely(embedder, hidden, weight))

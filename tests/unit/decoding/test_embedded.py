@@ -12,7 +12,7 @@ import gemma4_compat
 from gemma4_compat._engine import versions
 from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._graphs import decoder
-from gemma4_compat._graphs.recaptures import Cause
+from gemma4_compat._graphs.statistics import Cause
 from gemma4_compat._models import variants
 from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from tests.unit.decoding import calls
@@ -239,7 +239,7 @@ def test_nothing_is_captured_where_memory_is_short(models: Models, monkeypatch: 
     assert counts(model) == (1, 3)  # what is there is replayed
     same(model, [tiny.several_media(batch)] * 3)
     assert counts(model) == (1, 3)
-    assert not any(variant.prompts for variant in decoder.of(model).variants)
+    assert not any(decoder.of(model).prompts.graphs())
 
 
 def test_a_tower_that_runs_out_of_memory_gets_that_of_graphs(models: Models) -> None:

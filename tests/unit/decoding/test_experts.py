@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 from gemma4_compat._generation.prompts import prompts
-from gemma4_compat._graphs import obstacles
+from gemma4_compat._graphs import unsupported
 from gemma4_compat._offload import streaming
 from gemma4_compat._reproduction import tiny_models
 from tests.unit.decoding.calls import ask, assert_equal, compared, generate, steps, text
@@ -47,7 +47,7 @@ def test_experts_on_disk_are_an_obstacle(workspace: Any, checkpoint: Path) -> No
     compared(model, ask(model), replays=False)
     (reason,) = steps(model).reasons
     assert reason.endswith("is on disk, and the host reads it for every token")
-    assert obstacles.find_before_a_forward(model) == reason
+    assert unsupported.lasting_reason(model) == reason
 
 
 @pytest.mark.parametrize("where", ["nested", "layers"])

@@ -12,6 +12,7 @@ pytest.importorskip("bitsandbytes")
 
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._graphs import decoder
+from gemma4_compat._graphs import steps as step_calls
 from gemma4_compat._offload import model_lock, row_lookup, streaming
 from gemma4_compat._stand_ins import tape
 from tests.unit.decoding.calls import (
@@ -77,8 +78,8 @@ def test_a_capture_that_fails(
     assert not differ(*failed)
     (found,) = steps(model).reasons
     assert found.startswith(f"a capture failed with {reason}")
-    assert [record.getMessage() for record in caplog.records if "CUDA graph" in record.getMessage()] == [
-        f"gemma4_compat: decoding without a CUDA graph: {found}"
+    assert [record.getMessage() for record in caplog.records if "eagerly" in record.getMessage()] == [
+        f"gemma4_compat: decoding eagerly: {found}"
     ]
     assert steps(model).captured == 0
     nothing_is_left(model)
@@ -182,7 +183,7 @@ def test_the_eager_step_raises_what_it_raises(models: Models, tapes: Any) -> Non
 def test_shapes_that_change_with_every_token(
     models: Models, tapes: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(decoder, "_MAX_KINDS", 3)
+    monkeypatch.setattr(step_calls, "REMEMBERED", 3)
     model = models.fresh(None)
     for number in range(6):
         assert_equal(*(ask(model, logits_to_keep=number)(way)[0] for way in ({}, EAGER)))

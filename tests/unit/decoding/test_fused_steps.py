@@ -23,7 +23,7 @@ from tests.unit.kernels.host_kernels import HostCompiler
 @pytest.fixture
 def fusing(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps on the CPU are fused, too, at their second replay."""
-    reason = HostCompiler.obstacle()
+    reason = HostCompiler.unsupported_reason()
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
@@ -113,7 +113,7 @@ class Slow(HostCompiler):
 @pytest.fixture
 def slow(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> type[Slow]:
     """Steps are looked at in their second replay, and fused in the fifth at the latest."""
-    reason = HostCompiler.obstacle()
+    reason = HostCompiler.unsupported_reason()
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setattr(Slow, "futures", [], raising=False)

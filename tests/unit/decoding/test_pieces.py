@@ -89,7 +89,7 @@ def test_bits_do_not_depend_on_replays_or_on_calls_before(
     assert steps(model).reasons == ()
     gemma4_compat.decode_fast(model, enabled=False)
     gemma4_compat.decode_fast(model, any_length=True)
-    monkeypatch.setattr(prompts, "MAX_GRAPHS", 0)
+    monkeypatch.setattr(decoder, "MAX_PROMPTS", 0)
     monkeypatch.setattr(prompts, "run", lambda *_, **__: None)
     expected = [generate(model, text(model, length, seed=length), **options) for length in lengths]
     for one, other in zip(found, expected * 2, strict=True):

@@ -55,21 +55,21 @@ def failed_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("release", NAMES)
 def test_a_failed_capture_is_cleaned_up_after(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
     calls = has(monkeypatch, *NAMES[release])
-    assert recording.CudaRecording.obstacle() is None
+    assert recording.CudaRecording.unsupported_reason() is None
     failed_capture(monkeypatch)
     assert calls == [(name, 1, (0, 1)) for name in NAMES[release]]
 
 
 @pytest.mark.skipif(not hasattr(torch._C, "_CudaStreamBase"), reason="a build of torch with CUDA")
 def test_the_installed_torch_has_what_graphs_need() -> None:
-    assert recording.CudaRecording.obstacle() is None
+    assert recording.CudaRecording.unsupported_reason() is None
 
 
 def test_without_them_decoding_is_as_ever_and_says_why(
     models: Models, tapes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has(monkeypatch)
-    monkeypatch.setattr(tapes, "obstacle", staticmethod(recording.CudaRecording.obstacle))
+    monkeypatch.setattr(tapes, "unsupported_reason", staticmethod(recording.CudaRecording.unsupported_reason))
     model = models.fresh(None)
     compared(model, ask(model), replays=False)
     (reason,) = steps(model).reasons

@@ -45,7 +45,7 @@ def needed(model: Any, tokens: int, length: int, *, masks: bool = True) -> int:
 
 
 def kept(model: Any) -> int:
-    return sum(len(variant.prompts) for variant in decoder.of(calls.base(model)).variants)
+    return len(list(decoder.of(calls.base(model)).prompts.graphs()))
 
 
 def read(model: Any, size: int, length: int) -> None:

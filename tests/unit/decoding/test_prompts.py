@@ -11,7 +11,7 @@ pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
 from gemma4_compat._generation.prompts import prompts
-from gemma4_compat._graphs import decoder
+from gemma4_compat._graphs import captured_calls, decoder
 from tests.helpers import holders
 from tests.unit.decoding import calls
 from tests.unit.decoding.calls import EAGER, PLACES, WINDOW, Models, assert_equal, fast, generate, layers, steps, text
@@ -127,7 +127,7 @@ def test_only_after_decode_fast(models: Models) -> None:
     assert counts(model) == (0, 0)
     gemma4_compat.decode_fast(model)
     answers(model, [5] * 3)
-    left = [weakref.ref(graph.recording) for one in decoder.of(model).variants for graph in one.prompts.values()]
+    left = [weakref.ref(graph.recording) for graph in decoder.of(model).prompts.graphs()]
     assert len(left) == 1
     gemma4_compat.decode_fast(model, enabled=False)
     assert holders(left) == []
@@ -176,28 +176,26 @@ def test_a_failed_capture_says_so_once_and_changes_nothing(
     calls.failing(model, several_at_once)
     with caplog.at_level("WARNING", "gemma4_compat"):
         same(model, [5, 5, 5, 6, 6, 6])
-    said = [record.getMessage() for record in caplog.records if "CUDA graph" in record.getMessage()]
-    assert said == [
-        "gemma4_compat: reading prompts without a CUDA graph: a capture of a prompt failed with ValueError: not today"
-    ]
+    said = [record.getMessage() for record in caplog.records if "eagerly" in record.getMessage()]
+    assert said == ["gemma4_compat: reading prompts eagerly: a capture of a prompt failed with ValueError: not today"]
     assert counts(model) == (0, 0)
     assert steps(model).replayed > 0
 
 
 def test_few_graphs_are_kept_and_steps_keep_theirs(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "MAX_GRAPHS", 2)
-    monkeypatch.setattr(prompts, "REMEMBERED", 6)
+    monkeypatch.setattr(decoder, "MAX_PROMPTS", 2)
+    monkeypatch.setattr(captured_calls, "REMEMBERED", 6)
     model = fast(models, None)
     calls.sized(model, 48)
     for length in (3, 4, 5, 6):
         same(model, [length] * 3)
-        kept = [variant.prompts for variant in decoder.of(model).variants]
-        assert sum(map(len, kept)) <= 2
+        assert len(list(decoder.of(model).prompts.graphs())) <= 2
     for length in range(10, 20):
         same(model, [length])
-    (variant,) = decoder.of(model).variants
-    assert len(variant.read) == 6
-    assert len(variant.graphs) == 2  # windows that are full, and not
+    decoding = decoder.of(model)
+    (state,) = decoding._states.states
+    assert len(state.calls[decoding.prompts].seen) == 6
+    assert len(list(decoding.steps.graphs())) == 2  # windows that are full, and not
     assert steps(model).captured == 2
 
 
@@ -209,7 +207,7 @@ def test_graphs_go_where_memory_is_short(models: Models, monkeypatch: pytest.Mon
     assert counts(model) == (1, 3)  # what is there is replayed
     same(model, [6] * 3)
     assert counts(model) == (1, 3)
-    assert not any(variant.prompts for variant in decoder.of(model).variants)
+    assert not any(decoder.of(model).prompts.graphs())
 
 
 @pytest.mark.parametrize("layer", [0, 3])

@@ -7,6 +7,7 @@ import gc
 import json
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
 from gemma4_compat._graphs import decoder
-from gemma4_compat._graphs.recaptures import LAST, Cause, Recapture
+from gemma4_compat._graphs.statistics import LAST, Cause, Recapture
 from tests.helpers import ROOT
 from tests.unit.decoding.calls import WINDOW, Models, base, generate, layers, static_cache, steps, text
 from tests.unit.decoding.test_changes import Rolled
@@ -244,7 +245,7 @@ def test_what_replays_the_same_graph_is_not_counted(models: Models, options: dic
 
 
 def test_more_sets_of_adapters_than_are_kept(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "_MAX_VARIANTS", 1)
+    monkeypatch.setattr(decoder, "MAX_STATES", 1)
     model = ready(models, adapter="language")
     for name in ("second", "default"):
         model.set_adapter(name)
@@ -262,11 +263,11 @@ def test_a_graph_of_other_adapters_is_checked_in_full(models: Models) -> None:
         model.set_adapter(name)
         generate(model, text(model))
     decoding = decoder.of(base(model))
-    other = decoding._variants[1]
+    other = decoding._states.states[1]
     norm = layers(model)[1].post_attention_layernorm
     norm.weight = torch.nn.Parameter(norm.weight.detach().clone(), requires_grad=False)
     model.set_adapter("second")
-    assert decoding.variant(base(model), in_full=False, quiet=True) is not other
+    assert decoding._states.check(SimpleNamespace(model=base(model)), quiet=True) is not other
 
 
 def test_a_deleted_module_is_named(models: Models) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._graphs import obstacles
+from gemma4_compat._graphs import unsupported
 from gemma4_compat.patches.training.transformers_generate_checkpointing import PATCH as CHECKPOINTING
 from tests.conftest import is_affected
 from tests.helpers import without
@@ -114,10 +114,12 @@ def test_rollouts_replay_with_checkpointing_on(models: Models, quantization: str
 def test_without_the_patch_checkpointing_is_a_reason_against_replays(models: Models) -> None:
     model = trained(models)
     checkpointed(model)
-    modules = obstacles.modules_of_a_step(model)
+    modules = unsupported.modules_of_a_step(model)
     with without(CHECKPOINTING.id):
-        assert "with gradient checkpointing, which drops the cache" in next(obstacles.of_training(model, modules))
-    assert not list(obstacles.of_training(model, modules))
+        assert "with gradient checkpointing, which drops the cache" in next(
+            unsupported.training_reasons(model, modules)
+        )
+    assert not list(unsupported.training_reasons(model, modules))
 
 
 @pytest.mark.usefixtures("kernels_on_host")
@@ -189,13 +191,13 @@ def test_what_computes_otherwise_in_training_mode_is_not_replayed(
     models: Models, change: Callable[[Any], None]
 ) -> None:
     model = models.fresh().train()
-    modules = obstacles.modules_of_a_step(model)
-    assert not list(obstacles.of_training(model, modules))
+    modules = unsupported.modules_of_a_step(model)
+    assert not list(unsupported.training_reasons(model, modules))
     change(model)
-    (reason,) = obstacles.of_training(model, obstacles.modules_of_a_step(model))
+    (reason,) = unsupported.training_reasons(model, unsupported.modules_of_a_step(model))
     assert CHANGES[change] in reason
     model.eval()
-    assert not list(obstacles.of_training(model, obstacles.modules_of_a_step(model)))
+    assert not list(unsupported.training_reasons(model, unsupported.modules_of_a_step(model)))
 
 
 @pytest.mark.parametrize("tuner, replays", [("lora", True), ("loha", False)])

@@ -71,7 +71,7 @@ class InBackground(HostCompiler):
 
 
 def test_two_models_whose_kernels_are_compiled_meanwhile(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = HostCompiler.obstacle()
+    reason = HostCompiler.unsupported_reason()
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setitem(kernels.COMPILERS, "cpu", InBackground)

@@ -9,7 +9,7 @@ import torch
 
 import gemma4_compat
 from gemma4_compat._graphs import decoder
-from gemma4_compat._graphs.recaptures import Cause, Recapture
+from gemma4_compat._graphs.statistics import Cause, Recapture
 
 
 def test_a_model_of_which_nothing_is_known() -> None:

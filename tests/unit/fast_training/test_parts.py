@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.memory.models import VARIANTS
+
 pytest.importorskip("transformers.modeling_layers")
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
@@ -21,7 +23,6 @@ from gemma4_compat._training.captured import layers
 from tests.helpers import without
 from tests.patches.training.parts import only
 from tests.patches.training.test_transformers_chunked_loss import batch
-from tests.unit.planner.models import VARIANTS
 
 #: Bytes that a plan counts for a step by windows with the loss in chunks: the backward pass with Adam's states, and
 #: LoRA's weights.

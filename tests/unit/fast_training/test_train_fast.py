@@ -20,6 +20,7 @@ from gemma4_compat import Gemma4CompatError
 from gemma4_compat._accelerate import attached
 from gemma4_compat._attention import block_layout, products, windows
 from gemma4_compat._graphs import recording
+from gemma4_compat._graphs.statistics import TrainingStatistics
 from gemma4_compat._models import cache_names, checkpointing, shared_kv
 from gemma4_compat._plan.training_step import TARGETS
 from gemma4_compat._reproduction import tiny_models
@@ -659,7 +660,7 @@ def test_copies_and_pickles_train_without_replays(model: Any, given: dict[str, A
     right = step(model, given)
     settled(model, given)
     other, layer = copy.deepcopy(model), layers.decoder_layers(model)[0]
-    assert gemma4_compat.statistics(other).training == layers.TrainingStatistics()
+    assert gemma4_compat.statistics(other).training == TrainingStatistics()
     assert same(right, step(other, given))
     assert vars(pickle.loads(pickle.dumps(layer)))[attached.TRAINING] is None
     assert replayed(model, lambda: step(model, given))
@@ -684,7 +685,7 @@ def test_undoing_it_releases_everything(model: Any, given: dict[str, Any]) -> No
     assert living() == before
     assert training() is None
     assert all("forward" not in vars(layer) for layer in layers.decoder_layers(model))
-    assert gemma4_compat.statistics(model).training == layers.TrainingStatistics()
+    assert gemma4_compat.statistics(model).training == TrainingStatistics()
 
 
 def test_a_model_that_is_deleted_is_released(workspace: Any, given: dict[str, Any]) -> None:

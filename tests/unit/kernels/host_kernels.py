@@ -45,7 +45,7 @@ class HostCompiler:
         """The kernels are for the host, whatever the device."""
 
     @staticmethod
-    def obstacle() -> str | None:
+    def unsupported_reason() -> str | None:
         """A machine without a compiler."""
         return None if shutil.which("g++") else "there is no g++"
 

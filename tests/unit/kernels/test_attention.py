@@ -19,7 +19,9 @@ from tests.unit.kernels.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")
 sdpa = torch.nn.functional.scaled_dot_product_attention
-pytestmark = pytest.mark.skipif(HostCompiler.obstacle() is not None, reason=str(HostCompiler.obstacle()))
+pytestmark = pytest.mark.skipif(
+    HostCompiler.unsupported_reason() is not None, reason=str(HostCompiler.unsupported_reason())
+)
 
 
 @pytest.fixture(autouse=True)

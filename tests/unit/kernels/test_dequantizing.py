@@ -35,8 +35,8 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 def compiler(request: Any, monkeypatch: pytest.MonkeyPatch) -> type[Any]:
     """The kernel itself, and what a reproduction takes for it on a machine without a GPU."""
     found = HostCompiler if request.param == "emulated" else packed_weights.Compiler
-    if (obstacle := found.obstacle()) is not None:
-        pytest.skip(obstacle)
+    if (reason := found.unsupported_reason()) is not None:
+        pytest.skip(reason)
     if found is HostCompiler and not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         pytest.skip("bitsandbytes before 0.50 rounds some blocks twice on a CPU")
     monkeypatch.setitem(kernels.COMPILERS, "cpu", found)
@@ -394,8 +394,8 @@ def test_subnormal_products_are_zero_as_in_code_for_fast_math(monkeypatch: pytes
     """Not on a CPU: what bitsandbytes' kernels for GPUs compute there."""
     monkeypatch.setattr(kernels, "_kernels", {})
     monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
-    if (obstacle := HostCompiler.obstacle()) is not None:
-        pytest.skip(obstacle)
+    if (reason := HostCompiler.unsupported_reason()) is not None:
+        pytest.skip(reason)
     layout = Format("nf4", 64, 0, torch.float32)
     scales = (torch.tensor([2e-38, 1e-40]),)
     packed = torch.arange(64, dtype=torch.uint8).view(-1, 1)

@@ -24,7 +24,9 @@ from tests.unit.offload.test_expert_lookup import loaded, placed
 
 CPU = torch.device("cpu")
 BATCHED = {"experts_implementation": "batched_mm"}
-pytestmark = pytest.mark.skipif(HostCompiler.obstacle() is not None, reason=str(HostCompiler.obstacle()))
+pytestmark = pytest.mark.skipif(
+    HostCompiler.unsupported_reason() is not None, reason=str(HostCompiler.unsupported_reason())
+)
 
 
 @pytest.fixture(autouse=True)

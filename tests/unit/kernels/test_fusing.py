@@ -21,7 +21,9 @@ from tests.unit.kernels.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")
 SCALE = torch.tensor([0.7]).bfloat16()
-pytestmark = pytest.mark.skipif(HostCompiler.obstacle() is not None, reason=str(HostCompiler.obstacle()))
+pytestmark = pytest.mark.skipif(
+    HostCompiler.unsupported_reason() is not None, reason=str(HostCompiler.unsupported_reason())
+)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,9 @@ import torch
 from gemma4_compat._kernels.programs import Kernel
 from tests.unit.kernels.host_kernels import HostCompiler
 
-pytestmark = pytest.mark.skipif(HostCompiler.obstacle() is not None, reason=str(HostCompiler.obstacle()))
+pytestmark = pytest.mark.skipif(
+    HostCompiler.unsupported_reason() is not None, reason=str(HostCompiler.unsupported_reason())
+)
 
 _SUM = """extern "C" __global__ void __launch_bounds__(96) total(const float* __restrict__ x, float* __restrict__ sums,
   unsigned int n, float scale) {

@@ -12,6 +12,7 @@ import torch
 
 import gemma4_compat
 from gemma4_compat._graphs import decoder, fused_steps
+from gemma4_compat._graphs.captured_calls import CapturedCalls
 from gemma4_compat._kernels.match import own
 from tests.unit.decoding import calls
 from tests.unit.decoding.calls import Models
@@ -61,7 +62,7 @@ def test_a_step_without_a_graph_has_the_same_bits(
     model = own_model(models, "4bit-double", None, "device")
     expected = asked(model)
     model = own_model(models, "4bit-double", None, "device")
-    monkeypatch.setattr(decoder.Decoding, "_capture", lambda *_: None)
+    monkeypatch.setattr(CapturedCalls, "_captured", lambda *_: None)
     calls.assert_equal(expected, asked(model))
     assert calls.steps(model).captured == 0
 

@@ -12,7 +12,7 @@ pytest.importorskip("bitsandbytes")
 import torch
 
 import gemma4_compat
-from gemma4_compat._generation.prompts import prompts
+from gemma4_compat._graphs import decoder
 from gemma4_compat._kernels.match import own, reading
 from gemma4_compat._kernels.specs import flash
 from tests.unit.decoding.calls import Models, assert_equal, generate, steps, text
@@ -70,7 +70,7 @@ def test_chunks(models: Models, monkeypatch: pytest.MonkeyPatch, narrow_heads: l
         assert_equal(found[0], other)
     gemma4_compat.decode_fast(model, enabled=False)
     gemma4_compat.decode_fast(model)
-    monkeypatch.setattr(prompts, "MAX_GRAPHS", 0)
+    monkeypatch.setattr(decoder, "MAX_PROMPTS", 0)
     assert_equal(found[0], chunks(model, given))
     gemma4_compat.decode_fast(model, exact=True)
     before = len(shapes)

@@ -22,7 +22,9 @@ from tests.unit.decoding.calls import Models
 from tests.unit.kernels.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(HostCompiler.obstacle() is not None, reason=str(HostCompiler.obstacle()))
+pytestmark = pytest.mark.skipif(
+    HostCompiler.unsupported_reason() is not None, reason=str(HostCompiler.unsupported_reason())
+)
 
 
 @pytest.fixture(autouse=True)

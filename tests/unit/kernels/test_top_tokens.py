@@ -20,7 +20,7 @@ from transformers.generation import logits_process
 import gemma4_compat
 from gemma4_compat._common.bits import same_bits
 from gemma4_compat._generation.sampling import choosing
-from gemma4_compat._generation.speculative import rounds
+from gemma4_compat._generation.speculative import speculative_steps
 from gemma4_compat._graphs import fused_steps
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.match import top_tokens
@@ -31,7 +31,9 @@ from tests.unit.kernels.host_kernels import HostCompiler
 CPU = torch.device("cpu")
 SAMPLED = {"do_sample": True, "top_k": 30, "top_p": 0.95, "max_new_tokens": 24, "eos_token_id": None}
 VOCABULARY = 5 << 12
-pytestmark = pytest.mark.skipif(HostCompiler.obstacle() is not None, reason=str(HostCompiler.obstacle()))
+pytestmark = pytest.mark.skipif(
+    HostCompiler.unsupported_reason() is not None, reason=str(HostCompiler.unsupported_reason())
+)
 
 
 _tried: dict[Any, kernels.Kernels] = {}
@@ -181,7 +183,7 @@ def test_tokens_of_a_round_are_those_of_one_at_a_time(
     scores, noise = drawn(5, vocabulary=vocabulary), None
     if samples:
         noise = torch.empty_like(scores).exponential_(generator=torch.Generator().manual_seed(0))
-    choice, text = rounds.Choice.of(both, samples=samples), torch.zeros((1, 5), dtype=torch.long)
+    choice, text = speculative_steps.Choice.of(both, samples=samples), torch.zeros((1, 5), dtype=torch.long)
     found = choice.tokens(text, scores[None], noise)
     expected = []
     for place, row in enumerate(scores.split(1)):

@@ -103,6 +103,6 @@ def test_a_plan_runs_no_step_twice(monkeypatch: pytest.MonkeyPatch) -> None:
                 ran.pop()
     passes = [(step.gradient_checkpointing, step.chunked_loss) for step in ran]
     assert passes.count((True, False)) == passes.count((True, True)) == 1
-    assert switches.never_used(Step(max_length=4096), "train_fast")
+    assert switches.unsupported_reason(Step(max_length=4096), "train_fast")
     long = training._measured(measure, Step(max_length=4096), replayed=True)
     assert long(Step(max_length=4096)).graphs == training_step.NO_GRAPHS

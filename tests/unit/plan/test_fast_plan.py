@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
-from gemma4_compat._graphs import obstacles
+from gemma4_compat._graphs import unsupported
 from gemma4_compat._memory import formulas, layout
 from gemma4_compat._memory.blueprint import Blueprint, describe, rounded
 from gemma4_compat._memory.formulas import MEASURED, Load
@@ -261,10 +261,10 @@ def test_a_plan_is_without_it_where_the_loaded_model_is(
     placed = layout.layout(described, {"cpu": budget}, Load(context=64), cpu=0)
     assert plan.device_map == placed.device_map
     slow_because = _plan._slow_anywhere(described, {0: budget}) or _plan._slow_here(described, placed)
-    obstacle = obstacles.find_before_a_forward(run(plan)["model"]) or ""
-    assert bool(slow_because) is bool(obstacle), (slow_because, obstacle)
+    reason = unsupported.lasting_reason(run(plan)["model"]) or ""
+    assert bool(slow_because) is bool(reason), (slow_because, reason)
     for word in ("8-bit", "disk"):
-        assert (word in slow_because) is (word in obstacle)
+        assert (word in slow_because) is (word in reason)
 
 
 def test_towers_on_disk_do_not_matter() -> None:

@@ -172,14 +172,14 @@ def test_where_the_kernels_have_no_way_in_pytorch_counts(monkeypatch: pytest.Mon
 
 def test_heads_without_kernels(workspace: Any) -> None:
     model = plan.build.on_meta(str(workspace.checkpoint))[0]
-    found = prompt_kernels.obstacle(describe(model), Load(context=4096), (9, 0))
+    found = prompt_kernels.unsupported_reason(describe(model), Load(context=4096), (9, 0))
     assert found == "this package has no kernels for the model's heads"
 
 
 def test_an_assistant_of_a_model_with_experts_has_transformers_read_the_prompt() -> None:
     load = Load(context=4096, assistant=1)
-    assert "transformers reads the prompt" in prompt_kernels.obstacle(_blueprint("26B-A4B"), load, (9, 0))
-    assert prompt_kernels.obstacle(_blueprint("E4B"), load, (9, 0)) == ""
+    assert "transformers reads the prompt" in prompt_kernels.unsupported_reason(_blueprint("26B-A4B"), load, (9, 0))
+    assert prompt_kernels.unsupported_reason(_blueprint("E4B"), load, (9, 0)) == ""
 
 
 def test_this_machines_gpus_count_where_the_plan_is_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -557,7 +557,7 @@ def test_a_switch_whose_patch_is_off_is_left_out(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(Gemma4CompatError, match=f"needs the patch {patch}"):
             measured("E2B", None, step)
     step = Step(max_length=4095, padding=False)
-    assert switches.never_used(step, "sliding_windows") == "not used on a GPU below 4,096 tokens"
+    assert switches.unsupported_reason(step, "sliding_windows") == "not used on a GPU below 4,096 tokens"
 
 
 def test_what_is_enabled_for_all_models_is_planned(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -649,7 +649,7 @@ def test_what_train_fast_leaves_a_plan_leaves(workspace: Any, offloading: bool) 
     if not checkpointing.is_in_forward():
         assert kept.reasons[0].startswith("checkpointing is on, and needs transformers 5.23")
     elif offloading:
-        assert kept.reasons == ("what checkpointing keeps is offloaded, or chosen by a function",)
+        assert kept.reasons == ("activation offloading or selective checkpointing is on",)
     else:
         assert not kept.reasons
     assert bool(kept.captured) is (checkpointing.is_in_forward() and not offloading)

@@ -29,8 +29,8 @@ SHAPES = ((512, 1536), (66, 1000), (2816, 2112), (24, 32))
 @pytest.fixture(autouse=True, scope="module")
 def compiles() -> None:
     pytest.importorskip("bitsandbytes")
-    if (obstacle := CudaCompiler.obstacle()) is not None:
-        pytest.skip(obstacle)
+    if (reason := CudaCompiler.unsupported_reason()) is not None:
+        pytest.skip(reason)
 
 
 @contextlib.contextmanager

@@ -268,9 +268,9 @@ def test_kernels_are_fused(models: Models, quantization: str | None, adapter: st
     from gemma4_compat._kernels import kernels
 
     model = models.fresh(quantization, adapter, where)
-    obstacle = fused_steps.obstacle(model.device)
-    if obstacle is not None:
-        pytest.skip(obstacle)
+    reason = fused_steps.unsupported_reason(model.device)
+    if reason is not None:
+        pytest.skip(reason)
     compared(model, ask(model, new=8))
     assert (steps(model).fused, steps(model).not_fused) == (1, ())
     assert kernels.of(model.device).inexact() == []

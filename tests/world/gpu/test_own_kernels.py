@@ -163,7 +163,7 @@ def test_rows_of_full_sliding_caches_are_moved(shape: tuple[int, ...], dtype: st
     from gemma4_compat._kernels.specs import shifting
 
     device, kind = torch.device("cuda", 0), getattr(torch, dtype)
-    if kernels.COMPILERS["cuda"].obstacle() is not None:
+    if kernels.COMPILERS["cuda"].unsupported_reason() is not None:
         pytest.skip("no compiler")
     batch, heads, _, width = shape
     held = [torch.randn(shape, device=device, dtype=kind) for _ in range(2)]
@@ -240,9 +240,9 @@ def test_kernels_are_fused(models: Models, quantization: str | None, adapter: st
     from gemma4_compat._graphs import fused_steps
 
     model = models.fresh(quantization, adapter, where, own=True)
-    obstacle = fused_steps.obstacle(model.device)
-    if obstacle is not None:
-        pytest.skip(obstacle)
+    reason = fused_steps.unsupported_reason(model.device)
+    if reason is not None:
+        pytest.skip(reason)
     ask(model, new=NEW)({})
     assert (steps(model).fused, steps(model).not_fused, steps(model).reasons) == (1, (), ())
 

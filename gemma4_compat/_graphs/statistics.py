@@ -1,14 +1,17 @@
-"""How steps were run, and why a graph is captured again, in words for people."""
+"""How calls were run, and why a graph is captured again, in words for people."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-#: How many are kept with their details.
+#: How many recaptures are kept with their details.
 LAST = 8
 _LONGEST = 200  # characters of a detail
+_log = logging.getLogger("gemma4_compat")
 
 
 class Cause(str, enum.Enum):
@@ -67,16 +70,47 @@ class Recapture:
 
 
 @dataclass
-class DecodingStatistics:
+class Statistics:
+    """How calls were run, in numbers and reasons."""
+
+    replayed: int = 0
+    captured: int = 0
+    eager: int = 0
+    capture_seconds: float = 0.0
+    reasons: tuple[str, ...] = ()
+
+    def is_new(self, reason: str) -> bool:
+        """Note why calls run without a graph. Whether nobody has said so before."""
+        new = reason not in self.reasons
+        if new:
+            self.reasons += (reason,)
+        return new
+
+
+@dataclass
+class TrainingStatistics(Statistics):
+    """How the decoder layers of a model ran in training steps, after ``train_fast``.
+
+    Attributes:
+        replayed: forwards of layers that were replayed.
+        captured: layers that were captured, once for each kind of call.
+        eager: forwards that ran without a graph.
+        capture_seconds: time that captures took.
+        reasons: why layers ran without a graph, other than before their kind of call was captured.
+    """
+
+
+@dataclass
+class DecodingStatistics(Statistics):
     """How the one-token steps of a model were run, and its prompts after ``decode_fast``.
 
     Attributes:
         replayed: replayed steps, including the captured ones.
         captured: graphs that were captured.
         eager: steps that ran without a graph: the first of each kind, and those that could not be captured.
-        fused: graphs that were captured again with fused kernels.
         capture_seconds: time that captures took, including fused ones and waiting for their kernels.
         reasons: why steps ran without a graph, other than the first of each kind, or a text without drafts.
+        fused: graphs that were captured again with fused kernels.
         not_fused: why graphs stayed as they were captured, or PyTorch's kernels replace those of ``decode_fast``.
         recaptures: why graphs that were there did not serve a step, so that it needed another: how often each cause.
         last_recaptures: the last eight of them, the newest at the end, with what has changed.
@@ -93,12 +127,7 @@ class DecodingStatistics:
         accepted: those among them that were right.
     """
 
-    replayed: int = 0
-    captured: int = 0
-    eager: int = 0
     fused: int = 0
-    capture_seconds: float = 0.0
-    reasons: tuple[str, ...] = ()
     not_fused: tuple[str, ...] = ()
     recaptures: dict[Cause, int] = field(default_factory=dict)
     last_recaptures: tuple[Recapture, ...] = ()
@@ -113,12 +142,23 @@ class DecodingStatistics:
     drafted: int = 0
     accepted: int = 0
 
+    def note(self, found: Recapture) -> None:
+        """Count why a step needs another graph, if it had one."""
+        if self.captured:
+            self.recaptures = {**self.recaptures, found.cause: self.recaptures.get(found.cause, 0) + 1}
+            self.last_recaptures = (*self.last_recaptures, found)[-LAST:]
+            _log.debug("gemma4_compat: another CUDA graph: %s (%s)", found.cause, found.detail)
 
-def first(*sources: Iterator[tuple[Cause, str]]) -> list[tuple[Cause, str]]:
-    """What the first of these sources yields that yields anything."""
-    return next(filter(None, map(list, sources)), [])
+
+def _as(name: str) -> Any:
+    return property(lambda self: getattr(self.whole, name), lambda self, value: setattr(self.whole, name, value))
 
 
-def changed(old: object, new: object) -> str:
-    """``old -> new``, on one line."""
-    return " -> ".join(f"{' '.join(str(value).split()):.60}" for value in (old, new))
+class PromptStatistics:
+    """The numbers of prompts in the statistics of a model, under the names of :class:`Statistics`."""
+
+    replayed, captured, fused = _as("prompts_replayed"), _as("prompts_captured"), _as("prompts_fused")
+    capture_seconds = _as("capture_seconds")
+
+    def __init__(self, whole: DecodingStatistics) -> None:
+        self.whole = whole

@@ -8,12 +8,14 @@ from typing import Any
 
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._common import in_place
-from gemma4_compat._graphs import dependencies
-from gemma4_compat._models import checkpointing
+from gemma4_compat._graphs.guards import torch_hooks
+from gemma4_compat._models import checkpointing, walk
 from gemma4_compat._offload import host_memory, row_lookup, streaming
 
 #: Parts that a step without images or audio does not run.
 _MEDIA = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder")
+#: Arguments of PEFT's hooks that choose adapters for one call.
+_CHOSEN = {"adapter_names", "alora_offsets"}
 #: Libraries whose hooks do the same for every token.
 _LIBRARIES = ("gemma4_compat", "transformers", "accelerate", "peft", "bitsandbytes", "torch", "trl")
 
@@ -32,18 +34,23 @@ def modules_of_a_step(model: Any) -> list[Any]:
     return list(dict.fromkeys(found))
 
 
-def find(model: Any, modules: list[Any]) -> str | None:
+def unsupported_reason(model: Any, modules: list[Any]) -> str | None:
     """The first reason why this model cannot replay its steps; None if nothing is known to be in the way.
 
     Args:
         model: a transformers model that has run a forward.
         modules: from :func:`modules_of_a_step`.
     """
-    found = of_training(model, modules), _lasting(modules), _offloaded(model, modules), of_hooks(model, modules)
+    found = (
+        training_reasons(model, modules),
+        _lasting_reasons(modules),
+        _offload_reasons(model, modules),
+        hook_reasons(model, modules),
+    )
     return next(itertools.chain(*found), None)
 
 
-def of_training(model: Any, modules: list[Any]) -> Iterator[str]:
+def training_reasons(model: Any, modules: list[Any]) -> Iterator[str]:
     """What modules in training mode would compute otherwise: rollouts of a trainer usually have nothing of it."""
     for module in modules:
         if module.training:
@@ -84,23 +91,23 @@ def _draws(name: str, value: Any) -> bool:
     return ("dropout" in name or "jitter" in name) and isinstance(value, (int, float)) and value > 0
 
 
-def in_a_prompt(model: Any) -> Iterator[str]:
+def prompt_reasons(model: Any) -> Iterator[str]:
     """Why a prompt is not to be read in pieces: somebody may look at what its forwards compute."""
     modules = modules_of_a_step(model)
     for module in modules:
         if has_own_forward(module):
             yield f"{_name(model, module)} has a forward of its own"
-    yield from of_training(model, modules)
-    yield from of_hooks(model, modules)
+    yield from training_reasons(model, modules)
+    yield from hook_reasons(model, modules)
 
 
-def find_before_a_forward(model: Any) -> str | None:
+def lasting_reason(model: Any) -> str | None:
     """The first lasting reason that is known before a forward: 8-bit weights, weights on disk, devices."""
     modules = modules_of_a_step(model)
-    return next(itertools.chain(_lasting(modules), _on_disk(model, modules)), None)
+    return next(itertools.chain(_lasting_reasons(modules), _disk_reasons(model, modules)), None)
 
 
-def of_virtual_tokens(model: Any) -> str | None:
+def virtual_tokens_reason(model: Any) -> str | None:
     """Why PEFT refuses a static cache in the ``generate`` that is running; None if it does not."""
     caller = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", model)
     config = None if caller is model else getattr(caller, "active_peft_config", None)
@@ -109,7 +116,13 @@ def of_virtual_tokens(model: Any) -> str | None:
     return f"PEFT takes no static cache with virtual tokens ({config.peft_type.value})"
 
 
-def _lasting(modules: list[Any]) -> Iterator[str]:
+def chooses_adapters(model: Any) -> bool:
+    """Whether PEFT has put hooks there for one ``generate``, which choose the adapters of its rows or tokens."""
+    hooks = (hook for module in walk.modules(model) for hook in vars(module)["_forward_pre_hooks"].values())
+    return any(not _CHOSEN.isdisjoint(getattr(hook, "keywords", ())) for hook in hooks)
+
+
+def _lasting_reasons(modules: list[Any]) -> Iterator[str]:
     if any(map(is_8_bit, modules)):
         yield "8-bit layers of bitsandbytes synchronize with the host for every token"
     devices = _devices(modules)
@@ -117,9 +130,9 @@ def _lasting(modules: list[Any]) -> Iterator[str]:
         yield f"it computes on several devices ({', '.join(sorted(map(str, devices)))})"
 
 
-def of_hooks(model: Any, modules: list[Any], *, backward: bool = False) -> Iterator[str]:
+def hook_reasons(model: Any, modules: list[Any], *, backward: bool = False) -> Iterator[str]:
     """The hooks on these modules, or on all, that are not a library's own: their Python is to run in every step."""
-    for hooks in dependencies.global_hooks(backward=backward):
+    for hooks in torch_hooks.on_every_module(backward=backward):
         for function in itertools.filterfalse(_is_known, hooks.values()):
             yield f"a hook on every module has to run for every token ({_text(function)})"
     for module in modules:
@@ -152,7 +165,7 @@ def _devices(modules: list[Any]) -> dict[Any, None]:
     return found
 
 
-def _on_disk(model: Any, modules: list[Any]) -> Iterator[str]:
+def _disk_reasons(model: Any, modules: list[Any]) -> Iterator[str]:
     for module in modules:
         hook = module_hooks.offload_hook(module)
         for name, parameter in module._parameters.items() if hook is not None else ():
@@ -164,7 +177,7 @@ def _reads_disk(model: Any, module: Any) -> str:
     return f"{_name(model, module)} is on disk, and the host reads it for every token"
 
 
-def _offloaded(model: Any, modules: list[Any]) -> Iterator[str]:
+def _offload_reasons(model: Any, modules: list[Any]) -> Iterator[str]:
     streamed = streaming.streamed_modules(model)
     for module in modules:
         hook = module_hooks.offload_hook(module)

@@ -1,6 +1,6 @@
-"""What was there when a step was captured, and what differs now: objects, values, tensors.
+"""What was there before, and what differs now: objects, values, tensors.
 
-Each is noted with the cause and the name that :mod:`recaptures` tells if it differs.
+Each is noted with a :data:`Source`: why a difference matters, and the name of what holds it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from gemma4_compat._graphs import recaptures
-from gemma4_compat._graphs.recaptures import Cause, changed
-
 #: Why a difference matters, and the name of what holds it.
-Whose = tuple[Cause, str]
+Source = tuple[Any, str]
 _NOTHING = object()  # what is under a key that is not there
 #: The attribute that says that transformers has put its hooks on a module that collect hidden states for who asks.
 COLLECTED = "_output_capturing_hooks_installed"
@@ -29,13 +26,13 @@ class _Noted:
     dicts: list[dict[Any, Any]] = field(default_factory=list)
     keys: list[Any] = field(default_factory=list)
     found: list[Any] = field(default_factory=list)
-    whose: list[Whose] = field(default_factory=list)
+    source: list[Source] = field(default_factory=list)
 
-    def add(self, where: dict[Any, Any], key: Any, found: Any, whose: Whose) -> None:
+    def add(self, where: dict[Any, Any], key: Any, found: Any, source: Source) -> None:
         self.dicts.append(where)
         self.keys.append(key)
         self.found.append(found)
-        self.whose.append(whose)
+        self.source.append(source)
 
     def now(self) -> Iterator[Any]:
         """The objects that are there now."""
@@ -43,7 +40,7 @@ class _Noted:
 
     def share(self, turn: int, turns: int) -> _Noted:
         part = slice(turn, None, turns)
-        return _Noted(self.dicts[part], self.keys[part], self.found[part], self.whose[part])
+        return _Noted(self.dicts[part], self.keys[part], self.found[part], self.source[part])
 
 
 class Entries:
@@ -51,49 +48,53 @@ class Entries:
 
     Numbers, names and the like are kept alive, and compared as they are. Others are compared by their ids, in two
     passes over lists. Another object may get the id of one that was deleted, so deletions are noticed by weak
-    references. Containers are neither watched nor kept, since they may hold modules; a new one at the place of a
+    references. Containers are neither watched nor kept, since they may check modules; a new one at the place of a
     deleted one would not be noticed.
+
+    Args:
+        keeps: who asks holds all these objects anyway: then all are compared as they are, which takes half as long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = False) -> None:
+        self._keeps = keeps
         self._constants, self._others = _Noted(), _Noted()
         self._kept: list[Any] = []  # constants in containers
         self._references: list[weakref.ref[Any]] = []
-        self._whose_references: list[Whose] = []
+        self._reference_sources: list[Source] = []
         self._gone: list[weakref.ref[Any]] = []  # of those, the ones whose object was deleted
         self._containers: list[Collection[Any]] = []
         self._contents: list[list[int]] = []
-        self._whose_contents: list[Whose] = []
+        self._content_sources: list[Source] = []
         self._sized: list[Collection[Any]] = []
         self._sizes: list[int] = []
-        self._whose_sizes: list[Whose] = []
-        self._shares: dict[int, tuple[_Noted, _Noted]] = {}  # of some_hold: all is noted by then
+        self._size_sources: list[Source] = []
+        self._shares: dict[int, tuple[_Noted, _Noted]] = {}  # of check_rotating: all is noted by then
 
-    def add(self, where: dict[Any, Any], key: Any, whose: Whose) -> None:
+    def add(self, where: dict[Any, Any], key: Any, source: Source) -> None:
         """Note what is under ``key`` now."""
         value = where.get(key, _NOTHING)
-        if self._is_constant(value, whose):
-            self._constants.add(where, key, value, whose)
+        if self._keeps or self._is_constant(value, source):
+            self._constants.add(where, key, value, source)
         else:
-            self._others.add(where, key, id(value), whose)
+            self._others.add(where, key, id(value), source)
 
-    def add_size(self, where: Collection[Any], whose: Whose) -> None:
-        """Note the number of keys of a dictionary whose keys are all noted: a new key changes it."""
+    def add_size(self, where: Collection[Any], source: Source) -> None:
+        """Note the number of keys of a dictionary source keys are all noted: a new key changes it."""
         self._sized.append(where)
         self._sizes.append(_size(where))
-        self._whose_sizes.append(whose)
+        self._size_sources.append(source)
 
-    def add_contents(self, container: Collection[Any], whose: Whose) -> None:
+    def add_contents(self, container: Collection[Any], source: Source) -> None:
         """Note the items of a list, a set or a tuple, or the keys of a dictionary in their order."""
         if not container:
-            self.add_size(container, whose)
+            self.add_size(container, source)
             return
         self._containers.append(container)
         self._contents.append(list(map(id, container)))
-        self._kept += [value for value in container if self._is_constant(value, whose)]
-        self._whose_contents.append(whose)
+        self._kept += [value for value in container if self._is_constant(value, source)]
+        self._content_sources.append(source)
 
-    def _is_constant(self, value: Any, whose: Whose) -> bool:
+    def _is_constant(self, value: Any, source: Source) -> bool:
         """Whether it is a number, a name, a dtype: nothing that holds a module. What can be watched is, otherwise."""
         if isinstance(value, (dict, list, tuple, set)):
             return False
@@ -101,10 +102,10 @@ class Entries:
             self._references.append(weakref.ref(value, self._gone.append))
         except TypeError:
             return True
-        self._whose_references.append(whose)
+        self._reference_sources.append(source)
         return False
 
-    def hold(self) -> bool:
+    def check(self) -> bool:
         """Whether the same objects are there."""
         if self._gone:
             return False
@@ -114,7 +115,7 @@ class Entries:
             return False
         return [list(map(id, container)) for container in self._containers] == self._contents
 
-    def some_hold(self, turn: int, turns: int) -> bool:
+    def check_rotating(self, turn: int, turns: int) -> bool:
         """Whether a share of the dictionaries' keys still has the same objects: each has its turn."""
         if self._gone:
             return False
@@ -122,27 +123,27 @@ class Entries:
             self._shares[turn] = self._constants.share(turn, turns), self._others.share(turn, turns)
         return _are_same(*self._shares[turn])
 
-    def differences(self) -> Iterator[Whose]:
+    def differences(self) -> Iterator[Source]:
         """What is another object now. If one was deleted and another has its place, only the holder is named."""
-        yield from recaptures.first(self._changed(), self._resized(), self._of_deleted())
+        yield from first(self._changed(), self._resized(), self._of_deleted())
 
-    def _changed(self) -> Iterator[Whose]:
+    def _changed(self) -> Iterator[Source]:
         for noted, identity in ((self._constants, id), (self._others, int)):
-            for now, key, found, (cause, path) in zip(noted.now(), noted.keys, noted.found, noted.whose):
+            for now, key, found, (cause, path) in zip(noted.now(), noted.keys, noted.found, noted.source):
                 if id(now) != identity(found):
                     yield cause, f"{path}.{key}"
 
-    def _resized(self) -> Iterator[Whose]:
-        for where, size, whose in zip(self._sized, self._sizes, self._whose_sizes):
+    def _resized(self) -> Iterator[Source]:
+        for where, size, source in zip(self._sized, self._sizes, self._size_sources):
             if _size(where) != size:
-                yield whose
-        for container, contents, whose in zip(self._containers, self._contents, self._whose_contents):
+                yield source
+        for container, contents, source in zip(self._containers, self._contents, self._content_sources):
             if list(map(id, container)) != contents:
-                yield whose
+                yield source
 
-    def _of_deleted(self) -> Iterator[Whose]:
+    def _of_deleted(self) -> Iterator[Source]:
         for reference in self._gone:
-            yield self._whose_references[self._references.index(reference)]
+            yield self._reference_sources[self._references.index(reference)]
 
 
 def _size(where: Collection[Any]) -> int:
@@ -165,17 +166,17 @@ class Values:
         self.values: list[Any] = []
         self._defaults: list[Any] = []
         self._shares: dict[int, list[list[Any]]] = {}
-        self._whose: list[Whose] = []
+        self._source: list[Source] = []
 
-    def add(self, where: dict[Any, Any], key: Any, whose: Whose, default: Any = None) -> None:
+    def add(self, where: dict[Any, Any], key: Any, source: Source, default: Any = None) -> None:
         """Note the value under ``key``: a number, a name, or a list of names, which is copied."""
         self._dicts.append(where)
         self._keys.append(key)
         self._defaults.append(default)
-        self._whose.append(whose)
+        self._source.append(source)
         self.values.append(_copied(where.get(key, default)))
 
-    def hold(self) -> bool:
+    def check(self) -> bool:
         """Whether equal values are there."""
         return list(map(dict.get, self._dicts, self._keys, self._defaults)) == self.values
 
@@ -183,17 +184,17 @@ class Values:
         """The values that are there now."""
         return list(map(_copied, map(dict.get, self._dicts, self._keys, self._defaults)))
 
-    def some_hold(self, turn: int, turns: int) -> bool:
+    def check_rotating(self, turn: int, turns: int) -> bool:
         """Whether a share of them is there: each has its turn."""
         if turn not in self._shares:
             self._shares[turn] = [each[turn::turns] for each in (self._dicts, self._keys, self._defaults, self.values)]
         dicts, keys, defaults, values = self._shares[turn]
         return list(map(dict.get, dicts, keys, defaults)) == values
 
-    def differences(self) -> Iterator[Whose]:
+    def differences(self) -> Iterator[Source]:
         """The values that differ, and how."""
         now = map(dict.get, self._dicts, self._keys, self._defaults)
-        for key, old, new, (cause, path) in zip(self._keys, self.values, now, self._whose):
+        for key, old, new, (cause, path) in zip(self._keys, self.values, now, self._source):
             if old != new:
                 yield cause, f"{path}.{key}: {changed(old, new)}"
 
@@ -213,9 +214,9 @@ class Layouts:
         self._trained = trained
         self._references: list[weakref.ref[Any]] = []
         self._layouts: tuple[list[Any], ...] = self._look([])
-        self._whose: list[Whose] = []
+        self._source: list[Source] = []
 
-    def add(self, tensor: Any, whose: Whose) -> None:
+    def add(self, tensor: Any, source: Source) -> None:
         """Note a tensor; one that is not strided has no addresses to watch."""
         import torch
 
@@ -223,29 +224,39 @@ class Layouts:
             self._references.append(weakref.ref(tensor))
             for noted, new in zip(self._layouts, self._look([tensor])):
                 noted += new
-            self._whose.append(whose)
+            self._source.append(source)
 
     def tensors(self) -> list[Any]:
         """Those that are still there."""
         return [tensor for reference in self._references if (tensor := reference()) is not None]
 
-    def hold(self) -> bool:
+    def check(self) -> bool:
         """Whether all are there, where and as they were."""
         found = [reference() for reference in self._references]
         return all(map(operator.is_not, found, itertools.repeat(None))) and self._look(found) == self._layouts
 
-    def differences(self) -> Iterator[Whose]:
+    def differences(self) -> Iterator[Source]:
         """Those that are gone or lie elsewhere or otherwise."""
-        for reference, whose, *noted in zip(self._references, self._whose, *self._layouts):
+        for reference, source, *noted in zip(self._references, self._source, *self._layouts):
             tensor = reference()
             if tensor is None or [one for (one,) in self._look([tensor])] != noted:
-                yield whose
+                yield source
 
     def _look(self, found: list[Any]) -> tuple[list[Any], ...]:
-        """Addresses, strides, dtypes and shapes of tensors: as lists, which hold less that is to be collected."""
+        """Addresses, strides, dtypes and shapes of tensors: as lists, which check less that is to be collected."""
         import torch
 
         names = ("dtype", "shape", "requires_grad") if self._trained else ("dtype", "shape")
         with torch._C.DisableTorchFunctionSubclass():
             reads = torch.Tensor.data_ptr, torch.Tensor.stride, *map(operator.attrgetter, names)
             return tuple(list(map(read, found)) for read in reads)
+
+
+def first(*kinds: Iterator[Source]) -> list[Source]:
+    """What the first of these yields that yields anything."""
+    return next(filter(None, map(list, kinds)), [])
+
+
+def changed(old: object, new: object) -> str:
+    """``old -> new``, on one line."""
+    return " -> ".join(f"{' '.join(str(value).split()):.60}" for value in (old, new))

@@ -1,14 +1,15 @@
-"""What a captured step has read that a replay would not notice: weights by address, hooks, adapters, modes.
+"""Whether a model is still what it was: weights by address, hooks, adapters, modes, attributes, code.
 
 A graph reads memory, so it sees a weight that was changed in place. It does not see that a module now has another
-weight or hook, or that another adapter is active. :meth:`Dependencies.hold` checks that before every replay, mostly in
-C: an entry is a dictionary, a key, and the object that was there. :meth:`Dependencies.hold_in_full` checks, once for
-each ``generate``, what programs do not change between two of its tokens: the tree of modules and everything their
-forwards may read, which is every attribute (including added ones), the contents of their lists and dictionaries, their
-classes, and the functions beside these classes.
+weight or hook, or that another adapter is active. :meth:`ModelGuards.check_step` checks that before every replay,
+mostly in C: an entry is a dictionary, a key, and the object that was there. :meth:`ModelGuards.check_all` checks, once
+for each ``generate`` and each training step, what programs do not change between two tokens: the tree of modules and
+everything their forwards may read, which is every attribute (including added ones), the contents of their lists and
+dictionaries, their classes, and the functions beside these classes. :meth:`ModelGuards.contents` stands for the values
+of weights, which keys and values in a cache were computed from.
 
-What differs has a cause and a name: :meth:`Dependencies.differences`. Nothing here keeps a module or a tensor alive.
-When a module of the model is deleted, everything is released.
+Every guard has a :data:`snapshots.Source`: :meth:`ModelGuards.reason` says in words which one failed first. Nothing
+here keeps a module or a tensor alive. When a module of the model is deleted, everything is released.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
-from gemma4_compat._graphs import recaptures
-from gemma4_compat._graphs.recaptures import Cause, changed
-from gemma4_compat._graphs.snapshots import COLLECTED, Entries, Layouts, Values, Whose
+from gemma4_compat._graphs.guards import stored, torch_hooks
+from gemma4_compat._graphs.statistics import Cause, Recapture
+from gemma4_compat._models import contents
+from gemma4_compat._models.snapshots import COLLECTED, Entries, Layouts, Source, Values, changed, first
 from gemma4_compat._quantization import quant_states
 
 #: Attributes of PEFT's layers that say which adapters compute, and how strongly. Some layers get such an attribute
@@ -31,29 +33,24 @@ _ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters")
 _ADAPTER_DICTS = ("scaling",)
 #: Attributes of configurations, which a logits processor may also change.
 _IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
-#: Types whose objects are values and whose classes nobody changes.
+#: Types source objects are values and source classes nobody changes.
 _PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
 #: Attributes of the model itself that its callers set.
 _OF_CALLS = ("generation_config", "training", "forward")
 #: Another object whenever checkpointing is turned on. No step calls it: there are no gradients.
 _CHECKPOINTING = "_gradient_checkpointing_func"
-_COLLECTING = "transformers.utils.output_capturing"
-_MARKS = "make_inputs_require_grads"
 _CONFIG = (Cause.CONFIGURATION, "config")
 #: Tokens in which everything is looked at once, while nobody else's code runs.
 _TURNS = 32
 
 
-class Dependencies:
-    """A snapshot of the modules that compute a step.
+class ModelGuards:
+    """A snapshot of the modules that compute a step, a prompt, a draft, or decoder layers in training.
 
     Args:
         modules: all of them; the first one is the model.
-        configs: dictionaries of its configurations.
+        on_gone: called with these guards and a module's name, at least once, when one of the modules is deleted.
         groups: the module groups of streamed layers: their weights are on the host.
-        on_gone: called with this snapshot and a module's name, at least once, when one of the modules is deleted.
         trained: whether backward passes are replayed: their hooks matter then, and which weights are trained.
         offloaded: look at offloaded weights; accelerate's hooks make them anew in each forward.
     """
@@ -61,15 +58,14 @@ class Dependencies:
     def __init__(
         self,
         modules: list[Any],
-        configs: Iterable[dict[str, Any]],
-        groups: list[Any],
-        on_gone: Callable[[Dependencies, str], None],
+        on_gone: Callable[[ModelGuards, str], None] | None = None,
         *,
+        groups: Iterable[Any] = (),
         trained: bool = False,
         offloaded: bool = True,
     ) -> None:
         self._gone, self._with_offloaded = False, offloaded
-        self._hook_kinds = (*_HOOKS, *(_BACKWARD if trained else ()))
+        self._hook_kinds = torch_hooks.kinds(backward=trained)
         self._often, self._seldom = Entries(), Entries()
         self._turn = 0
         self._shares: dict[int, list[Any]] = {}  # of what is below, by turn
@@ -77,8 +73,8 @@ class Dependencies:
         self._addresses: list[int] = []
         self._tensors: list[weakref.ref[Any]] = []  # on the device
         self._metas: list[weakref.ref[Any]] = []  # offloaded
-        self._whose_tensors: list[Whose] = []
-        self._whose_metas: list[Whose] = []
+        self._tensor_sources: list[Source] = []
+        self._meta_sources: list[Source] = []
         self._layouts, self._other_layouts = Layouts(trained=trained), Layouts()
         self._hooks: list[dict[Any, Any]] = []
         self._no_hooks: list[dict[Any, Any]] = []
@@ -99,7 +95,7 @@ class Dependencies:
         for name in dict.fromkeys(kind.__module__ for kind in self._classes):
             if name in sys.modules:
                 self._add_globals(name, vars(sys.modules[name]))
-        for hooks in global_hooks(backward=trained):
+        for hooks in torch_hooks.on_every_module(backward=trained):
             self._add_hooks(hooks, "every module")
         for index, module in enumerate(modules):
             self._add(module, self._names[index], first=index == 0)
@@ -110,20 +106,21 @@ class Dependencies:
                 self._seldom.add(where, key, (Cause.OFFLOADING, "AlignDevicesHook"))
         self._dtypes = list(map(_dtype, self._metas))
         self._hook_numbers = list(map(len, self._hooks))
-        self._hook_counts = list(map(_counted, self._hooks))
+        self._hook_counts = list(map(torch_hooks.counted, self._hooks))
         self._configs = Values()
-        for config in configs:
+        for config in _configs(modules):
             for key in _IMPLEMENTATIONS:
                 self._configs.add(config, key, _CONFIG)
             for key in config.keys() - set(_IMPLEMENTATIONS):
                 self._add_attribute(config, key, _CONFIG)
 
-    def _release(self, on_gone: Callable[[Dependencies, str], None], name: str, _reference: object) -> None:
+    def _release(self, on_gone: Callable[[ModelGuards, str], None] | None, name: str, _reference: object) -> None:
         """Release everything: a module is deleted, and its weights with it."""
         self._often, self._seldom = Entries(), Entries()
         self._hooks, self._no_hooks, self._shares = [], [], {}
         self._gone = True
-        on_gone(self, name)
+        if on_gone is not None:
+            on_gone(self, name)
 
     def _add(self, module: Any, path: str, *, first: bool) -> None:
         attributes = vars(module)
@@ -152,43 +149,43 @@ class Dependencies:
             if isinstance(attributes.get(key), dict):
                 for name in attributes[key]:
                     self._adapters.add(attributes[key], name, (Cause.ADAPTER, f"{path}.{key}"))
-        whose = (Cause.ATTRIBUTE, path)
+        source = (Cause.ATTRIBUTE, path)
         if not first:
-            self._seldom.add_size(attributes, whose)
+            self._seldom.add_size(attributes, source)
         for key, value in attributes.items():
             # `generate` keeps things on the model itself, and PEFT replaces methods there with its own.
             kept = first and (key.startswith("_") or key in _OF_CALLS or callable(value))
             if key not in self._ignored and not kept:
-                self._add_attribute(attributes, key, whose)
+                self._add_attribute(attributes, key, source)
 
-    def _add_attribute(self, where: dict[Any, Any], key: Any, whose: Whose) -> None:
+    def _add_attribute(self, where: dict[Any, Any], key: Any, source: Source) -> None:
         """Note the object under ``key`` and its contents: containers, and the tensors and classes of objects."""
-        self._seldom.add(where, key, whose)
-        self._add_contents(where[key], {id(where)}, (whose[0], f"{whose[1]}.{key}"))
+        self._seldom.add(where, key, source)
+        self._add_contents(where[key], {id(where)}, (source[0], f"{source[1]}.{key}"))
 
-    def _add_contents(self, value: Any, above: set[int], whose: Whose) -> None:
+    def _add_contents(self, value: Any, above: set[int], source: Source) -> None:
         import torch
 
         if isinstance(value, torch.Tensor):
-            self._other_layouts.add(value, whose)
+            self._other_layouts.add(value, source)
         elif not isinstance(value, (dict, list, tuple, set)):
             if type(value).__module__ not in _PLAIN and not isinstance(value, type):
                 self._add_class(type(value))
         elif id(value) not in above:
             if isinstance(value, dict):
-                self._seldom.add_size(value, whose)
+                self._seldom.add_size(value, source)
                 for name in value:
-                    self._seldom.add(value, name, whose)
+                    self._seldom.add(value, name, source)
             else:
-                self._seldom.add_contents(value, whose)
+                self._seldom.add_contents(value, source)
             for part in value.values() if isinstance(value, dict) else value:
-                self._add_contents(part, {*above, id(value)}, whose)
+                self._add_contents(part, {*above, id(value)}, source)
 
     def _add_hooks(self, hooks: dict[Any, Any], path: str) -> None:
         (self._hooks if hooks else self._no_hooks).append(hooks)
         (self._hooked if hooks else self._not_hooked).append(path)
         for key, function in hooks.items():
-            if not (_marks_inputs(function) or _collects_outputs(function)):
+            if not (torch_hooks.marks_inputs(function) or torch_hooks.collects_outputs(function)):
                 self._seldom.add(hooks, key, (Cause.HOOK_ADDED, f"in place of another on {path}"))
 
     def _add_class(self, kind: type) -> None:
@@ -206,37 +203,31 @@ class Dependencies:
             elif callable(value) and not isinstance(value, type):
                 self._seldom.add(names, name, (Cause.CODE, module))
 
-    def _add_tensor(self, tensor: Any, whose: Whose) -> None:
+    def _add_tensor(self, tensor: Any, source: Source) -> None:
         state = vars(tensor).get("quant_state")
         if state is not None:
-            self._often.add(vars(tensor), "quant_state", whose)
+            self._often.add(vars(tensor), "quant_state", source)
             for holder in (state, vars(state).get("state2")):
                 if holder is not None:
                     for key in ("absmax", "code", "offset", "state2"):
-                        self._often.add(vars(holder), key, whose)
+                        self._often.add(vars(holder), key, source)
                     for key in vars(holder).keys() - {"absmax", "code", "offset", "state2"}:
-                        self._seldom.add(vars(holder), key, whose)
+                        self._seldom.add(vars(holder), key, source)
         for part in (tensor, *(() if state is None else quant_states.tensors(state))):
             if part.device.type == "meta":
                 self._metas.append(weakref.ref(part))
-                self._whose_metas.append(whose)
+                self._meta_sources.append(source)
             else:
                 self._tensors.append(weakref.ref(part))
                 self._addresses.append(part.data_ptr())
-                self._whose_tensors.append(whose)
-                self._layouts.add(part, whose)
+                self._tensor_sources.append(source)
+                self._layouts.add(part, source)
 
-    def hold(self, *, quiet: bool = False) -> bool:
-        """Whether a replay would compute what the model computes now. Checked for every token.
+    def check_step(self) -> bool:
+        """Whether a replay would compute what the model computes now. Checked for every token."""
+        return self.check_weights() and self._adapters.check() and self._configs.check()
 
-        To look at everything takes as long as a step of a small model. ``quiet`` says that no code but libraries' has
-        run in this thread since the last look: then each token looks at one of 32 shares of it, in turns.
-        """
-        if quiet:
-            return self._some_hold()
-        return self.weights_hold() and self._adapters.hold() and self._configs.hold()
-
-    def _hooks_hold(self) -> bool:
+    def _check_hooks(self) -> bool:
         if self._gone:
             return False
         same = not any(self._no_hooks) and list(map(len, self._hooks)) == self._hook_numbers
@@ -244,7 +235,10 @@ class Dependencies:
 
     def _marked_again(self) -> bool:
         """Whether only hooks are new that do what those before them do, or nothing; if so, their numbers are noted."""
-        if any(map(_counted, self._no_hooks)) or list(map(_counted, self._hooks)) != self._hook_counts:
+        if (
+            any(map(torch_hooks.counted, self._no_hooks))
+            or list(map(torch_hooks.counted, self._hooks)) != self._hook_counts
+        ):
             return False
         both = list(zip(self._no_hooks, self._not_hooked))
         for hooks, path in filter(operator.itemgetter(0), both):
@@ -256,7 +250,12 @@ class Dependencies:
         self._hook_numbers, self._shares = list(map(len, self._hooks)), {}
         return True
 
-    def _some_hold(self) -> bool:
+    def check_rotating(self) -> bool:
+        """:meth:`check_step` of one of 32 shares of the guards, in turns.
+
+        To look at everything takes as long as a step of a small model. This is enough where no code but libraries' has
+        run in this thread since the last look.
+        """
         self._turn = turn = (self._turn + 1) % _TURNS
         if turn not in self._shares:
             noted = self._tensors, self._addresses, self._no_hooks, self._hooks, self._hook_numbers
@@ -265,21 +264,21 @@ class Dependencies:
         differ = any(no_hooks) or list(map(len, hooks)) != numbers
         if self._gone or (differ and not self._marked_again()):
             return False
-        if not (self._often.some_hold(turn, _TURNS) and self._adapters.some_hold(turn, _TURNS)):
+        if not (self._often.check_rotating(turn, _TURNS) and self._adapters.check_rotating(turn, _TURNS)):
             return False
-        return self._configs.hold() and self._are_there(tensors, addresses)
+        return self._configs.check() and self._are_there(tensors, addresses)
 
-    def hold_under_any_adapter(self) -> bool:
+    def check_under_any_adapter(self) -> bool:
         """Whether everything is unchanged except which adapters are active, and how strongly."""
-        return self.weights_hold() and self._configs.hold() and self.hold_in_full()
+        return self.check_weights() and self._configs.check() and self.check_all()
 
     def active_adapters(self) -> list[Any]:
         """Which adapters are active now, and how strongly, of each module."""
         return self._adapters.now()
 
-    def weights_hold(self) -> bool:
+    def check_weights(self) -> bool:
         """The same, regardless of which adapters are active."""
-        return self._hooks_hold() and self._often.hold() and self._are_there(self._tensors, self._addresses)
+        return self._check_hooks() and self._often.check() and self._are_there(self._tensors, self._addresses)
 
     @staticmethod
     def _are_there(tensors: list[weakref.ref[Any]], addresses: list[int]) -> bool:
@@ -293,7 +292,7 @@ class Dependencies:
                 return False
         return found == addresses
 
-    def hold_in_full(self) -> bool:
+    def check_all(self) -> bool:
         """Whether everything else about the modules is unchanged as well. Checked for every ``generate``."""
         if self._gone or [type(reference()) for reference in self._modules] != self._kinds:
             return False
@@ -303,25 +302,29 @@ class Dependencies:
             return False
         if list(map(_dtype, self._metas)) != self._dtypes:
             return False
-        return self._seldom.hold() and self._layouts.hold() and self._other_layouts.hold()
+        return self._seldom.check() and self._layouts.check() and self._other_layouts.check()
 
-    def rest_holds(self) -> bool:
-        """What :meth:`hold` checks beside :meth:`may_be_read`, which has just held."""
-        return not self._gone and self._often.hold()
+    def check_rest(self) -> bool:
+        """What :meth:`check_step` checks beside :meth:`check_memory`, which has just held."""
+        return not self._gone and self._often.check()
 
-    def may_be_read(self) -> bool:
+    def check_memory(self) -> bool:
         """Whether all memory that a replay reads is what it was, and the same adapters are active.
 
         A replay does no harm then, even if it computes what the model no longer does. False if anything is read from
         the host: that is not looked at.
         """
-        if self._metas or not (self._hooks_hold() and self._adapters.hold() and self._configs.hold()):
+        if self._metas or not (self._check_hooks() and self._adapters.check() and self._configs.check()):
             return False
-        return self._are_there(self._tensors, self._addresses) and self._other_layouts.hold()
+        return self._are_there(self._tensors, self._addresses) and self._other_layouts.check()
 
-    def differences(self) -> list[Whose]:
-        """What has changed, by cause and name, after one of the checks failed; nothing of a snapshot that let go."""
-        return recaptures.first(
+    def reason(self) -> Recapture:
+        """Which guards failed, after one of the checks did."""
+        return Recapture.of(self._differences())
+
+    def _differences(self) -> list[Source]:
+        """What has changed, by cause and name; nothing of a snapshot that let go."""
+        return first(
             self._dispatched(),
             self._adapters.differences(),
             self._configs.differences(),
@@ -335,35 +338,35 @@ class Dependencies:
             self._differing_code(),
         )
 
-    def _dispatched(self) -> Iterator[Whose]:
+    def _dispatched(self) -> Iterator[Source]:
         """Modules with another hook of accelerate, or without theirs. Their weights have moved as well."""
         for reference, noted, path in zip(self._modules, self._offload_hooks, self._names):
             if id(_offload_hook(reference())) != noted:
                 yield Cause.OFFLOADING, path
 
-    def _differing_hooks(self) -> Iterator[Whose]:
+    def _differing_hooks(self) -> Iterator[Source]:
         for hooks, path in zip(self._no_hooks, self._not_hooked):
-            if _counted(hooks):
+            if torch_hooks.counted(hooks):
                 yield Cause.HOOK_ADDED, f"{path}: {_name(next(reversed(hooks.values())))}"
         for hooks, number, path in zip(self._hooks, self._hook_counts, self._hooked):
-            if _counted(hooks) != number:
-                yield Cause.HOOK_ADDED if _counted(hooks) > number else Cause.HOOK_REMOVED, path
+            if torch_hooks.counted(hooks) != number:
+                yield Cause.HOOK_ADDED if torch_hooks.counted(hooks) > number else Cause.HOOK_REMOVED, path
 
-    def _moved(self) -> Iterator[Whose]:
-        for reference, address, whose in zip(self._tensors, self._addresses, self._whose_tensors):
+    def _moved(self) -> Iterator[Source]:
+        for reference, address, source in zip(self._tensors, self._addresses, self._tensor_sources):
             tensor = reference()
             if tensor is None or tensor.data_ptr() != address:
-                yield whose
+                yield source
 
-    def _of_other_types(self) -> Iterator[Whose]:
+    def _of_other_types(self) -> Iterator[Source]:
         for reference, kind, path in zip(self._modules, self._kinds, self._names):
             if type(reference()) is not kind:
                 yield Cause.MODULE, f"{path}: {changed(_name(kind), _name(type(reference())))}"
-        for reference, dtype, whose in zip(self._metas, self._dtypes, self._whose_metas):
+        for reference, dtype, source in zip(self._metas, self._dtypes, self._meta_sources):
             if _dtype(reference) != dtype:
-                yield whose
+                yield source
 
-    def _differing_code(self) -> Iterator[Whose]:
+    def _differing_code(self) -> Iterator[Source]:
         for kind, known in self._classes.items():
             if not _is_as_it_was((kind, known)):
                 yield Cause.CODE, f"{kind.__module__}.{_name(kind)}"
@@ -371,31 +374,20 @@ class Dependencies:
             if dict(registry) != functions:
                 yield Cause.CODE, _name(type(registry))
 
-    def tensors(self) -> list[Any]:
-        """The weights, buffers and other tensors of the modules, each once: those that are not offloaded."""
+    def contents(self) -> tuple[Any, ...]:
+        """What is equal as long as the weights have the same values.
+
+        That is a number for all values on each device, and a sample of each weight that is in host memory. Weights on
+        disk are compared by their files.
+        """
+        modules = [module for module in (reference() for reference in self._modules) if module is not None]
         found = (*self._layouts.tensors(), *self._other_layouts.tensors())
-        return [tensor for tensor in {id(one): one for one in found}.values() if tensor.device.type != "meta"]
+        tensors = [tensor for tensor in {id(one): one for one in found}.values() if tensor.device.type != "meta"]
+        return (*stored.contents(modules), contents.digest(tensors))
 
     def adapters(self) -> int:
         """Stands for the adapters that were active; equal ones have equal numbers."""
         return hash(repr(self._adapters.values))
-
-
-def _counted(hooks: dict[Any, Any]) -> int:
-    """How many hooks there are; all that mark inputs count as one, and those that collect outputs as none."""
-    found = [function for function in hooks.values() if not _collects_outputs(function)]
-    others = [function for function in found if not _marks_inputs(function)]
-    return len(others) + (len(others) != len(found))
-
-
-def _marks_inputs(function: Any) -> bool:
-    """Whether it is the hook that has embeddings require a gradient: one more each time checkpointing is turned on."""
-    return getattr(function, "__name__", "") == _MARKS and function.__module__ == "transformers.modeling_utils"
-
-
-def _collects_outputs(function: Any) -> bool:
-    """Whether it is transformers' hook that collects hidden states: nothing, where they are not asked for."""
-    return getattr(function, "__module__", "") == _COLLECTING
 
 
 def _attributes(kind: type) -> dict[str, Any]:
@@ -416,6 +408,12 @@ def _names(modules: list[Any]) -> list[str]:
     return [known.get(id(module)) or _name(type(module)) for module in modules]
 
 
+def _configs(modules: list[Any]) -> list[dict[str, Any]]:
+    """The attributes of the modules' configurations, each once."""
+    found = [getattr(module, "config", None) for module in modules]
+    return list({id(config): vars(config) for config in found if hasattr(config, "__dict__")}.values())
+
+
 def _offload_hook(module: Any) -> Any:
     return getattr(module, "__dict__", {}).get("_hf_hook")
 
@@ -426,14 +424,6 @@ def _name(function: Any) -> str:
 
 def _dtype(reference: weakref.ref[Any]) -> Any:
     return getattr(reference(), "dtype", None)
-
-
-def global_hooks(*, backward: bool = False) -> Iterator[dict[Any, Any]]:
-    """The hooks of all modules, in the order of :data:`_HOOKS`, and those of backward passes."""
-    import torch
-
-    for kind in (*_HOOKS, *(_BACKWARD if backward else ())):
-        yield getattr(torch.nn.modules.module, f"_global{kind}")
 
 
 def _of_every_module() -> frozenset[str]:

@@ -21,7 +21,7 @@ from typing import Any
 from gemma4_compat._common import in_place
 from gemma4_compat._generation.sampling import choosing
 from gemma4_compat._generation.speculative.draft_windows import Windows
-from gemma4_compat._graphs import static_caches, steps
+from gemma4_compat._graphs import decoder, signatures, static_caches, steps
 from gemma4_compat._models import cache_names
 
 #: Tokens of a round: kernels of this package compute so many, each as if it were the only one.
@@ -101,7 +101,7 @@ def reads_scores_only(processor: Any) -> bool:
     return any(choosing.is_class(processor, name) for name in _OF_SCORES)
 
 
-def accepted(choice: Choice, ids: Any, read: dict[str, Any], drafts: Any, noise: Any) -> dict[str, Any]:
+def accept(choice: Choice, ids: Any, read: dict[str, Any], drafts: Any, noise: Any) -> dict[str, Any]:
     """What a round gives, on the device.
 
     Args:
@@ -137,7 +137,7 @@ class Launched:
 
     Args:
         drafts: that it has.
-        told: as :func:`accepted` returns it.
+        told: as :func:`accept` returns it.
         grown: the same.
         begun: when it began, in seconds.
         before: what differs afterwards if it did what other rounds do not; None if its time says nothing.
@@ -160,24 +160,21 @@ class Launched:
         return found
 
 
-class _Round(steps.Step):
-    """A forward with windows of its own; ``inputs`` and ``tokens`` as in :class:`steps.Step`."""
+class _SpeculativeStep(steps.Step):
+    """A forward of a model or an assistant with windows of its own; the rest as in :class:`steps.Step`."""
 
-    is_expected = True
+    is_expected, reads = True, "newest"
 
-    def __init__(self, inputs: dict[str, Any], cache: Any, windows: Windows, *, tokens: int) -> None:
+    def __init__(self, model: Any, inputs: dict[str, Any], cache: Any, windows: Windows, *, tokens: int) -> None:
         found = static_caches.tensors(cache)
         assert found is not None  # it has read a prompt
-        self.inputs, self.cache, self.windows = inputs, cache, windows
-        self.device = inputs["newest"].device
-        self.tensors = steps.tensors(inputs)
+        self.windows = windows
+        super().__init__(decoder.of(model), model, inputs, cache, found)
         self.sliding, self.added, self.tokens = [], 0, tokens
-        self.addresses = static_caches.addresses(found)
-        self.kind = self._kind()
 
     def renew(self, inputs: dict[str, Any]) -> None:
         """Have the next replay read these inputs, which have the shapes of those before."""
-        self.tensors = steps.tensors(inputs)
+        self.tensors = signatures.tensors(inputs)
 
     def _ways(self) -> tuple[Any, ...]:
         return ()
@@ -186,10 +183,11 @@ class _Round(steps.Step):
         return []
 
 
-class Verification(_Round):
+class VerifyStep(_SpeculativeStep):
     """The model reads the newest token and drafts after it.
 
     Args:
+        model: of transformers.
         inputs: ``newest``, (1, 1); ``drafts``, (1, n); ``held``, how many tokens the cache holds, of no dimension;
             ``noise``, (n + 1, vocabulary) or None; ``choice``, or None if the host decides.
         cache: of this ``generate``.
@@ -197,12 +195,14 @@ class Verification(_Round):
         held: the same as the host knows it: at least, and at most.
     """
 
-    def __init__(self, inputs: dict[str, Any], cache: Any, windows: Windows, held: tuple[int, int]) -> None:
+    def __init__(
+        self, model: Any, inputs: dict[str, Any], cache: Any, windows: Windows, held: tuple[int, int]
+    ) -> None:
         self.held = held
         named = inputs | {cache_names.NEW: cache, "windows": windows.addresses}
-        super().__init__(named, cache, windows, tokens=1 + inputs["drafts"].shape[1])
+        super().__init__(model, named, cache, windows, tokens=1 + inputs["drafts"].shape[1])
 
-    def forward(self, model: Any, inputs: dict[str, Any]) -> Any:
+    def forward(self, inputs: dict[str, Any]) -> Any:
         import torch
 
         newest, drafts, choice = inputs["newest"], inputs["drafts"], inputs["choice"]
@@ -211,14 +211,14 @@ class Verification(_Round):
             "input_ids": torch.cat((newest, drafts), dim=1),
             "position_ids": positions[None],
             "attention_mask": self.windows.masks(positions),
-            cache_names.of(type(model).forward): self.cache,
+            cache_names.of(type(self.model).forward): self.cache,
             "use_cache": True,
             "return_dict": True,
         }
-        with self.windows.written(self.cache, positions), _read_by_head(model) as states:
-            scores = model(**given).logits.float()
+        with self.windows.written(self.cache, positions), _read_by_head(self.model) as states:
+            scores = self.model(**given).logits.float()
         read = {"scores": scores, "states": states[0], "held": inputs["held"]}
-        return read if choice is None else accepted(choice, newest, read, drafts, inputs["noise"])
+        return read if choice is None else accept(choice, newest, read, drafts, inputs["noise"])
 
     def changes(self) -> list[Any]:
         least, most = self.held
@@ -242,11 +242,12 @@ def _read_by_head(model: Any) -> Iterator[list[Any]]:
         handle.remove()
 
 
-class Draft(_Round):
+class DraftStep(_SpeculativeStep):
     """An assistant drafts tokens.
 
     Args:
-        inputs: ``newest``, ``held``, ``noise`` and ``choice`` as in :class:`Verification`, of the places drafted for;
+        assistant: drafts.
+        inputs: ``newest``, ``held``, ``noise`` and ``choice`` as in :class:`VerifyStep`, of the places drafted for;
             ``hidden``, (1, 1, width); ``drafts``, how many there are to be.
         cache: the model's.
         windows: its sliding layers.
@@ -254,22 +255,24 @@ class Draft(_Round):
         version: hashable; it changes where those embeddings may have moved.
     """
 
-    def __init__(self, inputs: dict[str, Any], cache: Any, windows: Windows, model: Any, version: Any) -> None:
-        self._model = model
+    def __init__(
+        self, assistant: Any, inputs: dict[str, Any], cache: Any, windows: Windows, model: Any, version: Any
+    ) -> None:
+        self._whose = model
         named = inputs | {cache_names.NEW: cache, "windows": windows.addresses, "version": version}
-        super().__init__(named, cache, windows, tokens=1)
+        super().__init__(assistant, named, cache, windows, tokens=1)
 
-    def forward(self, assistant: Any, inputs: dict[str, Any]) -> Any:
+    def forward(self, inputs: dict[str, Any]) -> Any:
         import torch
 
         token, hidden, held, choice = (inputs[name] for name in ("newest", "hidden", "held", "choice"))
         masks = self.windows.drafting_masks(held)
-        shared = self.windows.shared(self.cache, own_kinds(self._model))
-        embedding = self._model.get_input_embeddings()
+        shared = self.windows.shared(self.cache, own_kinds(self._whose))
+        embedding = self._whose.get_input_embeddings()
         found: list[Any] = []
-        with _without_the_host(assistant, masks):
+        with _without_the_host(self.model, masks):
             for place in range(inputs["drafts"]):
-                outputs = assistant(
+                outputs = self.model(
                     inputs_embeds=torch.cat((embedding(token), hidden), dim=-1),
                     attention_mask=None,
                     position_ids=held[None, None],

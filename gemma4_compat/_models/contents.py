@@ -1,10 +1,13 @@
-"""A number that stands for the values of tensors: equal as long as nobody has written to them, in whatever way.
+"""Has somebody written to this tensor? Three answers: free, nearly free, and certain.
 
-``tensor._version`` misses fused optimizers, those of bitsandbytes, ``.data``, views of numpy and kernels of others. So
-every byte is read, once for each ``generate``; a decoded token reads them as well. A piece of memory is a table of
-64-bit numbers. Sums of its rows and of its columns tell where a value is, which one sum would not. They wrap, so an
-even number of changes to the highest bit cancels out: both sizes of the table are odd, and no pattern in weights has
-them. The sums are then mixed with their positions.
+* :func:`stamp`: where it is, and how often operations have written to it. ``tensor._version`` misses fused optimizers,
+  those of bitsandbytes, ``.data``, views of numpy and kernels of others.
+* :func:`sample`: a number for 256 places of a tensor on the host.
+* :func:`digest`: a number for every byte, read once for each ``generate``; a decoded token reads them as well.
+
+A piece of memory is a table of 64-bit numbers. Sums of its rows and of its columns tell where a value is, which one
+sum would not. They wrap, so an even number of changes to the highest bit cancels out: both sizes of the table are odd,
+and no pattern in weights has them. The sums are then mixed with their positions.
 """
 
 from __future__ import annotations
@@ -22,6 +25,11 @@ _SMALL = 1 << 16
 SAMPLES = 256
 #: Odd numbers without a pattern, as int64.
 _FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
+
+
+def stamp(tensor: Any) -> tuple[Any, ...]:
+    """Where a tensor is, and how often operations have written to it, which an inference tensor does not count."""
+    return tensor.data_ptr(), None if tensor.is_inference() else tensor._version
 
 
 def digest(tensors: Iterable[Any]) -> tuple[int, ...]:
@@ -53,6 +61,11 @@ def sample(tensor: Any) -> tuple[int, ...]:
             return ()
         step = max(len(found) // SAMPLES, 8) // 8 * 8 + 1  # not always the same byte of a number
         return digest([found[::step].clone(), found[-8:].clone()])
+
+
+def sampled(tensor: Any) -> tuple[Any, ...]:
+    """:func:`stamp` and :func:`sample` of a tensor on the host."""
+    return stamp(tensor), sample(tensor)
 
 
 def _plain(tensor: Any) -> Iterator[Any]:
