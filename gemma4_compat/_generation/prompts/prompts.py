@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._graphs import deferral, fused_steps, static_caches, steps
 from gemma4_compat._graphs.captured_calls import Known
+from gemma4_compat._graphs.statistics import PromptStatistics
 from gemma4_compat._kernels.specs import flash
 from gemma4_compat._models import attention_memory, cache_names, prefill
 from gemma4_compat._offload import streaming
@@ -66,7 +67,7 @@ class Prompt(steps.Step):
         self.hides_nothing = full is None and sliding is not None and prefill.hides_nothing(sliding[:, :, -1:], tokens)
         self._started: tuple[Any, ...] = ()  # what there was before
         super().__init__(decoding, model, inputs, cache, found or ())
-        self.statistics = decoding.prompts.statistics
+        self.statistics = PromptStatistics(decoding.statistics)
         self.refused_as = "prompts"  # if one cannot be captured, no other is tried
         self.fuses &= inputs[self.reads].shape[:2].numel() <= MAX_FUSED
 
