@@ -91,7 +91,7 @@ class Prompt(steps.Step):
     def is_served_by(self, graph: Any) -> bool:
         """The cache may take lent memory later."""
         memory = None if self.addresses else self.decoding.memory_of(self.cache)
-        return bool(graph.addresses == (self.addresses if memory is None else memory.addresses))
+        return memory is not None and bool(graph.addresses == memory.addresses)
 
     def begins(self, known: Known) -> bool:
         """Whether its cache has tensors, or takes those that were lent to it, of the layout that it would have."""
