@@ -45,7 +45,7 @@ class Passing(Proxy):
 
 def test_what_a_plain_view_is() -> None:
     thing = Thing()
-    view = PlainView(thing, size=5)
+    view: Any = PlainView(thing, size=5)
     assert (view.size, view.name, view.kind()) == (5, "thing", "base thing")
     view.name = "the view's"
     assert thing.name == "thing"
@@ -79,7 +79,8 @@ def test_a_proxy_is_not_copied(how: Any) -> None:
 
 
 def test_what_is_compiled_sees_through_a_plain_view() -> None:
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
+    import torch
 
     class Scaled(torch.nn.Module):  # type: ignore[misc]
         by = 2
