@@ -38,7 +38,7 @@ class Known:
         seen: signatures that ran eagerly, the last one at the end.
         refused: what cannot be captured.
         captured: signatures that were captured, with the length of their cache.
-        evicted: keys of those that made room for others.
+        evicted: addresses and signatures of those that made room for others.
     """
 
     graphs: list[Any] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Known:
     def find(self, call: Call) -> Any:
         """The captured call that serves this one, or None."""
         for graph in reversed(self.graphs):
-            if graph.signature == call.signature and call.is_served_by(graph):
+            if graph.signature == call.signature and (graph.addresses == call.addresses or call.is_served_by(graph)):
                 return graph
         return None
 
@@ -96,21 +96,18 @@ class Call:
     Attributes:
         signature: hashable; calls with the same one run the same kernels on tensors of the same shapes.
         refused_as: what cannot be captured if this call cannot: calls with this signature, or more.
+        addresses: of the memory that it reads and writes beside its inputs. A captured call serves one memory.
         device: of its tensors.
     """
 
     signature: Any
     refused_as: Any
+    addresses: Any
     device: Any
 
-    @property
-    def key(self) -> Any:
-        """The signature, and what else a captured call must have to serve this one."""
-        return self.signature
-
     def is_served_by(self, graph: Any) -> bool:
-        """Whether a captured call with this signature serves this one."""
-        return bool(graph.key == self.key)
+        """Whether a captured call with this signature and other addresses serves this one."""
+        return False
 
     def begins(self, known: Known) -> bool:
         """Whether it may be replayed; what it needs for that is done then."""
@@ -133,7 +130,7 @@ class Call:
         return True
 
     def capture(self, pool: Any) -> Any:
-        """Capture it without running it: what :meth:`replay` takes, with ``signature`` and ``key``."""
+        """Capture it without running it: what :meth:`replay` takes, with ``signature`` and ``addresses``."""
         raise NotImplementedError
 
     def replay(self, graph: Any, *, prepared: bool = False) -> Any:
@@ -367,4 +364,5 @@ class CapturedCalls:
         while len(list(self.graphs())) >= self.limit:
             oldest = next(state for state in reversed(self._guards.states) if state.calls[self].graphs)
             known = oldest.calls[self]
-            known.evicted.append(known.graphs.pop(0).key)
+            gone = known.graphs.pop(0)
+            known.evicted.append((gone.addresses, gone.signature))

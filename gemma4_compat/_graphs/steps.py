@@ -36,11 +36,6 @@ class Graph:
     pool: Pool
     progress: fused_steps.Progress
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """As of :class:`Step`."""
-        return self.addresses, self.signature
-
 
 class Step(Call):
     """A forward of one token for each row of a batch, with a static cache that has been filled.
@@ -105,22 +100,14 @@ class Step(Call):
             return "autocast keeps casts of weights that a replay would not renew"
         if getattr(torch.nn.utils.parametrize, "_cache_enabled", 0):
             return "torch.nn.utils.parametrize.cached() keeps weights that a replay would not renew"
-        if any(tensor.device != self.device for tensor in self.tensors):
-            return "the inputs are on several devices"
+        for tensor in self.tensors:
+            if tensor.device != self.device:
+                return "the inputs are on several devices"
         return None
 
     def _ways(self) -> tuple[Any, ...]:
         """What the update of each sliding layer depends on, which is not in a tensor."""
         return tuple(map(static_caches.is_full, self.sliding))
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """The memory of the cache as well."""
-        return self.addresses, self.signature
-
-    def is_served_by(self, graph: Any) -> bool:
-        """Whether the graph is of the same memory."""
-        return bool(graph.addresses == self.addresses)
 
     def has_settings(self) -> bool:
         """Whether the settings of torch are still those of its signature."""
@@ -144,8 +131,9 @@ class Step(Call):
         """None if no step was captured, or if this one was asked before; prompts have many lengths."""
         if not self.decodes:
             return None
-        if self.key in known.evicted:
-            known.evicted.remove(self.key)
+        key = self.addresses, self.signature
+        if key in known.evicted:
+            known.evicted.remove(key)
             return Recapture(Cause.EVICTED, f"at most {self.decoding.steps.limit} of a model")
         if self.signature in known.captured:
             held = self.decoding.holds_other(self.addresses)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._graphs import deferral, fused_steps, static_caches, steps
 from gemma4_compat._graphs.captured_calls import Known
+from gemma4_compat._graphs.statistics import PromptStatistics
 from gemma4_compat._kernels.specs import flash
 from gemma4_compat._memory.attention import EAGER_SCORES, mask_as_numbers, repeated
 from gemma4_compat._models import cache_names, prefill
@@ -67,7 +68,7 @@ class Prompt(steps.Step):
         self.hides_nothing = full is None and sliding is not None and prefill.hides_nothing(sliding[:, :, -1:], tokens)
         self._started: tuple[Any, ...] = ()  # what there was before
         super().__init__(decoding, model, inputs, cache, found or ())
-        self.statistics = decoding.prompts.statistics
+        self.statistics = PromptStatistics(decoding.statistics)
         self.refused_as = "prompts"  # if one cannot be captured, no other is tried
         self.fuses &= inputs[self.reads].shape[:2].numel() <= MAX_FUSED
 
@@ -91,7 +92,7 @@ class Prompt(steps.Step):
     def is_served_by(self, graph: Any) -> bool:
         """The cache may take lent memory later."""
         memory = None if self.addresses else self.decoding.memory_of(self.cache)
-        return bool(graph.addresses == (self.addresses if memory is None else memory.addresses))
+        return memory is not None and bool(graph.addresses == memory.addresses)
 
     def begins(self, known: Known) -> bool:
         """Whether its cache has tensors, or takes those that were lent to it, of the layout that it would have."""

@@ -159,7 +159,7 @@ class Graph:
     ) -> None:
         import torch
 
-        self.signature: Any = None
+        self.signature = self.addresses = None  # it reads and writes no memory of the call's
         kind = memory.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._asked = [tensor.requires_grad for tensor in tensors]

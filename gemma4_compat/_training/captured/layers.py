@@ -51,7 +51,7 @@ class LayerCall(calls.Call):
     ) -> None:
         super().__init__(layer, given, named)
         self.training, self.place, self.layer = training, place, layer
-        self.run = functools.partial(self.form.call, layer, below)
+        self.run, self.addresses = functools.partial(self.form.call, layer, below), ()
         self.refused_as = _LAYER  # if one call of a layer cannot be captured, no other is tried
 
     def is_served_by(self, graph: Any) -> bool:

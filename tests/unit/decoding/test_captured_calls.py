@@ -41,13 +41,13 @@ class Fake(Call):
 
     def __init__(self, signature: str, where: int = 0, *, reason: str | None = None, room: bool = True) -> None:
         self.signature = self.refused_as = signature
-        self.where, self.reason, self.room = where, reason, room
+        self.addresses, self.reason, self.room = where, reason, room
         self.done: list[str] = []
         self.noted: list[str] = []
 
     @property
     def key(self) -> Any:
-        return self.where, self.signature
+        return self.addresses, self.signature
 
     def recapture(self, known: Known) -> Recapture | None:
         return Recapture(Cause.EVICTED, "") if self.key in known.evicted else None
@@ -62,7 +62,7 @@ class Fake(Call):
         if self.reason == "fails":
             raise RuntimeError("boom")
         self.done.append(f"captured in {pool.handle}")
-        return SimpleNamespace(signature=self.signature, key=self.key)
+        return SimpleNamespace(signature=self.signature, addresses=self.addresses)
 
     def replay(self, graph: Any, *, prepared: bool = False) -> Any:
         self.done.append("prepared" if prepared else "replayed")
@@ -253,3 +253,10 @@ def test_a_reason_is_new_once() -> None:
     statistics = Statistics()
     assert [statistics.is_new(reason) for reason in ("one", "one", "two")] == [True, False, True]
     assert statistics.reasons == ("one", "two")
+
+
+def test_a_call_may_take_the_memory_of_a_graph(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked.several(*"aa")
+    monkeypatch.setattr(Fake, "is_served_by", lambda _call, graph: graph.addresses == 0)
+    assert asked(Fake("a", 1)) == "replayed"
+    assert asked(Fake("b", 1)) == "eager"
