@@ -36,7 +36,6 @@ from gemma4_compat._shim import (
 if TYPE_CHECKING:
     from gemma4_compat._accelerate.listing import Attached as Attached
     from gemma4_compat._accelerate.listing import Attachment as Attachment
-    from gemma4_compat._accelerate.listing import attached as attached
     from gemma4_compat._adapter_tools.export.job import export_adapter as export_adapter
     from gemma4_compat._adapter_tools.export.result import ExportReport as ExportReport
     from gemma4_compat._adapter_tools.merge.check import Parity as Parity
@@ -55,8 +54,6 @@ if TYPE_CHECKING:
     from gemma4_compat._doctor.statistics import Statistics as Statistics
     from gemma4_compat._doctor.statistics import statistics as statistics
     from gemma4_compat._generation.fast import decode_fast as decode_fast
-    from gemma4_compat._generation.prefix_cache.reuse import reuse_prefix as reuse_prefix
-    from gemma4_compat._graphs.decoder import decoding_statistics as decoding_statistics
     from gemma4_compat._graphs.statistics import DecodingStatistics as DecodingStatistics
     from gemma4_compat._graphs.statistics import Recapture as Recapture
     from gemma4_compat._graphs.statistics import TrainingStatistics as TrainingStatistics
@@ -156,11 +153,7 @@ _LAZY = {
     "Statistics": "gemma4_compat._doctor.statistics",
     "TrainingPlan": "gemma4_compat._plan.result",
     "TrainingStatistics": "gemma4_compat._graphs.statistics",
-    "attached": "gemma4_compat._accelerate.listing",
-    "chunked_loss": "gemma4_compat._training.loss",
-    "chunked_mlp": "gemma4_compat._training.mlp",
     "decode_fast": "gemma4_compat._generation.fast",
-    "decoding_statistics": "gemma4_compat._graphs.decoder",
     "doctor": "gemma4_compat._doctor.reproductions.diagnosis",
     "explain": "gemma4_compat._doctor.explain.explanation",
     "export_adapter": "gemma4_compat._adapter_tools.export.job",
@@ -171,7 +164,6 @@ _LAZY = {
     "plan_training": "gemma4_compat._plan.training",
     "quantization_skip_modules": "gemma4_compat._quantization.skip_modules",
     "repair_checkpoint": "gemma4_compat._adapter_tools.repair",
-    "reuse_prefix": "gemma4_compat._generation.prefix_cache.reuse",
     "statistics": "gemma4_compat._doctor.statistics",
     "train_fast": "gemma4_compat._training.fast",
 }

@@ -64,7 +64,7 @@ def signatures(few: bool) -> Iterator[tuple[Any, ...]]:
     ):
         for quant_type, nested, bias in itertools.product(("nf4", "fp4"), (True, False), (False, True)):
             one = nf4_exact.Format("gemm_4bit", dtype, rows, inputs, quant_type, 64, nested, bias)
-            if nf4_exact.fits(one):
+            if nf4_exact.supports(one):
                 yield one.signature
         if rows == 1:
             yield nf4_exact.OPERATION, ("gemv_4bit", 1, inputs, "", 64, False, False), dtype

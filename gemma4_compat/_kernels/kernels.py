@@ -108,7 +108,7 @@ class Kernels:
 
         def trial() -> bool:
             try:
-                why = COMPILERS[self._device.type].obstacle()
+                why = COMPILERS[self._device.type].unsupported_reason()
                 if why is None and not has_same_bits():
                     why = f"{what} has other bits on {self._device}"
             except torch.OutOfMemoryError:

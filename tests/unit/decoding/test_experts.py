@@ -42,7 +42,7 @@ def test_the_same_answers(workspace: Any, checkpoint: Path, quantization: str | 
     assert_equal(other, generate(plain, text(plain, 9, seed=3), {"disable_compile": True}, new=6))
 
 
-def test_experts_on_disk_are_an_obstacle(workspace: Any, checkpoint: Path) -> None:
+def test_experts_on_disk_are_not_supported(workspace: Any, checkpoint: Path) -> None:
     model = placed(workspace, loaded(workspace, checkpoint, "4bit"), "nested", "disk")
     compared(model, ask(model), replays=False)
     (reason,) = steps(model).reasons

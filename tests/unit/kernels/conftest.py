@@ -24,7 +24,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[kernels.Kernels]:
 
     from tests.unit.kernels.host_kernels import HostCompiler
 
-    reason = HostCompiler.obstacle()
+    reason = HostCompiler.unsupported_reason()
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
@@ -72,7 +72,7 @@ def kernels_on_host(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
     from tests.unit.kernels.host_kernels import HostCompiler
 
-    reason = HostCompiler.obstacle()
+    reason = HostCompiler.unsupported_reason()
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
