@@ -1,7 +1,7 @@
 """What the build adds to pyproject.toml: addresses, and the README as an index page shows it.
 
-The address is that of ``gemma4_compat/_common/address.py``. An index page knows no files beside the README, so links
-to these are made absolute, or, as long as there is no address, into plain text.
+The address is that of ``gemma4_compat/_engine/io/address.py``. An index page knows no files beside the README, so
+links to these are made absolute, or, as long as there is no address, into plain text.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _shim
 from gemma4_compat._engine.patch import ActsOn, Kind, Patch, PatchState, PatchStatus, Reason, Severity
-from gemma4_compat._engine.report import Statuses
-from gemma4_compat._engine.words import Verdict
+from gemma4_compat._engine.reports.report import Statuses
+from gemma4_compat._engine.reports.words import Verdict
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._shim import (
     install,
@@ -34,8 +34,6 @@ from gemma4_compat._shim import (
 )
 
 if TYPE_CHECKING:
-    from gemma4_compat._accelerate.listing import Attached as Attached
-    from gemma4_compat._accelerate.listing import Attachment as Attachment
     from gemma4_compat._adapter_tools.export.job import export_adapter as export_adapter
     from gemma4_compat._adapter_tools.export.result import ExportReport as ExportReport
     from gemma4_compat._adapter_tools.merge.check import Parity as Parity
@@ -53,21 +51,23 @@ if TYPE_CHECKING:
     from gemma4_compat._doctor.reproductions.findings import Finding as Finding
     from gemma4_compat._doctor.statistics import Statistics as Statistics
     from gemma4_compat._doctor.statistics import statistics as statistics
+    from gemma4_compat._gemma4.accelerate.listing import Attached as Attached
+    from gemma4_compat._gemma4.accelerate.listing import Attachment as Attachment
+    from gemma4_compat._gemma4.models.inspection import MetaTensor as MetaTensor
+    from gemma4_compat._gemma4.models.inspection import find_meta_tensors as find_meta_tensors
+    from gemma4_compat._gemma4.models.inspection import input_device as input_device
+    from gemma4_compat._gemma4.quantization.skip_modules import SkipModule as SkipModule
+    from gemma4_compat._gemma4.quantization.skip_modules import quantization_skip_modules as quantization_skip_modules
     from gemma4_compat._generation.fast import decode_fast as decode_fast
     from gemma4_compat._graphs.statistics import DecodingStatistics as DecodingStatistics
     from gemma4_compat._graphs.statistics import Recapture as Recapture
     from gemma4_compat._graphs.statistics import TrainingStatistics as TrainingStatistics
-    from gemma4_compat._models.inspection import MetaTensor as MetaTensor
-    from gemma4_compat._models.inspection import find_meta_tensors as find_meta_tensors
-    from gemma4_compat._models.inspection import input_device as input_device
     from gemma4_compat._needed.judge import Assessment as Assessment
     from gemma4_compat._needed.judge import Need as Need
     from gemma4_compat._plan.plan import plan_device_map as plan_device_map
     from gemma4_compat._plan.result import Plan as Plan
     from gemma4_compat._plan.result import TrainingPlan as TrainingPlan
     from gemma4_compat._plan.training import plan_training as plan_training
-    from gemma4_compat._quantization.skip_modules import SkipModule as SkipModule
-    from gemma4_compat._quantization.skip_modules import quantization_skip_modules as quantization_skip_modules
     from gemma4_compat._training.fast import train_fast as train_fast
 
 __version__ = "0.1.0"
@@ -132,8 +132,8 @@ __all__ = [
 #: Names that are imported on first use, and where they are.
 _LAZY = {
     "Assessment": "gemma4_compat._needed.judge",
-    "Attached": "gemma4_compat._accelerate.listing",
-    "Attachment": "gemma4_compat._accelerate.listing",
+    "Attached": "gemma4_compat._gemma4.accelerate.listing",
+    "Attachment": "gemma4_compat._gemma4.accelerate.listing",
     "DecodingStatistics": "gemma4_compat._graphs.statistics",
     "Diagnosis": "gemma4_compat._doctor.reproductions.diagnosis",
     "Explanation": "gemma4_compat._doctor.explain.explanation",
@@ -141,7 +141,7 @@ _LAZY = {
     "Finding": "gemma4_compat._doctor.reproductions.findings",
     "MergeParityError": "gemma4_compat._adapter_tools.merge.result",
     "MergeReport": "gemma4_compat._adapter_tools.merge.result",
-    "MetaTensor": "gemma4_compat._models.inspection",
+    "MetaTensor": "gemma4_compat._gemma4.models.inspection",
     "Need": "gemma4_compat._needed.judge",
     "Parity": "gemma4_compat._adapter_tools.merge.check",
     "Plan": "gemma4_compat._plan.result",
@@ -149,7 +149,7 @@ _LAZY = {
     "Recapture": "gemma4_compat._graphs.statistics",
     "RepairReport": "gemma4_compat._adapter_tools.repair",
     "Scan": "gemma4_compat._adapter_tools.scan.result",
-    "SkipModule": "gemma4_compat._quantization.skip_modules",
+    "SkipModule": "gemma4_compat._gemma4.quantization.skip_modules",
     "Statistics": "gemma4_compat._doctor.statistics",
     "TrainingPlan": "gemma4_compat._plan.result",
     "TrainingStatistics": "gemma4_compat._graphs.statistics",
@@ -157,12 +157,12 @@ _LAZY = {
     "doctor": "gemma4_compat._doctor.reproductions.diagnosis",
     "explain": "gemma4_compat._doctor.explain.explanation",
     "export_adapter": "gemma4_compat._adapter_tools.export.job",
-    "find_meta_tensors": "gemma4_compat._models.inspection",
-    "input_device": "gemma4_compat._models.inspection",
+    "find_meta_tensors": "gemma4_compat._gemma4.models.inspection",
+    "input_device": "gemma4_compat._gemma4.models.inspection",
     "merge_adapter": "gemma4_compat._adapter_tools.merge.job",
     "plan_device_map": "gemma4_compat._plan.plan",
     "plan_training": "gemma4_compat._plan.training",
-    "quantization_skip_modules": "gemma4_compat._quantization.skip_modules",
+    "quantization_skip_modules": "gemma4_compat._gemma4.quantization.skip_modules",
     "repair_checkpoint": "gemma4_compat._adapter_tools.repair",
     "statistics": "gemma4_compat._doctor.statistics",
     "train_fast": "gemma4_compat._training.fast",

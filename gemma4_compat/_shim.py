@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _startup
-from gemma4_compat._common import arguments
 from gemma4_compat._engine.engine import Engine
+from gemma4_compat._engine.io import arguments
 from gemma4_compat._engine.patch import Patch, PatchState
-from gemma4_compat._engine.report import Statuses
+from gemma4_compat._engine.reports.report import Statuses
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._quantization import opt_in
+from gemma4_compat._gemma4.quantization import opt_in
 from gemma4_compat.patches import registry
 
 if TYPE_CHECKING:

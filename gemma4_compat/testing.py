@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_models
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny, tiny_adapters, tiny_models
 
 if TYPE_CHECKING:
     import torch

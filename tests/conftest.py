@@ -22,10 +22,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import gemma4_compat
-from gemma4_compat._common import locks, notice
 from gemma4_compat._doctor.reproductions import children
 from gemma4_compat._engine import versions
-from gemma4_compat._reproduction.workspace import never_wait_for_the_disk
+from gemma4_compat._engine.io import notice
+from gemma4_compat._engine.runtime import locks
+from gemma4_compat._lab.workspace import never_wait_for_the_disk
 from tests import collecting, durations, tiers, torch_state, warm
 from tests.helpers import ROOT, Finished, Library, child
 
@@ -173,7 +174,7 @@ def _a_patch_that_could_not_apply_is_a_failure() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _locks_are_taken_in_order() -> Iterator[None]:
-    """Of every thread of every test: the order is in :mod:`gemma4_compat._common.locks`."""
+    """Of every thread of every test: the order is in :mod:`gemma4_compat._engine.runtime.locks`."""
     found = []
     locks.watch = lambda lock, held: found.extend((rank, lock.rank) for rank in held if rank > lock.rank)
     yield
@@ -202,7 +203,7 @@ def folder_of_workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def workspace(folder_of_workspace: Path) -> Any:
     """The tiny Gemma 4 checkpoint and its adapters, built once a run with the shim on."""
-    from gemma4_compat._reproduction.workspace import Workspace
+    from gemma4_compat._lab.workspace import Workspace
 
     if any(folder_of_workspace.iterdir()):
         return Workspace(folder_of_workspace)
@@ -332,7 +333,7 @@ def census() -> tuple[int, int]:
 @pytest.fixture(scope="session")
 def variant_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """``variant_checkpoint(variant)``: a tiny checkpoint of it, built once. A release without it skips the test."""
-    from gemma4_compat._reproduction import tiny_models
+    from gemma4_compat._lab import tiny_models
 
     @functools.cache
     def build(variant: str) -> Path:

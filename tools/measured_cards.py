@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._models import variants
-from gemma4_compat._plan import measured
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._plan.cards import measured
 
 ROOT = Path(__file__).resolve().parent.parent
 _GIB = 1 << 30

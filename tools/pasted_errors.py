@@ -25,7 +25,7 @@ from gemma4_compat import _shim
 from gemma4_compat._doctor.explain import messages, search
 from gemma4_compat._doctor.reproductions import child
 from gemma4_compat._engine.patch import Outcome
-from gemma4_compat._reproduction.workspace import Workspace, never_wait_for_the_disk
+from gemma4_compat._lab.workspace import Workspace, never_wait_for_the_disk
 from tools.matrix import stacks
 
 FILE = Path(__file__).parents[1] / "tests" / "unit" / "doctor" / "explain" / "pasted_errors.json"

@@ -38,14 +38,14 @@ WRITERS = {
 }
 _SAVE = """
 import pathlib, sys
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 for pair in sys.argv[1:]:
     source, target = pair.split(",")
     tiny.load(pathlib.Path(source)).save_pretrained(target)
 """
 _TRAIN = """
 import pathlib, sys, torch
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 from peft import LoraConfig, get_peft_model
 for pair in sys.argv[1:]:
     source, target = pair.split(",")
@@ -65,8 +65,8 @@ for pair in sys.argv[1:]:
 def written(folders: list[Path]) -> None:
     """Every writer's checkpoint of each variant, in the folder with its name in the variant's folder."""
     import gemma4_compat
-    from gemma4_compat._models import variants
-    from gemma4_compat._reproduction import tiny_adapters, tiny_models
+    from gemma4_compat._gemma4.models import variants
+    from gemma4_compat._lab import tiny_adapters, tiny_models
 
     targets = r".*language_model.*\.(q_proj|o_proj|up_proj)"
     for folder in folders:
@@ -91,7 +91,7 @@ def written(folders: list[Path]) -> None:
 
 def named(checkpoint: Path, out: Path) -> None:
     """A copy with the names of settings that transformers wrote before 5.15.0; the tensors are the same."""
-    from gemma4_compat._models import config_names
+    from gemma4_compat._gemma4.models import config_names
 
     shutil.copytree(checkpoint, out)
     settings = json.loads((out / "config.json").read_text(encoding="utf-8"))
@@ -114,7 +114,7 @@ def _child(code: str, folders: list[Path], out: str, **settings: str) -> None:
 
 
 def _model(checkpoint: Path, dtype: Any = None) -> Any:
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     return tiny.load(checkpoint, dtype=dtype)
 
@@ -151,7 +151,7 @@ def measure(readers: dict[str, tuple[str, str, str]]) -> dict[str, Any]:
     """Every cell; ``readers`` is title -> (reader, python, folder)."""
     import torch
 
-    from gemma4_compat._models import variants
+    from gemma4_compat._gemma4.models import variants
 
     cells = []
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,7 +1,7 @@
 """MkDocs' hook for the site: pages from the root of the repository, and links to files that are not on the site.
 
 CHANGELOG, CONTRIBUTING and SECURITY become pages. Other links that leave docs/ go to the repository's address
-(``gemma4_compat/_common/address.py``), or stay plain text if it has none. The page "Find the error" gets a
+(``gemma4_compat/_engine/io/address.py``), or stay plain text if it has none. The page "Find the error" gets a
 box for a pasted error (docs/errors.js). Cells of tables know their column, because phones show a row as a list
 (docs/site.css).
 """

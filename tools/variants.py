@@ -31,7 +31,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import gemma4_compat  # noqa: E402
 from gemma4_compat import Gemma4CompatError  # noqa: E402
 from gemma4_compat._doctor.reproductions import findings  # noqa: E402
-from gemma4_compat._models import variants  # noqa: E402
+from gemma4_compat._gemma4.models import variants  # noqa: E402
 from gemma4_compat.patches import registry  # noqa: E402
 from tools import evidence  # noqa: E402
 from tools.pages.markers import generated  # noqa: E402
@@ -49,7 +49,7 @@ SHOWN = ("defect", "detail", "parity", "applicable")
 def measure(variant: str, patches: Sequence[gemma4_compat.Patch], folder: Path) -> dict[str, Any]:
     """Verdict and results of each patch on one variant; ``{"missing": why}`` where this stack has no such variant."""
     from gemma4_compat._doctor.reproductions.children import Forks
-    from gemma4_compat._reproduction.workspace import Workspace
+    from gemma4_compat._lab.workspace import Workspace
 
     try:
         Workspace.build(folder, variant)

@@ -39,8 +39,8 @@ class Walk:
 def main() -> None:
     import gemma4_compat  # before transformers
     from gemma4_compat._graphs.recording import RECORDERS
-    from gemma4_compat._reproduction.workspace import Workspace
-    from gemma4_compat._stand_ins import tape
+    from gemma4_compat._lab.stand_ins import tape
+    from gemma4_compat._lab.workspace import Workspace
 
     walk = Walk()
     with tempfile.TemporaryDirectory() as folder:

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import common
 from benchmarks.common import Data, Order
 from benchmarks.small_card import device as small_card_device
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny_configs
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny_configs
 
 SHAPES = ("E2B", "E4B", "12B", "tiny")
 HOW = ("peft", "transformers")

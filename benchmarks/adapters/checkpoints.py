@@ -127,9 +127,9 @@ def build(shape: str, work: Path) -> dict[str, Any]:
     from accelerate import init_empty_weights
     from transformers import Gemma4ForConditionalGeneration
 
-    from gemma4_compat._checkpoint import shards
-    from gemma4_compat._models import shared_weights, variants
-    from gemma4_compat._reproduction import tiny_configs
+    from gemma4_compat._gemma4.checkpoint import shards
+    from gemma4_compat._gemma4.models import shared_weights, variants
+    from gemma4_compat._lab import tiny_configs
 
     config = tiny_configs.config(variant="E2B") if shape == "tiny" else variants.config(shape)
     if shape == "E2B":

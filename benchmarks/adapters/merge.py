@@ -82,8 +82,8 @@ def build(shape: str, work: Path) -> dict[str, Any]:
     from peft import LoraConfig, get_peft_model
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-    from gemma4_compat._checkpoint import shards
-    from gemma4_compat._reproduction import tiny_configs
+    from gemma4_compat._gemma4.checkpoint import shards
+    from gemma4_compat._lab import tiny_configs
 
     hidden, intermediate, layers, vocabulary, shard = SHAPES[shape]
     sizes = {
@@ -154,7 +154,7 @@ def compared(work: Path) -> tuple[int, int, int]:
     """Values, those that differ between the two ways, and by how many units in the last place at most."""
     import torch
 
-    from gemma4_compat._checkpoint import shards
+    from gemma4_compat._gemma4.checkpoint import shards
 
     one, other = (shards.checkpoint(work / way) for way in WAYS)
     values = differ = apart = 0

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import gemma4_compat  # noqa: F401
-from gemma4_compat._reproduction.workspace import Workspace
+from gemma4_compat._lab.workspace import Workspace
 
 
 def acceptance(noise: float, temperature: float, rounds: int) -> tuple[float, float]:

@@ -235,7 +235,7 @@ def serve() -> int:
     from transformers import Gemma4ForConditionalGeneration  # noqa: F401
 
     from gemma4_compat._graphs import recording
-    from gemma4_compat._stand_ins import tape
+    from gemma4_compat._lab.stand_ins import tape
 
     on_cpu = not torch.cuda.is_available()
     with tape.standing_in(recording.RECORDERS) if on_cpu else contextlib.nullcontext():

@@ -95,7 +95,7 @@ def _first(value: Any, context: int) -> Any:
 
 
 def _cache(outputs: Any, given: Data) -> Any:
-    from gemma4_compat._models import cache_names
+    from gemma4_compat._gemma4.cache import cache_names
 
     found = cache_names.cache_in(outputs)
     return cache_names.cache_in(given) if found is None else found

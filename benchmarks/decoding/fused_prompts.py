@@ -132,7 +132,7 @@ def recorders(*, on_gpu: bool) -> Iterator[None]:
         yield
         return
     from gemma4_compat._graphs import recording
-    from gemma4_compat._stand_ins.tape import standing_in
+    from gemma4_compat._lab.stand_ins.tape import standing_in
 
     with standing_in(recording.RECORDERS):
         yield

@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
 
     import gemma4_compat  # noqa: F401  (before the others)
     from gemma4_compat._graphs import recording
-    from gemma4_compat._stand_ins import tape
+    from gemma4_compat._lab.stand_ins import tape
 
     header = common.header(Path(__file__), sys.modules[__name__], arguments.shape, common.shown(arguments))
     stand_in = contextlib.nullcontext() if torch.cuda.is_available() else tape.standing_in(recording.RECORDERS)

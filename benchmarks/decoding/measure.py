@@ -194,10 +194,10 @@ def waiting(order: Order) -> Data:
     """Tokens a second of replays, and how many steps did not wait for the token before: none, with ``waits``."""
     from unittest import mock
 
-    from gemma4_compat._graphs import deferral
+    from gemma4_compat._graphs import deferred_stop
 
-    cost = 0.0 if order["waits"] else deferral.WAITING
-    defers, late = deferral.Sampling.defers, 0
+    cost = 0.0 if order["waits"] else deferred_stop.WAITING
+    defers, late = deferred_stop.Sampling.defers, 0
 
     def counted(sampling: Any) -> bool:
         nonlocal late
@@ -205,7 +205,10 @@ def waiting(order: Order) -> Data:
         late += found
         return found
 
-    with mock.patch.multiple(deferral, WAITING=cost), mock.patch.object(deferral.Sampling, "defers", counted):
+    with (
+        mock.patch.multiple(deferred_stop, WAITING=cost),
+        mock.patch.object(deferred_stop.Sampling, "defers", counted),
+    ):
         found = turn(order | {"way": "replayed"})
     return {"tok_s": found["tok_s"], "late": late}
 

@@ -16,8 +16,8 @@ from benchmarks.small_card import measure as small_card_measure
 from benchmarks.small_card import models as small_card_models
 from benchmarks.small_card.cases import PER_LAYER_EMBEDDINGS
 from benchmarks.small_card.device import GIB, main_device
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_models
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny, tiny_adapters, tiny_models
 
 #: By name: the variant, how many of its layers (None: all), GiB of the checkpoint.
 SHAPES: dict[str, tuple[str, int | None, int]] = {

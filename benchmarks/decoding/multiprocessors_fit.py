@@ -89,9 +89,9 @@ def data_sheet(run: Data) -> speed.Card:
 
 @functools.cache
 def _described(shape: str) -> speed.Work:
+    from gemma4_compat._gemma4.models import build
+    from gemma4_compat._gemma4.quantization.config import default_skip_modules, linear_names
     from gemma4_compat._memory import blueprint
-    from gemma4_compat._models import build
-    from gemma4_compat._quantization.config import default_skip_modules, linear_names
 
     model = build.on_meta(shape)[0]
     names = linear_names(model, default_skip_modules(model))

@@ -109,7 +109,7 @@ def groups(variant: str) -> Iterator[tuple[str, tuple[int, ...], int]]:
     import torch
     import transformers
 
-    from gemma4_compat._models import variants
+    from gemma4_compat._gemma4.models import variants
 
     kind = "Gemma4Unified" if variant == variants.UNIFIED else "Gemma4"
     with torch.device("meta"):

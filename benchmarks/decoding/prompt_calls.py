@@ -23,7 +23,7 @@ def build() -> Any:
     import torch
     import transformers
 
-    from gemma4_compat._models import variants
+    from gemma4_compat._gemma4.models import variants
 
     config = variants.config("E2B")
     text = config.text_config
@@ -64,7 +64,7 @@ def counted(model: Any, length: int, *, vary: bool, **options: Any) -> tuple[int
     """Calls of Python functions, and PyTorch operations; ``vary``: no two prompts of one length."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from gemma4_compat._stand_ins.tape import Tape
+    from gemma4_compat._lab.stand_ins.tape import Tape
 
     class Operations(TorchDispatchMode):  # type: ignore[misc]
         count = 0
@@ -89,7 +89,7 @@ def main() -> None:
     import gemma4_compat
     from gemma4_compat._generation.prompts import prompts
     from gemma4_compat._graphs import recording
-    from gemma4_compat._stand_ins.tape import standing_in
+    from gemma4_compat._lab.stand_ins.tape import standing_in
 
     model = build()
     with standing_in(recording.RECORDERS):

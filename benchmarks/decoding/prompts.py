@@ -240,7 +240,7 @@ def serve() -> int:
     from transformers import Gemma4ForConditionalGeneration  # noqa: F401
 
     from gemma4_compat._graphs import recording
-    from gemma4_compat._stand_ins import tape
+    from gemma4_compat._lab.stand_ins import tape
 
     stand_in = not torch.cuda.is_available() and os.environ.get("GEMMA4_COMPAT_DISABLE") != "all"
     with tape.standing_in(recording.RECORDERS) if stand_in else contextlib.nullcontext():

@@ -6,8 +6,8 @@ python benchmarks/decoding/rounds.py --shape E2B --out FILE.json [--where gpu,ho
 
 The model has random weights. Its text without an assistant is decoded first; then a drafter drafts that text, each
 token altered with a given probability, after an assistant of four layers with random weights has drafted as well, so
-that its time counts. Numbers of drafts are fixed, and then ``_generation/speculative/pace.py`` decides: in a text for
-which nothing is known ("pace"), and in the one after it ("then"). With each fixed number: milliseconds of the graphs
+that its time counts. Numbers of drafts are fixed, and then ``speculative/draft_length.py`` decides: in a text for which
+nothing is known ("pace"), and in the one after it ("then"). With each fixed number: milliseconds of the graphs
 that draft and read, one after the other, and of a round. Every text is compared with the one without an assistant: the
 exit code is 1 if a token differs. The file is written after every row. ``--limit SECONDS`` begins no row later than
 that after a placement was loaded, and lists those that are left out. Where layers are streamed, each step waits for
@@ -50,9 +50,9 @@ STREAMED = ("half", "streamed")
 
 def paced(decide: Callable[[int], int]) -> contextlib.AbstractContextManager[Any]:
     """Inside, ``decide`` says how many drafts a round has, given how many it may have."""
-    from gemma4_compat._generation.speculative import pace
+    from gemma4_compat._generation.speculative import draft_length
 
-    class Decided(pace.Pace):
+    class Decided(draft_length.Pace):
         def __init__(self, most: int, known: Any = None) -> None:
             super().__init__(most, known)
             self._most = most
@@ -60,7 +60,7 @@ def paced(decide: Callable[[int], int]) -> contextlib.AbstractContextManager[Any
         def next(self) -> int:
             return min(decide(self._most), self._most)
 
-    return mock.patch.object(pace, "Pace", Decided)
+    return mock.patch.object(draft_length, "Pace", Decided)
 
 
 def assistant_of(model: Any, hidden: int) -> Any:
@@ -261,14 +261,14 @@ class Case:
     def run(self) -> None:
         """All of it."""
         self.prepare()
-        from gemma4_compat._generation.speculative import pace
+        from gemma4_compat._generation.speculative import draft_length
 
         for count in (0, *self.options.counts):
             if self._in_time(f"{count} drafts"):
                 self.fixed(count)
         lengths = {self.options.tokens: self.options.shares}
         lengths.setdefault(self.options.long, [share for share in self.options.shares if share < 0.5])
-        with mock.patch.object(pace, "COUNTS", tuple(self.options.counts)):  # whose graphs are there
+        with mock.patch.object(draft_length, "COUNTS", tuple(self.options.counts)):  # whose graphs are there
             for tokens, shares in lengths.items():
                 if self._in_time(f"pace {tokens}"):
                     self.decided(shares, tokens)
@@ -326,7 +326,7 @@ def stand_in() -> contextlib.AbstractContextManager[Any]:
     if not torch.cuda.is_available():
         from gemma4_compat._graphs import recording
         from gemma4_compat._kernels.match import own
-        from gemma4_compat._stand_ins import tape
+        from gemma4_compat._lab.stand_ins import tape
         from tests.unit.kernels.by_rows import ByRows
 
         stack.enter_context(tape.standing_in(recording.RECORDERS))

@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import gemma4_compat
 from benchmarks.common import Data
 from benchmarks.decoding import models, rounds
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.trained import PLACE, TWINS, Trained
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.trained import PLACE, TWINS, Trained
 from tools.trained_model import assistant as trained_assistant
 from tools.trained_model import batches, questions
 
@@ -155,11 +155,11 @@ def live_bytes() -> int:
 @contextlib.contextmanager
 def drafted(way: str, number: int | str, expected: Any, dice: random.Random) -> Iterator[None]:
     """Inside, texts have drafts of this kind and number."""
-    from gemma4_compat._generation.speculative import assisted, pace
+    from gemma4_compat._generation.speculative import assisted, draft_length
 
     with contextlib.ExitStack() as stack:
         if number != "chosen":
-            counts = pace.COUNTS if number == "any" else (number,)
+            counts = draft_length.COUNTS if number == "any" else (number,)
             choices = (0, *counts) if number == "any" else counts
             stack.enter_context(rounds.paced(lambda _most: dice.choice(choices)))
         if way == "altered":

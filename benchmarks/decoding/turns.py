@@ -210,7 +210,7 @@ def main() -> None:
         models.build("tiny" if options.bound else options.shape, Path(folder), weights)
         model = models.load("bf16" if options.bound else options.where, Path(folder), weights)
         if main_device() == "cpu":
-            from gemma4_compat._stand_ins.tape import standing_in
+            from gemma4_compat._lab.stand_ins.tape import standing_in
 
             stack.enter_context(standing_in(recording.RECORDERS))
         found = bound(model, options.bound) if options.bound else table(model, options)

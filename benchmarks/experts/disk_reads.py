@@ -33,7 +33,7 @@ from benchmarks import common
 from benchmarks.common import Data
 from benchmarks.experts import mapped_files
 from benchmarks.small_card import device
-from gemma4_compat._offload import expert_lookup, read_ahead, row_lookup
+from gemma4_compat._offload.transfer import expert_lookup, read_ahead, row_lookup
 
 ROUNDS = 9
 #: Experts of a layer, those that are hit; tokens of a prompt.

@@ -219,9 +219,9 @@ def planned_peak(model: Any, away: int, length: int, chunk: int | None) -> float
     """GiB that the planner counts for a prefill beside the weights that stay on the card."""
     import torch
 
+    from gemma4_compat._gemma4.quantization import config
     from gemma4_compat._memory import blueprint as blueprints
     from gemma4_compat._memory import formulas, use
-    from gemma4_compat._quantization import config
 
     with torch.device("meta"):
         plain = type(model)._from_config(model.config, dtype=torch.bfloat16)
@@ -279,7 +279,7 @@ def cold(model: Any) -> Data:
     """Forwards of a token while nothing of the experts' files is in memory, and while the token's experts are."""
     import torch
 
-    from gemma4_compat._offload import streaming
+    from gemma4_compat._offload.transfer import streaming
 
     groups = [group for streamer in streaming.streamers(model) for group in streamer.groups() if group.on_disk]
     tensors = [weight.stored.raw for group in groups for weight in group._weights if weight.stored.on_disk]
@@ -306,7 +306,7 @@ def cold(model: Any) -> Data:
 
 def bytes_a_token(model: Any) -> dict[str, int]:
     """What a step of one token brings over the bus: of streamed layers, and of experts."""
-    from gemma4_compat._offload import expert_lookup, streaming
+    from gemma4_compat._offload.transfer import expert_lookup, streaming
 
     text = model.config.get_text_config()
     layers, hit = 0, 0
@@ -326,8 +326,8 @@ def gathered(run: Run) -> Data | None:
     """GiB/s of a copy, and of the gather of 8 of 128 rows out of pinned host memory, by the width of what is read."""
     import torch
 
+    from gemma4_compat._gemma4.quantization.expert_storage import rows_of
     from gemma4_compat._offload import host_memory
-    from gemma4_compat._quantization.expert_storage import rows_of
 
     if not torch.cuda.is_available():
         return None
@@ -417,7 +417,7 @@ def training(run: Run, model: Any, name: str, lengths: tuple[int, ...]) -> Data:
 @contextlib.contextmanager
 def without_lookup() -> Iterator[None]:
     """Inside, whole layers are streamed for every token."""
-    from gemma4_compat._offload.module_groups import ModuleGroup
+    from gemma4_compat._offload.transfer.module_groups import ModuleGroup
 
     decide = ModuleGroup.looks_experts_up
     ModuleGroup.looks_experts_up = lambda _: False  # type: ignore[method-assign]
@@ -453,7 +453,7 @@ def layers_that_fit(run: Run, budget: float) -> int:
 
 
 def _stored(parameter: Any) -> int:
-    from gemma4_compat._quantization.bytes import stored_bytes
+    from gemma4_compat._gemma4.quantization.bytes import stored_bytes
 
     return int(stored_bytes(parameter))
 

@@ -75,7 +75,7 @@ def load(order: Order) -> Data:
     import torch
     from transformers import BitsAndBytesConfig, Gemma4ForConditionalGeneration
 
-    from gemma4_compat._quantization import experts
+    from gemma4_compat._gemma4.quantization import experts
 
     folder, way = Path(order["folder"]), order["way"]
     main = device.main_device()
@@ -122,7 +122,7 @@ def load(order: Order) -> Data:
 
 
 def _stored(modules: Any) -> float:
-    from gemma4_compat._quantization.bytes import stored_bytes
+    from gemma4_compat._gemma4.quantization.bytes import stored_bytes
 
     total = sum(stored_bytes(parameter) for module in modules.values() for parameter in module._parameters.values())
     return float(total) / device.GIB

@@ -18,9 +18,9 @@ from typing import Any
 import gemma4_compat  # noqa: F401  (before the libraries)
 from benchmarks.small_card import device as small_card_device
 from benchmarks.small_card.device import main_device
-from gemma4_compat._models import variants
-from gemma4_compat._quantization import expert_storage, experts
-from gemma4_compat._reproduction import tiny, tiny_configs
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._gemma4.quantization import expert_storage, experts
+from gemma4_compat._lab import tiny, tiny_configs
 
 LANGUAGE = "model.language_model"
 #: By name: layers of the 26B-A4B (None: all), and whether experts are bf16; "tiny" runs on a CPU.

@@ -96,8 +96,8 @@ def zeros(shape: str, folder: Path) -> None:
 
     from benchmarks.decoding import models
     from benchmarks.peers.models import write_tokenizer
-    from gemma4_compat._models import variants
-    from gemma4_compat._reproduction import tiny_adapters, tiny_models
+    from gemma4_compat._gemma4.models import variants
+    from gemma4_compat._lab import tiny_adapters, tiny_models
 
     variant, layers, _ = models.SHAPES[shape]
     checkpoint, adapter = folder / "checkpoint", folder / "adapter"

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import common
 from benchmarks.common import Data, Order
 from benchmarks.peers.with_vllm import Vllm
-from gemma4_compat._reproduction.trained import Trained, heard, seen
+from gemma4_compat._lab.trained import Trained, heard, seen
 
 #: Tokens of a prompt with its answer, at most.
 CONTEXT = 512
@@ -57,7 +57,7 @@ class Transformers:
         import torch
         import transformers
 
-        from gemma4_compat._reproduction import tiny
+        from gemma4_compat._lab import tiny
 
         dtype = getattr(torch, order["dtype"])
         (cls,) = _settings(order)["architectures"]
@@ -318,7 +318,7 @@ def answers(order: Order) -> Data:
 
 def save(order: Order) -> Data:
     """What ``save_pretrained`` of a class writes of a checkpoint, in bf16."""
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     tiny.load(Path(order["checkpoint"]), cls=order["cls"]).save_pretrained(order["out"])
     return {}

@@ -51,7 +51,7 @@ from benchmarks.peers import llama as peers_llama
 from benchmarks.peers import mtmd, readers
 from benchmarks.peers.models import Llama, write_processor, write_tokenizer
 from benchmarks.small_card import device
-from gemma4_compat._reproduction.trained import PLACE, TWINS, Trained
+from gemma4_compat._lab.trained import PLACE, TWINS, Trained
 
 TRANSFORMERS, MLX, MLX_VLM, LLAMA, VLLM = readers.READERS
 #: What `export` calls them.
@@ -184,7 +184,7 @@ class Written:
         shutil.copytree(self.trained.adapter, folder)
 
     def _released(self, folder: Path, _: str) -> None:
-        from gemma4_compat._reproduction import tiny_models
+        from gemma4_compat._lab import tiny_models
 
         tiny_models.build_released(self("model"), folder)
 

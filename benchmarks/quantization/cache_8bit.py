@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from gemma4_compat._models import variants
+from gemma4_compat._gemma4.models import variants
 
 LAYERS, TOKENS, NEW = 6, 512, 16
 

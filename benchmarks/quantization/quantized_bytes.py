@@ -3,7 +3,7 @@
 python benchmarks/quantization/quantized_bytes.py [--json FILE]
 
 Arithmetic over the parameters of each variant on meta, no weights: what bitsandbytes stores for a linear is known to
-the byte (``gemma4_compat._quantization.bytes.linear_tensors``; tests compare it with loaded models).
+the byte (``gemma4_compat._gemma4.quantization.bytes.linear_tensors``; tests compare it with loaded models).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def measured() -> dict[str, Any]:
-    from gemma4_compat._models import variants
+    from gemma4_compat._gemma4.models import variants
 
     return {
         "transformers": version("transformers"),
@@ -42,8 +42,8 @@ def measured() -> dict[str, Any]:
 
 def variant(name: str) -> dict[str, Any]:
     import gemma4_compat
-    from gemma4_compat._models import build
-    from gemma4_compat._quantization import config
+    from gemma4_compat._gemma4.models import build
+    from gemma4_compat._gemma4.quantization import config
 
     model, _, _ = build.on_meta(name)
     linears = config.linear_names(model, ["lm_head"])
@@ -65,7 +65,7 @@ def variant(name: str) -> dict[str, Any]:
 
 def stored(model: Any, path: str, linears: frozenset[str], quantization: str) -> int:
     """Bytes of the parameters below ``path`` when these linears are quantized and the rest is bf16."""
-    from gemma4_compat._quantization.bytes import linear_tensors
+    from gemma4_compat._gemma4.quantization.bytes import linear_tensors
 
     total = 0
     for name, module in model.get_submodule(path).named_modules():

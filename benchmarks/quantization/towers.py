@@ -61,8 +61,8 @@ def build(variant: str, folder: Path) -> None:
     import torch
     from transformers import Gemma4ForConditionalGeneration
 
-    from gemma4_compat._models import variants
-    from gemma4_compat._reproduction import tiny_configs
+    from gemma4_compat._gemma4.models import variants
+    from gemma4_compat._lab import tiny_configs
 
     if variant == "tiny":
         config = tiny_configs.config(positions=64)
@@ -94,9 +94,9 @@ def child(folder: Path, disabled: str) -> dict[str, Any]:
 
 def measure(folder: Path) -> dict[str, Any]:
     import gemma4_compat  # noqa: F401  before the libraries; the environment decides what it does
-    from gemma4_compat._quantization.bytes import stored_bytes_of
-    from gemma4_compat._quantization.config import QUANTIZATIONS
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._gemma4.quantization.bytes import stored_bytes_of
+    from gemma4_compat._gemma4.quantization.config import QUANTIZATIONS
+    from gemma4_compat._lab import tiny
 
     plain = tiny.load(folder)
     vision = plain.config.vision_config
@@ -176,13 +176,13 @@ def sounds() -> list[dict[str, Any]]:
 
 
 def features(model: Any, batch: dict[str, Any], modality: str) -> Any:
-    from gemma4_compat._reproduction import scenarios
+    from gemma4_compat._lab import scenarios
 
     return scenarios.features(model, batch, modality)
 
 
 def relative(found: Any, reference: Any) -> float:
-    from gemma4_compat._reproduction import scenarios
+    from gemma4_compat._lab import scenarios
 
     return round(scenarios.relative(found, reference), 6)
 

@@ -118,7 +118,8 @@ def measure(model: Any, clock: str, rounds: int, until: float) -> Data:
     """One case."""
     import torch
 
-    from gemma4_compat._offload import model_lock, streaming
+    from gemma4_compat._offload import model_lock
+    from gemma4_compat._offload.transfer import streaming
 
     ids = small_card_models.prompt(model, 1)
 

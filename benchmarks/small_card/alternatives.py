@@ -158,7 +158,7 @@ def answer(order: Order) -> Data:
     """Ask it; compare with the reference, or be one."""
     import torch
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     choice, folder = CHOICES[order["choice"]], Path(order["folder"])
     small_card_device.forget_peak()

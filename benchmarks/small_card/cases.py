@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._reproduction import tiny_configs
+from gemma4_compat._lab import tiny_configs
 
 PER_LAYER_EMBEDDINGS = "model.language_model.embed_tokens_per_layer"
 TOWERS = ("model.vision_tower", "model.audio_tower")

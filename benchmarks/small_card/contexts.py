@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     from gemma4_compat._graphs.recording import RECORDERS
-    from gemma4_compat._stand_ins import tape
+    from gemma4_compat._lab.stand_ins import tape
 
     parser = common.parser(__doc__, SHAPES, minutes=8)
     parser.add_argument("--budget", type=float, help="GiB of the card (default: all)")

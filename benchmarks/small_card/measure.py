@@ -77,7 +77,7 @@ def paired(model: Any, case: Case, shape: str, folder: Path) -> dict[str, Any]:
 
 def streamed_bytes(model: Any) -> int:
     """Bytes of offloaded decoder layers, scales included: what a token brings over the bus."""
-    from gemma4_compat._quantization.bytes import stored_bytes
+    from gemma4_compat._gemma4.quantization.bytes import stored_bytes
 
     return sum(
         stored_bytes(parameter)
@@ -124,11 +124,11 @@ def planned_use(
     import transformers
     from transformers import AutoConfig
 
+    from gemma4_compat._gemma4.quantization import config
+    from gemma4_compat._lab import tiny_models
     from gemma4_compat._memory import blueprint as blueprints
     from gemma4_compat._memory import use as uses
     from gemma4_compat._memory.formulas import Load, TrainingLoad
-    from gemma4_compat._quantization import config
-    from gemma4_compat._reproduction import tiny_models
 
     checkpoint = folder / "checkpoint"
     with torch.device("meta"):
@@ -174,7 +174,7 @@ def run(name: str, shape: str, folder: Path, *, quick: bool, say: Callable[[dict
     import torch
     from peft import PeftModel
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     again = name == "all-gpu-again"
     case = CASES["all-gpu" if again else name]

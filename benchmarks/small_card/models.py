@@ -15,7 +15,7 @@ import gemma4_compat
 from benchmarks.small_card import device as small_card_device
 from benchmarks.small_card.cases import SHAPES, TOWERS, Case, layer_names, offloaded_names
 from benchmarks.small_card.device import GIB, main_device
-from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_models
+from gemma4_compat._lab import tiny, tiny_adapters, tiny_models
 
 PROMPT = 64
 NEW_TOKENS = 32
@@ -242,7 +242,7 @@ def generate(model: Any, tokens: int = NEW_TOKENS, now: Callable[[], float] = ti
 def outputs(model: Any, tokens: int = NEW_TOKENS) -> tuple[Any, Clock]:
     """Three forwards on text, one with an image, and a generate of so many ``tokens``."""
     from gemma4_compat._engine.patch import FORWARDS
-    from gemma4_compat._reproduction.workspace import Outputs
+    from gemma4_compat._lab.workspace import Outputs
 
     image = image_prompt(model)
     logits = [model(input_ids=prompt(model, PROMPT)).logits.float().cpu() for _ in range(FORWARDS)]

@@ -78,7 +78,7 @@ def peak(tokens: int, *, chunked: bool) -> dict[str, float]:
     import transformers
 
     import gemma4_compat
-    from gemma4_compat._reproduction import tiny_configs
+    from gemma4_compat._lab import tiny_configs
 
     shape = {**tiny_configs.text_shape(), "vocab_size": VOCABULARY, "num_kv_shared_layers": 0}
     torch.manual_seed(0)
@@ -104,8 +104,8 @@ def _resident(name: str) -> float:
 def exactness() -> dict[str, Any]:
     import torch
 
-    from gemma4_compat._reproduction import tiny_configs
-    from gemma4_compat._reproduction.workspace import Workspace
+    from gemma4_compat._lab import tiny_configs
+    from gemma4_compat._lab.workspace import Workspace
     from gemma4_compat._training import chunks
 
     chunks.LOGITS_BYTES = tiny_configs.VOCABULARY * 2 * CHUNK

@@ -56,8 +56,8 @@ def measured(limit: Callable[[Any, Any, str, str], dict[str, Any]]) -> dict[str,
 
     ``limit``: of a model, a batch, a rescaling and a way, where float16 ends (``float16._limit``).
     """
-    from gemma4_compat._models import variants
-    from gemma4_compat._reproduction import magnitudes, tiny, tiny_models
+    from gemma4_compat._gemma4.models import variants
+    from gemma4_compat._lab import magnitudes, tiny, tiny_models
 
     found: dict[str, Any] = {"bits": [], "limits": [], "widths": widths(), "cost": cost()}
     with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +84,7 @@ def _bits(checkpoint: Path, base: str, batch: dict[str, Any]) -> dict[str, Any]:
     import transformers
     from peft import LoraConfig, get_peft_model
 
-    from gemma4_compat._reproduction import tiny_models
+    from gemma4_compat._lab import tiny_models
 
     options: dict[str, Any] = {}
     if base == "4bit":
@@ -123,7 +123,7 @@ def widths() -> list[dict[str, Any]]:
     """
     import torch
 
-    from gemma4_compat._models import variants
+    from gemma4_compat._gemma4.models import variants
 
     rows = []
     for variant in ("E2B", "E4B", "12B"):
@@ -148,7 +148,7 @@ def _mlp(hidden: int, inner: int) -> tuple[Any, Any]:
     import torch
     from transformers.models.gemma4 import modeling_gemma4
 
-    from gemma4_compat._reproduction import tiny_configs
+    from gemma4_compat._lab import tiny_configs
 
     text = {**tiny_configs.text_shape(3), "num_kv_shared_layers": 0}
     text |= {"hidden_size": hidden, "intermediate_size": inner}

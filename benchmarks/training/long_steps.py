@@ -318,9 +318,9 @@ class Run:
 
 def plan(file: Path) -> None:
     """Add the planner's peaks to a result; a way whose switches no plan has gets none."""
-    from gemma4_compat._models import build as built
+    from gemma4_compat._gemma4.models import build as built
+    from gemma4_compat._gemma4.quantization import config
     from gemma4_compat._plan import training_step
-    from gemma4_compat._quantization import config
 
     result = json.loads(file.read_text(encoding="utf-8"))
     if result["where"] == EXPERTS:

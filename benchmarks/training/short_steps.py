@@ -45,7 +45,7 @@ from benchmarks.decoding import models
 from benchmarks.small_card import device
 from benchmarks.training import long_steps
 from gemma4_compat._graphs import recording
-from gemma4_compat._stand_ins.tape import standing_in
+from gemma4_compat._lab.stand_ins.tape import standing_in
 
 WAYS = {
     "plain": long_steps.WAYS["chunked"],

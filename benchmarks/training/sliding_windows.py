@@ -35,7 +35,7 @@ def main() -> int:
     arguments = parser.parse_args()
     import torch
 
-    from gemma4_compat._attention import windows
+    from gemma4_compat._gemma4.attention import windows
 
     windows.LEAST = {"cpu": 0, "cuda": 0}  # to find from which length on it is faster
     windows.LEAST_TO_MULTIPLY = {"cuda": 0}
@@ -94,7 +94,7 @@ def measure(work: Callable[..., Any], model: Any, tokens: int, arguments: argpar
     import torch
 
     import gemma4_compat
-    from gemma4_compat._attention import windows
+    from gemma4_compat._gemma4.attention import windows
 
     ids = torch.randint(3, 4096, (1, tokens), generator=torch.Generator().manual_seed(1)).to(arguments.device)
     times: dict[str, list[float]] = {"one call": [], "windows": []}

@@ -35,8 +35,8 @@ def candidates(peaks: dict[int, tuple[float, float]], budget: float) -> list[tup
 def write_config(shape: str, folder: Path) -> None:
     """The configuration of a shape, as a checkpoint without weights: all that a plan needs."""
     from benchmarks.decoding import models
-    from gemma4_compat._models import variants
-    from gemma4_compat._reproduction import tiny_models
+    from gemma4_compat._gemma4.models import variants
+    from gemma4_compat._lab import tiny_models
 
     variant, layers, _ = models.SHAPES[shape]
     if variant == "tiny":
@@ -52,9 +52,9 @@ def planned_gib(folder: Path, where: str, sequence: int, chunked: bool, windows:
     """The peak that the planner expects of a step with the base so placed."""
     from benchmarks.decoding import models
     from benchmarks.small_card.measure import planned_use
-    from gemma4_compat._models import build as built
+    from gemma4_compat._gemma4.models import build as built
+    from gemma4_compat._gemma4.quantization import config
     from gemma4_compat._plan import training_step
-    from gemma4_compat._quantization import config
 
     model = built.on_meta(str(folder / "checkpoint"))[0]
     names = config.linear_names(model, models.skipped(folder))

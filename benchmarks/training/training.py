@@ -112,7 +112,7 @@ def _optimizer(name: str, weights: list[Any]) -> Any:
 @contextlib.contextmanager
 def _copied() -> Iterator[Data]:
     """How many module groups of streamed layers are copied to the device, and their bytes."""
-    from gemma4_compat._offload.module_groups import ModuleGroup
+    from gemma4_compat._offload.transfer.module_groups import ModuleGroup
 
     found = {"groups": 0, "bytes": 0}
     copy = ModuleGroup.copy_from_host
@@ -190,9 +190,9 @@ def free(_: Order) -> Data:
 
 def plan(order: Order) -> Data:
     """What `plan_training` expects of a step, and the planner of it with the placement that is measured, in GiB."""
-    from gemma4_compat._models import build as built
+    from gemma4_compat._gemma4.models import build as built
+    from gemma4_compat._gemma4.quantization import config
     from gemma4_compat._plan import training_step
-    from gemma4_compat._quantization import config
     from gemma4_compat._training import mlp
 
     mlp.TOKENS = order["tokens"]

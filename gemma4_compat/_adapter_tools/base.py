@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gemma4_compat._adapters import clipped, translation
-from gemma4_compat._models import build as models
-from gemma4_compat._quantization import config, qat
+from gemma4_compat._gemma4.adapters import clipped, translation
+from gemma4_compat._gemma4.models import build as models
+from gemma4_compat._gemma4.quantization import config, qat
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _QUANTIZATIONS = {"4bit": "4-bit ", "4bit-double": "4-bit ", "8bit": "8-bit "}

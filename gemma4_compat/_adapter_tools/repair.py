@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._checkpoint import folders, shards
-from gemma4_compat._checkpoint.shards import Entry, Output
-from gemma4_compat._common import formats, json_files
-from gemma4_compat._common.text import parse_size, size_text
+from gemma4_compat._engine.io import formats, json_files
+from gemma4_compat._engine.io.text import parse_size, size_text
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import config_names, shared_weights
+from gemma4_compat._gemma4.checkpoint import folders, shards
+from gemma4_compat._gemma4.checkpoint.shards import Entry, Output
+from gemma4_compat._gemma4.models import config_names, shared_weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._common.text import wrapped
 from gemma4_compat._doctor.explain import imports
-from gemma4_compat._engine import versions, words
+from gemma4_compat._engine import versions
+from gemma4_compat._engine.io.text import wrapped
 from gemma4_compat._engine.patch import PatchState, PatchStatus
-from gemma4_compat._engine.words import Verdict
+from gemma4_compat._engine.reports import words
+from gemma4_compat._engine.reports.words import Verdict
 from gemma4_compat._errors import printable
 
 #: Distributions that matter, in the order of the report.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from gemma4_compat._accelerate import listing
-from gemma4_compat._accelerate.listing import Attached
-from gemma4_compat._common import arguments
+from gemma4_compat._engine.io import arguments
+from gemma4_compat._gemma4.accelerate import listing
+from gemma4_compat._gemma4.accelerate.listing import Attached
 from gemma4_compat._graphs import decoder
 from gemma4_compat._graphs.statistics import DecodingStatistics, Recapture, TrainingStatistics
 from gemma4_compat._training import fast

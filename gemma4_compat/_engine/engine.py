@@ -26,9 +26,9 @@ from gemma4_compat._engine import autoreload, detection, dormant, hooks, setting
 from gemma4_compat._engine.changes import ChangeSet, restore
 from gemma4_compat._engine.gate import Decision, Gate
 from gemma4_compat._engine.holders import reach, unreached
-from gemma4_compat._engine.outbox import Outbox
 from gemma4_compat._engine.patch import Detection, LatePatch, Patch, PatchState, PatchStatus, Reason
-from gemma4_compat._engine.record import Record
+from gemma4_compat._engine.reports.outbox import Outbox
+from gemma4_compat._engine.reports.record import Record
 from gemma4_compat._errors import Gemma4CompatError
 
 

@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gemma4_compat._common import arguments, notice
-from gemma4_compat._engine import project
+from gemma4_compat._engine.io import arguments, notice, project
 from gemma4_compat._engine.patch import Kind
 
 _TRUE = frozenset({"1", "true", "yes", "on"})

@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._generation.prompts import embedded, pieces, prompts
-from gemma4_compat._graphs import advancing, decoder, static_caches, steps, unsupported
+from gemma4_compat._gemma4.cache import cache_names
+from gemma4_compat._gemma4.models import family
+from gemma4_compat._generation.prompts import buckets, embedded, prompts
+from gemma4_compat._graphs import decoder, static_caches, step_inputs, steps, unsupported
 from gemma4_compat._graphs.captured_calls import State
 from gemma4_compat._graphs.recording import RECORDERS
-from gemma4_compat._models import cache_names, family
 from gemma4_compat._offload import model_lock
 
 
@@ -26,7 +27,7 @@ class Decoder:
 
     def __init__(self, model: Any, decoding: decoder.Decoding, cache: Any) -> None:
         self.model, self._decoding, self._cache = model, decoding, weakref.ref(cache)
-        self.following: advancing.Following | None = None
+        self.following: step_inputs.Following | None = None
         self._first, self._given_up = True, False
 
     def is_for(self, cache: Any) -> bool:
@@ -73,7 +74,7 @@ class Decoder:
         outputs = self.alone(functools.partial(self._follow, self.following, ids))
         return self(**self.following.stop()) if outputs is None else outputs
 
-    def _follow(self, following: advancing.Following, ids: Any) -> Any:
+    def _follow(self, following: step_inputs.Following, ids: Any) -> Any:
         """Replay the step after the last one; None if that graph does not serve it."""
         following.advance(ids)
         assert following.last is not None
@@ -142,12 +143,12 @@ class Decoder:
         """Read a piece of a prompt. False, and nothing has run, if the ``first`` one shows that it cannot be done.
 
         Args:
-            inputs: of a :class:`pieces.Piece`.
+            inputs: of a :class:`buckets.Piece`.
             real: how many tokens are no padding.
             first: whether it is the first one of its prompt.
         """
         decoding, model = self._decoding, self.model
-        piece = pieces.Piece(decoding, model, inputs, cache_names.cache_in(inputs), real)
+        piece = buckets.Piece(decoding, model, inputs, cache_names.cache_in(inputs), real)
         if piece.unsupported_reason is not None or (first and decoding.prompts.refuses(piece)):
             return False
         if self.alone(functools.partial(prompts.run, piece, first=self._first)) is not None:
@@ -168,7 +169,7 @@ class Decoder:
         """
         known, key = self._decoding.largest_pieces, (rows, static_caches.length(cache))
         if key not in known:
-            *several, small = [size for size in pieces.sizes(rows) if size >= pieces.SMALL]
+            *several, small = [size for size in buckets.sizes(rows) if size >= buckets.SMALL]
             where = self._decoding, self.model, self.model.device
             known[key] = next((size for size in several if prompts.has_room(*where, rows, size, cache)), small)
         return known[key]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from gemma4_compat._common import arguments
 from gemma4_compat._engine import dormant
+from gemma4_compat._engine.io import arguments
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.models import family, walk
 from gemma4_compat._generation.prefix_cache import reuse
 from gemma4_compat._generation.prompts import embedded
 from gemma4_compat._graphs import decoder, unsupported
 from gemma4_compat._graphs.recording import RECORDERS
-from gemma4_compat._models import family, walk
 
 _Model = TypeVar("_Model")
 

@@ -10,14 +10,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._accelerate import attached
-from gemma4_compat._common import arguments, locks
-from gemma4_compat._graphs import deferral, static_caches, steps, unsupported
+from gemma4_compat._engine.io import arguments
+from gemma4_compat._engine.runtime import locks
+from gemma4_compat._gemma4.accelerate import attached
+from gemma4_compat._gemma4.models import walk
+from gemma4_compat._graphs import deferred_stop, static_caches, steps, unsupported
 from gemma4_compat._graphs.captured_calls import REMEMBERED, CapturedCalls, Pool, State
 from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.statistics import Cause, DecodingStatistics, PromptStatistics, Recapture
-from gemma4_compat._models import walk
-from gemma4_compat._offload import idle_hooks, streaming
+from gemma4_compat._offload.transfer import idle_hooks, streaming
 
 #: Graphs of steps, and of prompts, that are kept for one model, over all its caches and adapters.
 MAX_GRAPHS, MAX_PROMPTS = 8, 16
@@ -54,7 +55,7 @@ class AdapterStates:
     def check(self, call: Any, *, first: bool = False, settling: bool = False, quiet: bool | None = None) -> State:
         """The state of the model as it is now. See :class:`captured_calls.Guards`."""
         if quiet is None:
-            quiet = call.decodes and not (first or settling) and deferral.is_quiet(call.model)
+            quiet = call.decodes and not (first or settling) and deferred_stop.is_quiet(call.model)
         with idle_hooks.put_back(call.model):  # a thread in a forward has them bypassed
             for index, state in enumerate(self.states):
                 # Only the last one was looked at with the last step.
@@ -114,7 +115,9 @@ class Decoding:
         self.any_length = False  # whether prompts are read in pieces of a few sizes
         self.assistants = False  # whether texts with an assistant model are decoded in rounds
         self.known_assistants: weakref.WeakSet[Any] = weakref.WeakSet()  # models that keep graphs for this one
-        self.paces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # `pace.Known`, by assistant
+        self.paces: weakref.WeakKeyDictionary[Any, Any] = (
+            weakref.WeakKeyDictionary()
+        )  # `draft_length.Known`, by assistant
         self.own = False  # whether kernels may have an arithmetic of their own
         self.fuses = True
         self.lock = locks.Lock(locks.DECODING)

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-from gemma4_compat._common.bits import same_bits
+from gemma4_compat._engine.io.bits import same_bits
+from gemma4_compat._gemma4.quantization import expert_storage
 from gemma4_compat._graphs import static_caches
 from gemma4_compat._graphs.recording import Recording
 from gemma4_compat._kernels.kernels import COMPILERS, Kernels, StillCompiling
 from gemma4_compat._kernels.kernels import of as kernels_of
 from gemma4_compat._kernels.specs import expert_rows
-from gemma4_compat._quantization import expert_storage
 
 #: The replay in which a step is captured to see which kernels it needs. If they are on disk it is fused at once, else
 #: in the first replay after they were compiled in the background. Not sooner: captures take 1 to 2 s, and a fused

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._models import family
+from gemma4_compat._gemma4.models import family
 
 _KEPT = 8
 _CONSTANTS = (bool, int, float, str, type(None))

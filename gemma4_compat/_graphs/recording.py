@@ -7,7 +7,7 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
-from gemma4_compat._common import locks
+from gemma4_compat._engine.runtime import locks
 
 _Result = TypeVar("_Result")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from gemma4_compat._gemma4.cache import cache_names
+from gemma4_compat._gemma4.state.snapshots import changed
 from gemma4_compat._graphs.statistics import Cause
-from gemma4_compat._models import cache_names
-from gemma4_compat._models.snapshots import changed
 
 #: What the end of a signature says, in this order.
 _SETTINGS = (

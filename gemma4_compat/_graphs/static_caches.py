@@ -15,8 +15,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._common import in_place
-from gemma4_compat._common.bits import same_bits
+from gemma4_compat._engine.io.bits import same_bits
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._graphs import initializing
 
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._graphs import deferral, fused_steps, signatures, static_caches, unsupported
+from gemma4_compat._gemma4.cache import cache_names
+from gemma4_compat._graphs import deferred_stop, fused_steps, signatures, static_caches, unsupported
 from gemma4_compat._graphs.captured_calls import REMEMBERED, Call, Known, Pool
 from gemma4_compat._graphs.recording import RECORDERS, Recording, capturing
 from gemma4_compat._graphs.statistics import Cause, Recapture
-from gemma4_compat._models import cache_names
-from gemma4_compat._offload import streaming
+from gemma4_compat._offload.transfer import streaming
 
 #: Grows with the text, and only the prompt reads it (transformers 5.5; later releases leave it out themselves).
 _OF_THE_PROMPT = ("mm_token_type_ids", "token_type_ids")
@@ -61,7 +61,7 @@ class Step(Call):
         progress: of its graph.
         fuses: whether its graph is fused at all.
         statistics: of such calls.
-        following: an ``advancing.Following`` that gets to know the step, or None.
+        following: a ``step_inputs.Following`` that gets to know the step, or None.
     """
 
     decodes, is_expected, reads, progress = True, False, "input_ids", fused_steps.Progress
@@ -210,7 +210,7 @@ class Step(Call):
         if following is not None:
             following.compare(graph, self)
         self.launch(graph, () if prepared else self.tensors)
-        running = deferral.current() if self.decodes else None
+        running = deferred_stop.current() if self.decodes else None
         if running is not None:
             running.launched()
         if not (self.fuses and graph.progress.is_due() and self._replay_fused(graph)):

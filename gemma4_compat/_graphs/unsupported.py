@@ -6,11 +6,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._common import in_place
+from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.models import walk
+from gemma4_compat._gemma4.state import checkpointing
 from gemma4_compat._graphs.guards import torch_hooks
-from gemma4_compat._models import checkpointing, walk
-from gemma4_compat._offload import host_memory, row_lookup, streaming
+from gemma4_compat._offload import host_memory
+from gemma4_compat._offload.transfer import row_lookup, streaming
 
 #: Parts that a step without images or audio does not run.
 _MEDIA = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from gemma4_compat._common.bits import same_bits
-from gemma4_compat._common.selftest import SelfTests
+from gemma4_compat._engine.io.bits import same_bits
+from gemma4_compat._engine.runtime.selftest import SelfTests
 from gemma4_compat._kernels.compiling import CudaCompiler
 from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
 from gemma4_compat._kernels.fuse.pointwise import Load, Number, Operand, Value

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.quantization import bytes as quantized_bytes
+from gemma4_compat._gemma4.quantization import config, experts
 from gemma4_compat._memory import upstream
-from gemma4_compat._quantization import bytes as quantized_bytes
-from gemma4_compat._quantization import config, experts
 
 #: The kinds of blocks, in the order in which layouts evict them: "per_layer_embedding", "tower" (vision, audio and
 #: their multimodal embedders), "layer" (decoder layers); and what stays: "embedding", "head", "rest".
@@ -436,7 +436,7 @@ def adapter_sizes(folder: Any) -> dict[str, int]:
     Raises:
         Gemma4CompatError: the folder has no adapter, or one that is damaged or not in safetensors.
     """
-    from gemma4_compat._adapters import saved  # with json, which importing the package does not load
+    from gemma4_compat._gemma4.adapters import saved  # with json, which importing the package does not load
 
     sizes: dict[str, int] = {}
     for key, tensor in saved.read(folder).tensors.items():

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gemma4_compat._common.text import size_text
+from gemma4_compat._engine.io.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._memory.blueprint import Block, Blueprint
 from gemma4_compat._memory.formulas import MEASURED, Load, TrainingLoad

@@ -16,8 +16,8 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
-from gemma4_compat._common import toml
-from gemma4_compat._common.files import MIB, read_bytes
+from gemma4_compat._engine.io import toml
+from gemma4_compat._engine.io.files import MIB, read_bytes
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._needed import ranges, requested, state
 from gemma4_compat._needed.requested import Request, Requests

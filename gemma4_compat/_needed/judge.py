@@ -14,8 +14,8 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from gemma4_compat._common.text import counts_text, wrapped
 from gemma4_compat._engine import versions
+from gemma4_compat._engine.io.text import counts_text, wrapped
 from gemma4_compat._engine.patch import Patch
 from gemma4_compat._errors import printable
 from gemma4_compat._needed import files, ranges, state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._common.text import table_text, wrapped
+from gemma4_compat._engine.io.text import table_text, wrapped
 from gemma4_compat._errors import printable
 from gemma4_compat._needed.judge import Assessment, Verdict
 

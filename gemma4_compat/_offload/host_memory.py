@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._common import notice
+from gemma4_compat._engine.io import notice
+from gemma4_compat._gemma4.accelerate import module_hooks
 
 
 class Stored:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._accelerate import device_maps
-from gemma4_compat._common import notice
-from gemma4_compat._common.text import size_text
-from gemma4_compat._quantization.bytes import expected_bytes
+from gemma4_compat._engine.io import notice
+from gemma4_compat._engine.io.text import size_text
+from gemma4_compat._gemma4.accelerate import device_maps
+from gemma4_compat._gemma4.quantization.bytes import expected_bytes
 
 _CGROUP = Path("/sys/fs/cgroup")
 

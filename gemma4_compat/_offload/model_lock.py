@@ -9,7 +9,7 @@ turns, token by token, in the order in which they came.
 A backward pass takes the lock when its first gradient reaches an offloaded layer. When a backward pass ends, or fails,
 the autograd engine drops its callbacks, and with them the lock.
 
-Nobody waits forever (:mod:`gemma4_compat._common.locks`):
+Nobody waits forever (:mod:`gemma4_compat._engine.runtime.locks`):
 
 * The engine has one thread per accelerator, which runs every backward pass there. It never waits for a backward pass
   that may need it: such passes share the lock. Nor does it wait for a forward whose thread waits for the engine.
@@ -26,8 +26,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._common import in_place, locks
+from gemma4_compat._engine.runtime import in_place, locks
+from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat._offload import torch_internals
 
 _CALL = "_call_impl"  # of a module: what its call runs, with all hooks

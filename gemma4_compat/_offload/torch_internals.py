@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._common import notice
+from gemma4_compat._engine.io import notice
 
 _GRAPH_TASK = "torch._C._current_graph_task_id"
 _QUEUE_CALLBACK = "torch.autograd.Variable._execution_engine.queue_callback"

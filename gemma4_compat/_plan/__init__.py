@@ -9,7 +9,6 @@ which block goes where, is in ``_memory``.
   :mod:`switches`: which of its options a training plan chooses.
 * :mod:`prompt_kernels`: whether attention of prompts is counted without the copies that PyTorch makes.
 * :mod:`assistants`: what an assistant takes, and rounds with its drafts.
-* :mod:`speed`: tokens per second on a card, from a model. :mod:`measured`: as somebody measured them; the form of such
-  a report is :mod:`card_report`.
+* :mod:`speed`: tokens per second on a card, from a model. :mod:`cards`: as somebody measured them.
 * :mod:`text`, :mod:`code`: a plan as text and as Python.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gemma4_compat._generation.speculative import pace, speculative_steps
+from gemma4_compat._generation.speculative import draft_length, speculative_steps
 from gemma4_compat._memory.blueprint import Blueprint, rounded
 from gemma4_compat._memory.formulas import MEASURED, Load
 
@@ -55,7 +55,7 @@ def rows(blueprint: Blueprint) -> int:
     random numbers, a row for each token, and those of two rounds are drawn before.
     """
     logits = speculative_steps.MAX_TOKENS * MEASURED.logits * blueprint.vocabulary
-    drawn = 4 * speculative_steps.MAX_TOKENS + sum(2 * count + 1 for count in pace.COUNTS)
+    drawn = 4 * speculative_steps.MAX_TOKENS + sum(2 * count + 1 for count in draft_length.COUNTS)
     return logits + 4 * drawn * blueprint.vocabulary
 
 

@@ -6,7 +6,7 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-from gemma4_compat._common.text import parse_size
+from gemma4_compat._engine.io.text import parse_size
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._plan import speed
 

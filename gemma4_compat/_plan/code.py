@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gemma4_compat._attention import windows
-from gemma4_compat._common.text import runs
+from gemma4_compat._engine.io.text import runs
+from gemma4_compat._gemma4.attention import windows
 from gemma4_compat._memory.formulas import Load
 from gemma4_compat._memory.layout import Layout
 from gemma4_compat._plan import assistants

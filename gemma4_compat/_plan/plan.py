@@ -12,20 +12,21 @@ from typing import Any
 
 import msgspec
 
-from gemma4_compat._attention import windows
-from gemma4_compat._common import shadowed
-from gemma4_compat._common.text import parse_size, size_text
 from gemma4_compat._engine import versions
+from gemma4_compat._engine.io import shadowed
+from gemma4_compat._engine.io.text import parse_size, size_text
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.attention import windows
+from gemma4_compat._gemma4.models import build, variants
+from gemma4_compat._gemma4.quantization import config, expert_storage, qat
 from gemma4_compat._generation.prompts import room
 from gemma4_compat._memory import blueprint, layout
 from gemma4_compat._memory.blueprint import Blueprint
 from gemma4_compat._memory.formulas import Load
 from gemma4_compat._memory.layout import Layout
-from gemma4_compat._models import build, variants
-from gemma4_compat._plan import assistants, budgets, code, measured, prompt_kernels, speed
+from gemma4_compat._plan import assistants, budgets, code, prompt_kernels, speed
+from gemma4_compat._plan.cards import measured
 from gemma4_compat._plan.result import Plan, Rate, Source
-from gemma4_compat._quantization import config, expert_storage, qat
 
 _FOUR_BIT = ("4bit", "4bit-double")
 #: Tokens of a chunk where a prompt does not fit at once, in the order in which they are tried.

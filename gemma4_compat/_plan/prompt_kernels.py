@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gemma4_compat._attention import windows
 from gemma4_compat._engine import dormant
+from gemma4_compat._gemma4.attention import windows
 from gemma4_compat._kernels.specs import flash
 from gemma4_compat._memory import formulas, layout
 from gemma4_compat._memory.blueprint import Blueprint

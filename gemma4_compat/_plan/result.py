@@ -53,7 +53,7 @@ class Rate:
         modelled: tokens per second by card, from a model (``gemma4_compat/_plan/speed.py``); empty without one.
         not_modelled: why there is no model; else empty.
         measured: by card that is not modelled, because this placement was measured on it: tokens per second, and the
-            tokens of the prompt before them (``gemma4_compat/_plan/measured.py``).
+            tokens of the prompt before them (``gemma4_compat/_plan/cards/measured.py``).
     """
 
     slow_because: str = ""

@@ -10,7 +10,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gemma4_compat._common.text import parse_size
+from gemma4_compat._engine.io.text import parse_size
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._memory.blueprint import Block, Blueprint
 

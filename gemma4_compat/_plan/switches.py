@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gemma4_compat._attention import windows
-from gemma4_compat._common.text import size_text
 from gemma4_compat._engine import dormant, settings
+from gemma4_compat._engine.io.text import size_text
+from gemma4_compat._gemma4.attention import windows
 from gemma4_compat._memory import layout
 from gemma4_compat._memory.blueprint import Blueprint
 from gemma4_compat._memory.formulas import TrainingLoad

@@ -6,10 +6,11 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from gemma4_compat._common.text import runs_text, size_text
+from gemma4_compat._engine.io.text import runs_text, size_text
 from gemma4_compat._memory.layout import PREFILL_CHUNK
 from gemma4_compat._memory.use import Use
-from gemma4_compat._plan import measured, prompt_kernels, speed
+from gemma4_compat._plan import prompt_kernels, speed
+from gemma4_compat._plan.cards import measured
 from gemma4_compat._plan.code import FAST, grouped
 from gemma4_compat._plan.result import Plan, TrainingPlan
 

@@ -9,19 +9,19 @@ from typing import Any
 
 import msgspec
 
-from gemma4_compat._common import shadowed
-from gemma4_compat._common.text import parse_size, size_text
+from gemma4_compat._engine.io import shadowed
+from gemma4_compat._engine.io.text import parse_size, size_text
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.models import build
+from gemma4_compat._gemma4.quantization import config, qat
 from gemma4_compat._memory import blueprint, layout
 from gemma4_compat._memory.blueprint import Blueprint
 from gemma4_compat._memory.formulas import TrainingLoad
 from gemma4_compat._memory.layout import Layout
-from gemma4_compat._models import build
 from gemma4_compat._plan import budgets, code, switches, training_step
 from gemma4_compat._plan.result import Source, TrainingPlan
 from gemma4_compat._plan.switches import MARGIN
 from gemma4_compat._plan.training_step import Step, StepMemory
-from gemma4_compat._quantization import config, qat
 
 _SWITCHES = ("chunked_loss", "chunked_mlp", "sliding_windows", "train_fast")
 

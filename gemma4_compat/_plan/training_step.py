@@ -17,12 +17,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from gemma4_compat._attention import windows
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.attention import windows
+from gemma4_compat._gemma4.quantization import expert_forward
+from gemma4_compat._gemma4.quantization.experts import NAMES, all_experts
 from gemma4_compat._memory.blueprint import rounded
 from gemma4_compat._plan import equal_layers
-from gemma4_compat._quantization import expert_forward
-from gemma4_compat._quantization.experts import NAMES, all_experts
 from gemma4_compat._training import chunks, counting, loss, mlp
 from gemma4_compat._training.counting import Kept
 
@@ -119,7 +119,7 @@ def measure(model: Any, quantized: Collection[str], step: Step, *, quantized_exp
     """Run one step of a model on meta.
 
     Args:
-        model: from :func:`gemma4_compat._models.build.on_meta`, in bfloat16. It is changed and cannot be used again.
+        model: from ``_gemma4.models.build.on_meta``, in bfloat16. It is changed and cannot be used again.
         quantized: paths of the linear layers that bitsandbytes stores in 4 bits.
         step: what to run.
         quantized_experts: whether its experts are stored in 4 bits.

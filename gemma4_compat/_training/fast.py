@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from gemma4_compat._accelerate import attached
-from gemma4_compat._common import arguments, in_place
+from gemma4_compat._engine.io import arguments
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.accelerate import attached
+from gemma4_compat._gemma4.models import family
 from gemma4_compat._graphs.statistics import TrainingStatistics
-from gemma4_compat._models import family
 from gemma4_compat._training import parts
 from gemma4_compat._training.captured import layers
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat._offload import model_lock
 
 

@@ -1,7 +1,7 @@
 """The forward of a module replaced inside of accelerate's hook.
 
-A ``forward`` around the hook's would keep the layer from being streamed (``_offload.module_groups``), and would get
-weights that are not there yet.
+A ``forward`` around the hook's would keep the layer from being streamed (``_offload.transfer.module_groups``), and
+would get weights that are not there yet.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._common import in_place
+from gemma4_compat._engine.runtime import in_place
 
 _HOOKED = "_old_forward"  # accelerate's name for the forward that its hook calls
 

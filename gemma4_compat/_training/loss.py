@@ -7,10 +7,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._accelerate import attached
-from gemma4_compat._common import notice
 from gemma4_compat._engine import changes, settings
-from gemma4_compat._models import walk
+from gemma4_compat._engine.io import notice
+from gemma4_compat._gemma4.accelerate import attached
+from gemma4_compat._gemma4.models import walk
 from gemma4_compat._offload import torch_internals
 from gemma4_compat._training import chunks, head, sharded
 

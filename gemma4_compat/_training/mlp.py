@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._accelerate import attached
-from gemma4_compat._common import in_place, notice
 from gemma4_compat._engine import dormant
+from gemma4_compat._engine.io import notice
+from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._training import head, norms, per_layer, pieces, shared_states, whole
 
 ID = whole.ID

@@ -11,8 +11,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._accelerate import attached
-from gemma4_compat._common import in_place
+from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._training import head, inner, pieces, whole
 
 ATTRIBUTE = attached.CHUNKED_NORM

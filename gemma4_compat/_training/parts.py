@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._attention import windows
-from gemma4_compat._common.text import size_text
+from gemma4_compat._engine.io.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import walk
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.attention import windows
+from gemma4_compat._gemma4.models import walk
 from gemma4_compat._training import loss, mlp
 from gemma4_compat._training.captured import layers
 
 #: Bytes that have to stay free: neither fragmentation nor what kernels use internally is counted. As in plans.
 MARGIN = 1 << 29
 #: Bytes of a token in the layer that goes backward, in 16 bits: for each unit of its MLP, of its hidden states, and of
-#: the per-layer inputs of all layers. Fitted to steps that plans ran (tests/unit/fast_training/test_parts.py).
+#: the per-layer inputs of all layers. Fitted to steps that plans ran (tests/unit/training/test_parts.py).
 _OF_MLP, _OF_HIDDEN, _OF_PER_LAYER = 14, 52, 7
 _AUTO, _ALWAYS = "auto", "always"
 _IDS = {"loss": loss.ID, "mlp": mlp.ID, "windows": windows.ID, "products": windows.ID}

@@ -12,8 +12,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._accelerate import attached
-from gemma4_compat._common import in_place
+from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._training import head, inner, whole
 
 ATTRIBUTE = attached.PER_LAYER_TOKENS

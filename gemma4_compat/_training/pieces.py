@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._common import notice
+from gemma4_compat._engine.io import notice
 from gemma4_compat._offload import torch_internals
 from gemma4_compat._training import whole
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._common import in_place
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._offload import torch_internals
 from gemma4_compat._training import inner
 

@@ -15,7 +15,7 @@ import io
 import sys
 
 from gemma4_compat import _startup
-from gemma4_compat._common import terminal
+from gemma4_compat._engine.io import terminal
 from gemma4_compat.cli.app import app, tell
 
 # The order of --help.

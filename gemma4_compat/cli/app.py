@@ -11,8 +11,8 @@ import typer
 import typer.core
 
 import gemma4_compat
-from gemma4_compat._common import terminal
 from gemma4_compat._doctor.explain import imports
+from gemma4_compat._engine.io import terminal
 from gemma4_compat._errors import printable
 
 _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which newer releases of typer bring themselves

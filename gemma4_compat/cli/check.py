@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 import gemma4_compat
-from gemma4_compat._checkpoint import folders
-from gemma4_compat._common import files, terminal
 from gemma4_compat._doctor.check import report as _report
 from gemma4_compat._doctor.check import run, text
 from gemma4_compat._doctor.reproductions import findings
-from gemma4_compat._models import variants
-from gemma4_compat._quantization import config
+from gemma4_compat._engine.io import files, terminal
+from gemma4_compat._gemma4.checkpoint import folders
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._gemma4.quantization import config
 from gemma4_compat.cli.app import app, command, fail, say, tell
 
 _REPORT = "gemma4-compat-check.json"

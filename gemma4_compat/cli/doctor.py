@@ -12,12 +12,12 @@ from typing import Annotated, NoReturn
 import typer
 
 import gemma4_compat
-from gemma4_compat._common import terminal
 from gemma4_compat._doctor.reproductions import diagnosis
 from gemma4_compat._doctor.reproductions import findings as _doctor
 from gemma4_compat._doctor.reproductions import show as _shown
 from gemma4_compat._doctor.reproductions import text as _text
-from gemma4_compat._reproduction.trained import Trained
+from gemma4_compat._engine.io import terminal
+from gemma4_compat._lab.trained import Trained
 from gemma4_compat.cli.app import Json, app, command, fail, print_json, say, tell
 
 _FORMATS = ("text", "markdown", "github", "json")

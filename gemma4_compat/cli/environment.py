@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gemma4_compat
-from gemma4_compat._common import terminal
 from gemma4_compat._doctor import environment
+from gemma4_compat._engine.io import terminal
 from gemma4_compat.cli.app import Json, app, command, print_json, say
 
 

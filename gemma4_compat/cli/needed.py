@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import gemma4_compat
-from gemma4_compat._common import terminal
+from gemma4_compat._engine.io import terminal
 from gemma4_compat._needed import files, judge
 from gemma4_compat._needed import report as _needed_report
 from gemma4_compat.cli.app import Json, Verbose, app, command, print_json, say

@@ -9,11 +9,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import gemma4_compat
-from gemma4_compat._common import terminal
 from gemma4_compat._doctor.explain import explanation, imports, messages
 from gemma4_compat._doctor.launch import environment
-from gemma4_compat._engine import report as _report
 from gemma4_compat._engine import settings
+from gemma4_compat._engine.io import terminal
+from gemma4_compat._engine.reports import report as _report
 from gemma4_compat.cli.app import Json, Verbose, app, command, fail, print_json, say, tell
 
 #: Bytes of standard input: a log of days, not a device that never ends.

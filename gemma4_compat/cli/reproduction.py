@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 import gemma4_compat
-from gemma4_compat._common import terminal
 from gemma4_compat._doctor.reproductions import script
 from gemma4_compat._engine import settings, versions
+from gemma4_compat._engine.io import terminal
 from gemma4_compat.cli.app import app, command, fail, say
 
 

@@ -27,7 +27,7 @@ from gemma4_compat._engine import patch as engine
 from gemma4_compat._engine.patch import FORWARDS, Detection, Outcome
 
 if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Workspace
+    from gemma4_compat._lab.workspace import Workspace
 else:  # patch files only annotate with it, and reproductions need torch
     Workspace = Any
 

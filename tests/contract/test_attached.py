@@ -9,18 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import gemma4_compat
-from gemma4_compat._accelerate import attached
+from gemma4_compat._gemma4.accelerate import attached
 from tests.helpers import ROOT
 
 PACKAGE = ROOT / "gemma4_compat"
-TABLE = "_accelerate.attached"
+TABLE = "_gemma4.accelerate.attached"
 PATCHES = {patch.id for patch in gemma4_compat.patches()}
 #: Modules whose hooks last as long as a call: they are listed without a declaration. The last one's are of its
 #: reproduction.
 FOR_A_CALL = {
     "_generation.speculative.rounds",
-    "_models.padding_row",
-    "_models.shared_kv",
+    "_gemma4.models.padding_row",
+    "_gemma4.cache.shared_kv",
     "patches.adapters.peft_adapter_names",
     "patches.generation.transformers_assistant_memory",
     "patches.quantization.transformers_quantized_router",
@@ -118,7 +118,7 @@ def undeclared(folder: Path = PACKAGE) -> dict[str, list[str]]:
 
 
 def test_everything_that_hangs_on_a_model_is_declared() -> None:
-    assert not undeclared(), "declare it in gemma4_compat/_accelerate/attached.py"
+    assert not undeclared(), "declare it in gemma4_compat/_gemma4/accelerate/attached.py"
 
 
 def test_everything_declared_is_used() -> None:

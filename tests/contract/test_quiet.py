@@ -13,8 +13,8 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatWarning
-from gemma4_compat._offload import stored_weights
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
+from gemma4_compat._offload.weights import stored_weights
 from tests.patches.training.parts import only
 
 pytestmark = pytest.mark.full

@@ -1,42 +1,100 @@
-"""The map of a room is its ``__init__``: it names every module of the room."""
+"""What the layout of the package promises: fifteen rooms with maps, none too full and none too deep."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.helpers import ROOT
 
-#: A room with fewer modules needs no map.
+PACKAGE = ROOT / "gemma4_compat"
+ROOMS = {
+    "_adapter_tools", "_doctor", "_engine", "_gemma4", "_generation", "_graphs", "_kernels", "_lab", "_memory",
+    "_needed", "_offload", "_plan", "_training", "cli", "patches",
+}  # fmt: skip
+#: Files of one folder, its ``__init__`` included; a folder of patches has one file for each.
+MOST_FILES = 15
+#: Files in the longest chain of imports inside a room.
+MOST_FLOORS = 8
+#: A folder with fewer modules needs no map.
 MAPPED = 2
 
 
-def rooms() -> dict[str, Path]:
-    found = [
-        path for room in ("_*", "cli", "patches") for path in (ROOT / "gemma4_compat").glob(f"{room}/__init__.py")
-    ]
-    return {path.parent.name: path for path in sorted(found)}
+def folders() -> dict[str, Path]:
+    """Each folder with modules, by its path in the package; those of single patches apart."""
+    found = {path.parent.relative_to(PACKAGE).as_posix(): path.parent for path in PACKAGE.rglob("__init__.py")}
+    return {name: path for name, path in sorted(found.items()) if name != "." and not name.startswith("patches/")}
 
 
-def missing(init: Path) -> set[str]:
-    text = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
-    named = {name.rpartition(".")[2] for name in re.findall(r":mod:`([\w.]+)`|``([\w.]+)``", text) for name in name}
-    modules = {path.stem for path in init.parent.glob("*.py")} - {"__init__"}
-    return modules - named if len(modules) >= MAPPED else set()
+def missing(folder: Path) -> set[str]:
+    """What the docstring of a folder's ``__init__`` does not name."""
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    named = {name.rpartition(".")[2] for names in re.findall(r":mod:`([\w.]+)`|``([\w.]+)``", text) for name in names}
+    parts = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    parts -= {"__init__"}
+    return parts - named if len(parts) >= MAPPED and folder.name != "patches" else set()
 
 
-def test_a_map_names_every_module_of_its_room() -> None:
-    found = {room: sorted(lost) for room, init in rooms().items() if (lost := missing(init))}
-    assert not found, f"name these in the docstring of the room's __init__.py: {found}"
+def test_there_are_fifteen_rooms() -> None:
+    assert {name for name in folders() if "/" not in name} | {"patches"} == ROOMS
+    assert len(ROOMS) == 15
+
+
+def test_a_map_names_every_part_of_its_folder() -> None:
+    found = {name: sorted(lost) for name, folder in folders().items() if (lost := missing(folder))}
+    assert not found, f"name these in the docstring of the folder's __init__.py: {found}"
 
 
 def test_a_module_that_no_map_names_is_noticed(tmp_path: Path) -> None:
     for name in "abcdef":
         (tmp_path / f"{name}.py").touch()
-    init = tmp_path / "__init__.py"
-    init.write_text('"""A room.\n\n* :mod:`a`, :mod:`room.b`, ``c``: some. :mod:`d`, :mod:`e`: others.\n"""\n')
-    assert missing(init) == {"f"}
+    (tmp_path / "__init__.py").write_text(
+        '"""A room.\n\n* :mod:`a`, :mod:`room.b`, ``c``: some. :mod:`d`, :mod:`e`: others.\n"""\n'
+    )
+    assert missing(tmp_path) == {"f"}
+
+
+def test_no_folder_is_too_full() -> None:
+    found = {name: count for name, path in folders().items() if (count := len(list(path.glob("*.py")))) > MOST_FILES}
+    assert not found
+
+
+def imported(folder: Path) -> dict[str, set[str]]:
+    """What each module below ``folder`` imports of the others, by dotted names."""
+    root = folder.parent
+    modules = {
+        ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in folder.rglob("*.py")
+    }
+    found: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found[name] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                whole = {f"{node.module}.{one.name}" for one in node.names}
+                found[name] |= {one if one in modules else node.module for one in whole} & set(modules)
+    return found
+
+
+def floors(graph: Mapping[str, set[str]]) -> list[str]:
+    """The longest chain of imports, from the top."""
+    longest: dict[str, list[str]] = {}
+
+    def below(name: str) -> list[str]:
+        if name not in longest:
+            chains = [below(other) for other in sorted(graph[name] - {name})]
+            longest[name] = [name, *max(chains, key=len, default=[])]
+        return longest[name]
+
+    return max(map(below, graph), key=len)
+
+
+def test_no_room_is_too_deep() -> None:
+    chains = {room: floors(imported(PACKAGE / room)) for room in sorted(ROOMS - {"patches"})}
+    assert {room: chain for room, chain in chains.items() if len(chain) > MOST_FLOORS} == {}
+    assert floors({"a": {"b", "c"}, "b": {"c"}, "c": set(), "d": {"c"}}) == ["a", "b", "c"]
 
 
 def pointers(page: str) -> list[tuple[str, list[str]]]:
@@ -71,7 +129,7 @@ def too_long(text: str) -> list[str]:
 
 
 def test_no_module_and_no_function_is_too_long() -> None:
-    files = (ROOT / "gemma4_compat").rglob("*.py")
+    files = [path for path in (ROOT / "gemma4_compat").rglob("*.py") if path.name != "measured.py"]  # generated
     found = {path.name: names for path in files if (names := too_long(path.read_text(encoding="utf-8")))}
     assert not found
     assert too_long("def f():\n" + "    pass\n" * 81) == ["f"]

@@ -321,7 +321,7 @@ def dispatched(model: Any) -> None:
     import torch
     from accelerate import dispatch_model
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     main = torch.device("cpu")
     placement = tiny.device_map(base(model), "towers", main=main, offloaded=main)
@@ -337,7 +337,7 @@ def scales(model: Any) -> None:
 
 def stored(model: Any) -> Any:
     """A weight in host memory, as it is stored."""
-    from gemma4_compat._accelerate import module_hooks
+    from gemma4_compat._gemma4.accelerate import module_hooks
     from gemma4_compat._offload import host_memory
 
     return host_memory.stored(module_hooks.offload_hook(up(model)).weights_map, "weight").raw

@@ -8,10 +8,10 @@ import wave
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gemma4_compat._reproduction import tiny_configs
+from gemma4_compat._lab import tiny_configs
 
 SAMPLING_RATE = 16_000
-#: What upstream calls them; the numbers are those of :func:`gemma4_compat._reproduction.tiny.config`.
+#: What upstream calls them; the numbers are those of :func:`gemma4_compat._lab.tiny.config`.
 _SPECIAL = {
     "<pad>": 0,
     "<eos>": 1,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from gemma4_compat._engine import versions
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny_configs, tiny_models
-from gemma4_compat._reproduction.scenarios import assisted
-from gemma4_compat._reproduction.workspace import Workspace
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny_configs, tiny_models
+from gemma4_compat._lab.scenarios import assisted
+from gemma4_compat._lab.workspace import Workspace
 
 pytestmark = pytest.mark.full
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
+from gemma4_compat._lab import tiny, tiny_configs, tiny_models
 from tools.pages import caches
 from tools.pages.caches import KINDS, WAYS, Kind
 

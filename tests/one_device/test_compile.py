@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._adapters.clipped import is_wrapper
 from gemma4_compat._engine.changes import ChangeSet
+from gemma4_compat._gemma4.adapters.clipped import is_wrapper
 from tests.helpers import Library
 
 

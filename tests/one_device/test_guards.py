@@ -25,10 +25,10 @@ from tests.helpers import ROOT
 from tests.one_device import guards
 from tests.one_device.guards import FEATURES, WAYS, CannotMatter, Documented, Noticed, Way
 from tests.patches.training.parts import only
-from tests.unit.decoding import calls
-from tests.unit.decoding.conftest import models as models
-from tests.unit.decoding.conftest import tapes as tapes
-from tests.unit.turns import chats
+from tests.unit.generation import calls
+from tests.unit.generation.conftest import models as models
+from tests.unit.generation.conftest import tapes as tapes
+from tests.unit.prefix_cache import chats
 
 pytestmark = pytest.mark.usefixtures("tapes")
 #: Steps until every layer is captured, and one more.

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_models
-from gemma4_compat._reproduction.scenarios import relative
+from gemma4_compat._lab import tiny, tiny_adapters, tiny_models
+from gemma4_compat._lab.scenarios import relative
 from tests.one_device import modalities
 
 QUANTIZATIONS = ["4bit", "4bit-double", "8bit"]

@@ -115,8 +115,8 @@ COUNT = """
 import json, pathlib, sys
 import gemma4_compat
 import torch
-from gemma4_compat._quantization import quant_states
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._gemma4.quantization import quant_states
+from gemma4_compat._lab import tiny
 
 model, batch = tiny.load(pathlib.Path(sys.argv[1]), sys.argv[2] or None), tiny.inputs(text_only=True)
 
@@ -156,7 +156,7 @@ def test_a_token_of_a_whole_model_has_twelve_calls_in_a_thousand_more(
     tmp_path: Path, warm_child: Callable[..., Finished], layers: int, quantization: str
 ) -> None:
     """36 layers are one more than an E2B has. A 4-bit linear on a CPU is asked whether it trains: two calls more."""
-    from gemma4_compat._reproduction import tiny_models
+    from gemma4_compat._lab import tiny_models
 
     if quantization:
         pytest.importorskip("bitsandbytes")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import difference
 from tests.conftest import census
 from tests.helpers import pairwise
 
@@ -26,7 +26,7 @@ FAST = pairwise(*FACTORS)
 def test_the_oracle_sees_a_wrong_value_in_any_forward(wrong: int, value: float) -> None:
     import torch
 
-    from gemma4_compat._reproduction.workspace import Outputs
+    from gemma4_compat._lab.workspace import Outputs
 
     tokens = torch.tensor([[1, 2, 3]])
     right = Outputs(tuple(torch.zeros(1, 2, 4) for _ in range(3)), tokens)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._reproduction.workspace import Workspace
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.workspace import Workspace
 
 #: Quantization, and whether the model has experts, which are quantized, too.
 KINDS = {

@@ -11,9 +11,9 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._engine import versions
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.trained import PLACE, TWINS, Trained
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.trained import PLACE, TWINS, Trained
 from tests.helpers import ROOT
 from tools.trained_model import adapter, assistant, batches, files, kinds, measure, media, model, questions
 
@@ -265,7 +265,7 @@ def test_log_probabilities_of_a_rollout_are_those_of_training(
     from peft import LoraConfig, get_peft_model
 
     from gemma4_compat._graphs.recording import RECORDERS
-    from gemma4_compat._stand_ins.tape import standing_in
+    from gemma4_compat._lab.stand_ins.tape import standing_in
 
     model = trained.load().to(getattr(torch, dtype))
     targets = r"(?!.*tower).*\.(q_proj|v_proj|up_proj)"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_configs
+from gemma4_compat._lab import tiny, tiny_adapters, tiny_configs
 from tests.helpers import ROOT
 
 pytestmark = pytest.mark.full
@@ -182,7 +182,7 @@ def test_evaluation_and_the_best_checkpoint(workspace: Any, tmp_path: Path) -> N
 def test_offloaded_weights_that_would_be_trained_are_refused(
     workspace: Any, one_device: Callable[..., Any], tmp_path: Path, quantization: str | None
 ) -> None:
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     model = workspace.split(quantization)
     one = trainer(workspace, model, tmp_path)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gemma4_compat  # before the libraries, as a user has it  # noqa: F401
-from gemma4_compat._reproduction import tiny, tiny_adapters
+from gemma4_compat._lab import tiny, tiny_adapters
 
 
 def build(checkpoint: Path, case: str) -> Any:

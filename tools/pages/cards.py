@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._common.text import size_text
-from gemma4_compat._plan import measured
+from gemma4_compat._engine.io.text import size_text
+from gemma4_compat._plan.cards import measured
 
 _GIB = 1 << 30
 

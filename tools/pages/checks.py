@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gemma4_compat._common.text import size_text
+from gemma4_compat._engine.io.text import size_text
 from tools.pages.markers import ROOT
 
 _RESULTS = ROOT / "benchmarks" / "results"

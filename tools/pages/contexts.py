@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from gemma4_compat._gemma4.models import build, variants
+from gemma4_compat._gemma4.quantization import config
 from gemma4_compat._generation.prompts import room
 from gemma4_compat._memory import formulas, layout, use
 from gemma4_compat._memory.blueprint import Blueprint, describe
 from gemma4_compat._memory.formulas import Load
-from gemma4_compat._models import build, variants
-from gemma4_compat._quantization import config
 from tools.pages.markers import ROOT, between
 
 PAGE = ROOT / "docs" / "CACHES.md"

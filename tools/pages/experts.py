@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from gemma4_compat._gemma4.models import build
+from gemma4_compat._gemma4.quantization.config import default_skip_modules, linear_names
+from gemma4_compat._gemma4.quantization.experts import gigabytes, is_experts
 from gemma4_compat._memory.blueprint import Blueprint, describe
-from gemma4_compat._models import build
-from gemma4_compat._quantization.config import default_skip_modules, linear_names
-from gemma4_compat._quantization.experts import gigabytes, is_experts
 from tools.pages.markers import ROOT, between
 
 PAGE = ROOT / "docs" / "QUANTIZATION.md"

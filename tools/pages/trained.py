@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.peers import trained as peers
 from gemma4_compat._doctor.reproductions.scenes import SCENES
-from gemma4_compat._reproduction.trained import PLACE, TWINS
+from gemma4_compat._lab.trained import PLACE, TWINS
 from tools.pages.markers import ROOT, details, shorten
 from tools.trained_model import measure
 

@@ -1,6 +1,6 @@
 """The tuners of PEFT, what each does on plain and on 4-bit bases, and the table of them in docs/ADAPTERS.md.
 
-``python -m tools.pages.tuners`` writes the table; tests/unit/adapters/test_tuners.py tries every cell of it.
+``python -m tools.pages.tuners`` writes the table; tests/unit/gemma4/adapters/test_tuners.py tries every cell of it.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._common import in_place
-from gemma4_compat._reproduction.trained import Trained
+from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._lab.trained import Trained
 from tools.trained_model import batches, files, measure, questions
 
 _RATE, _ROWS, _SEED = 4e-3, 8, 85

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from gemma4_compat._reproduction import trained
+from gemma4_compat._lab import trained
 from tools.trained_model import media, model, texts
 
 #: Tokens a row.

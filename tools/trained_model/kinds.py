@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-#: As in :data:`gemma4_compat._models.variants.NAMES`.
+#: As in :data:`gemma4_compat._gemma4.models.variants.NAMES`.
 NAMES = ("E2B", "12B", "26B-A4B")
 
 #: Vocabulary and special tokens are added by :func:`model.config`.

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction.trained import Trained
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab.trained import Trained
 from tools.trained_model import batches, questions
 
 FILE = "measured.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models import variants
+from gemma4_compat._gemma4.models import variants
 from tools.trained_model import kinds
 
 #: Special tokens by their numbers; the byte ``b`` is token ``BYTES + b``.

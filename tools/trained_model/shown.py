@@ -12,7 +12,7 @@ from typing import Any
 
 import gemma4_compat
 from gemma4_compat._doctor.reproductions import children, findings, scenes, show
-from gemma4_compat._reproduction.trained import Trained
+from gemma4_compat._lab.trained import Trained
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "show"
 

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._reproduction import trained
+from gemma4_compat._lab import trained
 from tools.trained_model import media
 from tools.trained_model import model as tokens
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._reproduction.trained import Trained
+from gemma4_compat._lab.trained import Trained
 from tools.trained_model import adapter, assistant, batches, files, kinds, measure, model, questions, towers
 
 _RATE, _WARM_UP, _ROWS = 2e-3, 20, 10

@@ -19,10 +19,10 @@ from typing import Any
 from gemma4_compat._adapter_tools.base import Base, layer_of
 from gemma4_compat._adapter_tools.export.pieces import Piece, Written, refuse
 from gemma4_compat._adapter_tools.export.plain import Module, Plain, instead
-from gemma4_compat._checkpoint import shards
-from gemma4_compat._checkpoint.shards import Entry
-from gemma4_compat._common import files
+from gemma4_compat._engine.io import files
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.checkpoint import shards
+from gemma4_compat._gemma4.checkpoint.shards import Entry
 
 RELEASE = "llama.cpp in llama-cpp-python 0.3.36"
 FILE = "adapter.gguf"

@@ -19,14 +19,14 @@ from gemma4_compat._adapter_tools.export import gguf, mlx, pieces, plain, server
 from gemma4_compat._adapter_tools.export.pieces import Piece, Written
 from gemma4_compat._adapter_tools.export.plain import Plain
 from gemma4_compat._adapter_tools.export.result import ExportReport
-from gemma4_compat._adapters import clipped, fitting, matching
-from gemma4_compat._adapters import saved as adapters
-from gemma4_compat._adapters import translation as translations
-from gemma4_compat._adapters.saved import CONFIG, REFUSALS, WEIGHTS, SavedAdapter, first_line
-from gemma4_compat._checkpoint import folders, shards
-from gemma4_compat._checkpoint.shards import Entry
-from gemma4_compat._common import files, notice, shadowed
+from gemma4_compat._engine.io import files, notice, shadowed
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.adapters import clipped, fitting, matching
+from gemma4_compat._gemma4.adapters import saved as adapters
+from gemma4_compat._gemma4.adapters import translation as translations
+from gemma4_compat._gemma4.adapters.saved import CONFIG, REFUSALS, WEIGHTS, SavedAdapter, first_line
+from gemma4_compat._gemma4.checkpoint import folders, shards
+from gemma4_compat._gemma4.checkpoint.shards import Entry
 
 _Writer = Callable[[Plain, Base, Callable[[Entry], Any], str], Written]
 _WRITERS: Mapping[str, tuple[str, str, _Writer]] = {

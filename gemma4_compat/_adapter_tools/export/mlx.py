@@ -16,8 +16,8 @@ from typing import Any
 from gemma4_compat._adapter_tools.base import Base
 from gemma4_compat._adapter_tools.export.pieces import Piece, Written, refuse
 from gemma4_compat._adapter_tools.export.plain import Module, Plain, instead
-from gemma4_compat._checkpoint.shards import Entry
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.checkpoint.shards import Entry
 
 RELEASE = "mlx-lm 0.32.2 and mlx-vlm 0.7.10"
 WEIGHTS = "adapters.safetensors"

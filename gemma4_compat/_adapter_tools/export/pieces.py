@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._adapter_tools.export.plain import Module, instead
-from gemma4_compat._checkpoint import shards
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.checkpoint import shards
 
 
 @dataclass(frozen=True)

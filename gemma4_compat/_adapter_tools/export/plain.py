@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._adapters import fitting, translation
-from gemma4_compat._adapters.saved import REFUSALS, SavedAdapter, first_line
-from gemma4_compat._adapters.translation import PREFIX
-from gemma4_compat._checkpoint import shards
-from gemma4_compat._checkpoint.shards import Entry
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.adapters import fitting, translation
+from gemma4_compat._gemma4.adapters.saved import REFUSALS, SavedAdapter, first_line
+from gemma4_compat._gemma4.adapters.translation import PREFIX
+from gemma4_compat._gemma4.checkpoint import shards
+from gemma4_compat._gemma4.checkpoint.shards import Entry
 
 #: Values of ``init_lora_weights`` for which loading the adapter changes no weight of the base.
 _NEUTRAL_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")

@@ -19,8 +19,8 @@ from typing import Any
 from gemma4_compat._adapter_tools.base import Base, layer_of
 from gemma4_compat._adapter_tools.export.pieces import Piece, Written, number, refuse, zeros
 from gemma4_compat._adapter_tools.export.plain import Module, Plain, instead
-from gemma4_compat._adapters.translation import PREFIX
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.adapters.translation import PREFIX
 
 VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
 #: Ranks that vLLM can be started with.

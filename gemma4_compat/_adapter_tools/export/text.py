@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gemma4_compat._common.text import size_text
+from gemma4_compat._engine.io.text import size_text
 from gemma4_compat._errors import printable
 
 if TYPE_CHECKING:

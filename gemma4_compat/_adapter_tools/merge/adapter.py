@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._adapters import matching, saved
-from gemma4_compat._adapters import translation as translations
-from gemma4_compat._adapters.saved import CONFIG, PICKLE, WEIGHTS
-from gemma4_compat._checkpoint import folders, shards
-from gemma4_compat._checkpoint.shards import Entry
-from gemma4_compat._common import notice
+from gemma4_compat._engine.io import notice
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.adapters import matching, saved
+from gemma4_compat._gemma4.adapters import translation as translations
+from gemma4_compat._gemma4.adapters.saved import CONFIG, PICKLE, WEIGHTS
+from gemma4_compat._gemma4.checkpoint import folders, shards
+from gemma4_compat._gemma4.checkpoint.shards import Entry
 
 #: PEFT types whose layers can be built and merged one at a time.
 TYPES = (

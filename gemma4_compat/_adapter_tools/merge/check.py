@@ -364,7 +364,7 @@ def _greedy(model: Any, prompt: Prompt) -> Any:
 
 
 def _on(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    from gemma4_compat._models.inspection import input_device
+    from gemma4_compat._gemma4.models.inspection import input_device
 
     device = input_device(model)
     return {name: value.to(device) for name, value in batch.items()}

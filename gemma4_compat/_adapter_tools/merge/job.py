@@ -24,12 +24,12 @@ from gemma4_compat._adapter_tools.merge import quantized, resume, text, verifica
 from gemma4_compat._adapter_tools.merge.check import Parity
 from gemma4_compat._adapter_tools.merge.result import MergeParityError, MergeReport
 from gemma4_compat._adapter_tools.merge.tensors import MergedTensors, tied_sources
-from gemma4_compat._checkpoint import folders, shards
-from gemma4_compat._common import arguments, shadowed, terminal
-from gemma4_compat._common.text import parse_size
 from gemma4_compat._engine import versions
+from gemma4_compat._engine.io import arguments, shadowed, terminal
+from gemma4_compat._engine.io.text import parse_size
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import build
+from gemma4_compat._gemma4.checkpoint import folders, shards
+from gemma4_compat._gemma4.models import build
 
 #: torch's names of dtypes -> those of the reports.
 _DTYPES = {name: short for short, name in weights.DTYPES.items()}

@@ -14,10 +14,10 @@ from typing import Any
 
 from gemma4_compat._adapter_tools.merge.adapter import Adapter, kind_of
 from gemma4_compat._adapter_tools.merge.weights import Weights
-from gemma4_compat._adapters import matching
-from gemma4_compat._adapters.translation import PREFIX
-from gemma4_compat._checkpoint import shards
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.adapters import matching
+from gemma4_compat._gemma4.adapters.translation import PREFIX
+from gemma4_compat._gemma4.checkpoint import shards
 
 #: A linear beside the module, so that shared projections are as large as in the whole model.
 _WIDEST = "widest"

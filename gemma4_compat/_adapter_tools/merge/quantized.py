@@ -13,11 +13,11 @@ from typing import Any
 
 from gemma4_compat._adapter_tools.merge import weights
 from gemma4_compat._adapter_tools.merge.weights import DTYPES, Start, Weights
-from gemma4_compat._checkpoint import shards
-from gemma4_compat._checkpoint.shards import Entry, Output
-from gemma4_compat._common import json_files
+from gemma4_compat._engine.io import json_files
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._quantization import config as configs
+from gemma4_compat._gemma4.checkpoint import shards
+from gemma4_compat._gemma4.checkpoint.shards import Entry, Output
+from gemma4_compat._gemma4.quantization import config as configs
 
 QUANTIZATIONS = ("4bit", "4bit-double", "8bit")
 #: How many values share a scale, and how many scales share one with "4bit-double".

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._checkpoint import shards
-from gemma4_compat._checkpoint.shards import Output
-from gemma4_compat._common import notice, temporary
+from gemma4_compat._engine.io import notice, temporary
+from gemma4_compat._gemma4.checkpoint import shards
+from gemma4_compat._gemma4.checkpoint.shards import Output
 
 JOURNAL = ".gemma4-compat-journal"
 

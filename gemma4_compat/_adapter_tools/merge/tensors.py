@@ -11,10 +11,10 @@ from typing import Any
 from gemma4_compat._adapter_tools.merge import one_module
 from gemma4_compat._adapter_tools.merge.adapter import Adapter, kind_of
 from gemma4_compat._adapter_tools.merge.weights import Weights
-from gemma4_compat._checkpoint import shards
-from gemma4_compat._checkpoint.shards import Entry, Output
-from gemma4_compat._common import json_files
+from gemma4_compat._engine.io import json_files
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.checkpoint import shards
+from gemma4_compat._gemma4.checkpoint.shards import Entry, Output
 
 
 def tied_sources(model: Any, base: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def report_text(report: MergeReport) -> str:
     """Everything a report says, one fact per line."""
-    from gemma4_compat._common.text import size_text
+    from gemma4_compat._engine.io.text import size_text
 
     start = report.start
     if report.quantization is not None:

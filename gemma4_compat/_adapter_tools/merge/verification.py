@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._accelerate import device_maps
 from gemma4_compat._adapter_tools.merge import check, weights
 from gemma4_compat._adapter_tools.merge.adapter import Adapter
 from gemma4_compat._adapter_tools.merge.check import Parity
 from gemma4_compat._adapter_tools.merge.tensors import MergedTensors
 from gemma4_compat._adapter_tools.merge.weights import Start
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.accelerate import device_maps
 
 _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -121,7 +121,7 @@ def _title(start: Start, dtype: str, is_dequantized: bool) -> str:
 
 def _stored_base(model_class: Any, base: Path, start: Start, options: dict[str, Any]) -> Any:
     """The base as ``from_pretrained`` loads it, quantized if the merge dequantized it."""
-    from gemma4_compat._quantization import opt_in
+    from gemma4_compat._gemma4.quantization import opt_in
 
     if start.quantize is not None and not start.stored:
         options = options | {"quantization_config": weights.quantization_config(start, options["dtype"])}

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gemma4_compat._checkpoint import shards
-from gemma4_compat._checkpoint.shards import Entry
 from gemma4_compat._engine import versions
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._quantization import config, qat
+from gemma4_compat._gemma4.checkpoint import shards
+from gemma4_compat._gemma4.checkpoint.shards import Entry
+from gemma4_compat._gemma4.quantization import config, qat
 
 BASES = ("original", "dequantized")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

@@ -15,9 +15,9 @@ from typing import Any
 from gemma4_compat._adapter_tools.base import Base
 from gemma4_compat._adapter_tools.scan import configuration, lora_file
 from gemma4_compat._adapter_tools.scan.result import TOWERS, Findings, Hit, tower_of
-from gemma4_compat._adapters import clipped, fitting, translation
-from gemma4_compat._adapters.saved import REFUSALS, SavedAdapter, first_line, module_of
 from gemma4_compat._errors import Gemma4CompatWarning
+from gemma4_compat._gemma4.adapters import clipped, fitting, translation
+from gemma4_compat._gemma4.adapters.saved import REFUSALS, SavedAdapter, first_line, module_of
 
 
 class Comparison:

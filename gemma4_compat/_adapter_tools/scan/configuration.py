@@ -6,8 +6,8 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from gemma4_compat._adapters.saved import CONFIG, SavedAdapter
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.adapters.saved import CONFIG, SavedAdapter
 
 #: PEFT's types, those of prompts first; the installed PEFT may know others.
 _PROMPT_NAMES = "PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING CPT CARTRIDGE ADAPTION_PROMPT"

@@ -16,10 +16,10 @@ from gemma4_compat._adapter_tools.scan import configuration, lora_file
 from gemma4_compat._adapter_tools.scan.comparison import Comparison
 from gemma4_compat._adapter_tools.scan.lora_file import Ranks
 from gemma4_compat._adapter_tools.scan.result import Findings, Scan, count_by_tower, tower_of
-from gemma4_compat._adapters import translation
-from gemma4_compat._adapters.saved import CONFIG, SavedAdapter, module_of, read
-from gemma4_compat._common import patterns, shadowed
+from gemma4_compat._engine.io import patterns, shadowed
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.adapters import translation
+from gemma4_compat._gemma4.adapters.saved import CONFIG, SavedAdapter, module_of, read
 
 
 def scan_adapter(

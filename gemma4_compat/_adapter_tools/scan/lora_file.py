@@ -8,10 +8,10 @@ import reprlib
 from collections.abc import Iterable
 
 from gemma4_compat._adapter_tools.scan.result import Findings
-from gemma4_compat._adapters import translation
-from gemma4_compat._adapters.saved import CONFIG, WEIGHTS, SavedAdapter
-from gemma4_compat._checkpoint import consistency
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.adapters import translation
+from gemma4_compat._gemma4.adapters.saved import CONFIG, WEIGHTS, SavedAdapter
+from gemma4_compat._gemma4.checkpoint import consistency
 
 #: A key of one of the two matrices of a LoRA layer: the stem, and A or B.
 HALF = re.compile(r"(?s)(.+)\.lora_(?:embedding_)?([AB])(?:\.|$)")

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._common.text import size_text
+from gemma4_compat._engine.io.text import size_text
 from gemma4_compat._errors import printable
 
 if TYPE_CHECKING:

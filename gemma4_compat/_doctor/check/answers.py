@@ -17,7 +17,7 @@ _POSITIONS = 16
 
 def on(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     """``batch`` where the model wants it."""
-    from gemma4_compat._models.inspection import input_device
+    from gemma4_compat._gemma4.models.inspection import input_device
 
     device = input_device(model)
     return {name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()}

@@ -12,10 +12,10 @@ from typing import Any
 
 from gemma4_compat._doctor.check import answers, errors, prompts, speeds
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.quantization import config
 from gemma4_compat._generation.fast import decode_fast
 from gemma4_compat._graphs import fused_steps
 from gemma4_compat._graphs.decoder import decoding_statistics
-from gemma4_compat._quantization import config
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -235,7 +235,7 @@ def load(order: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _contexts(order: dict[str, Any], *, offloads: bool) -> Iterator[None]:
-    from gemma4_compat._quantization import opt_in
+    from gemma4_compat._gemma4.quantization import opt_in
 
     with contextlib.ExitStack() as entered:
         if order["quantize_experts"]:

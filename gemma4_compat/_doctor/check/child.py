@@ -52,7 +52,7 @@ def _stand_in(order: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     from transformers import Gemma4ForConditionalGeneration  # noqa: F401
 
     from gemma4_compat._graphs.recording import RECORDERS
-    from gemma4_compat._stand_ins import tape
+    from gemma4_compat._lab.stand_ins import tape
 
     return tape.standing_in(RECORDERS)
 

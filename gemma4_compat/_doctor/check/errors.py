@@ -10,8 +10,8 @@ from typing import Any
 
 from gemma4_compat import _shim
 from gemma4_compat._doctor.explain import explanation
-from gemma4_compat._engine import words
-from gemma4_compat._engine.words import Verdict
+from gemma4_compat._engine.reports import words
+from gemma4_compat._engine.reports.words import Verdict
 from gemma4_compat._errors import Gemma4CompatError, printable
 
 #: Libraries whose frames a report names; a frame of the user's code would name a path.

@@ -12,8 +12,8 @@ from typing import Any
 from gemma4_compat import _shim
 from gemma4_compat._doctor import environment
 from gemma4_compat._doctor.reproductions import findings
-from gemma4_compat._engine import words
-from gemma4_compat._engine.words import Verdict
+from gemma4_compat._engine.reports import words
+from gemma4_compat._engine.reports.words import Verdict
 
 #: Bytes of a copy that is timed, and how often. The device copies more, or the start of the copy would count.
 _COPIED, _ON_DEVICE, _TIMES = 1 << 28, 1 << 30, 5

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gemma4_compat._common.text import parse_size, size_text
+from gemma4_compat._engine.io.text import parse_size, size_text
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._plan.measured import away, title
+from gemma4_compat._plan.cards.measured import away, title
 from gemma4_compat._plan.plan import plan_device_map
 from gemma4_compat._plan.result import Plan
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._common import terminal
-from gemma4_compat._common.text import size_text
 from gemma4_compat._doctor.check import errors
 from gemma4_compat._doctor.check.run import TIME_OVER, Found, Outcome
+from gemma4_compat._engine.io import terminal
+from gemma4_compat._engine.io.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
 
 #: The number of this form: it rises when a key is removed or changes its meaning. docs/JSON.md lists the keys.

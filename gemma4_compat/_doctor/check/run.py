@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._common import temporary
 from gemma4_compat._doctor import processes
 from gemma4_compat._doctor.check import errors
+from gemma4_compat._engine.io import temporary
 from gemma4_compat._errors import Gemma4CompatError
 
 #: The type of the error of a child for which the time was too short.

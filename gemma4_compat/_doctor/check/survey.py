@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._common import shadowed
 from gemma4_compat._doctor.check import machine, placements, prompts
+from gemma4_compat._engine.io import shadowed
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -72,7 +72,7 @@ def run(order: dict[str, Any], say: Say) -> None:
 
 def _tiny(work: Path, *, adapter: bool) -> dict[str, Any]:
     """The tiny model, and an adapter for all of its parts if there is no other."""
-    from gemma4_compat._reproduction import tiny_adapters, tiny_models
+    from gemma4_compat._lab import tiny_adapters, tiny_models
 
     folder = work / "tiny"
     tiny_models.build_checkpoint(folder)
@@ -84,7 +84,7 @@ def _tiny(work: Path, *, adapter: bool) -> dict[str, Any]:
 
 def _model(folder: str) -> tuple[Any, dict[str, Any]]:
     """The model on meta, and its facts: none of them is a name or a path."""
-    from gemma4_compat._models import build
+    from gemma4_compat._gemma4.models import build
 
     model = build.on_meta(folder)[0]
     text = model.config.get_text_config()
@@ -102,7 +102,7 @@ def _model(folder: str) -> tuple[Any, dict[str, Any]]:
 
 def _variant(text: Any) -> str | None:
     """The released variant whose text model has this size; None for another."""
-    from gemma4_compat._models import variants
+    from gemma4_compat._gemma4.models import variants
 
     for name in variants.NAMES:
         shape = variants.shape(name)

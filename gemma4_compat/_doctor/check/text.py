@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._common.text import Cell, Tone, size_text, table_text, wrapped
 from gemma4_compat._doctor.check import errors
 from gemma4_compat._doctor.check.run import TIME_OVER, Found
+from gemma4_compat._engine.io.text import Cell, Tone, size_text, table_text, wrapped
 
 _GIB = 1 << 30
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gemma4_compat._common.address import report_request
-from gemma4_compat._common.text import table_text, wrapped
 from gemma4_compat._doctor.explain.common_errors import advice
 from gemma4_compat._doctor.explain.messages import Said
 from gemma4_compat._doctor.explain.search import Answer, Match
-from gemma4_compat._engine import versions, words
+from gemma4_compat._engine import versions
+from gemma4_compat._engine.io.address import report_request
+from gemma4_compat._engine.io.text import table_text, wrapped
 from gemma4_compat._engine.patch import Patch, PatchState, PatchStatus, Reason
+from gemma4_compat._engine.reports import words
 from gemma4_compat._errors import Gemma4CompatError, printable
 
 #: How many matches are shown in full; the others are only named.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemma4_compat import _shim
-from gemma4_compat._common import arguments
 from gemma4_compat._doctor.explain import answers, common_errors, messages, search
+from gemma4_compat._engine.io import arguments
 from gemma4_compat._engine.patch import Patch, PatchStatus
 from gemma4_compat._errors import Gemma4CompatError
 

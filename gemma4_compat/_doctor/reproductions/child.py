@@ -20,8 +20,8 @@ from gemma4_compat import _shim
 from gemma4_compat._doctor import processes
 from gemma4_compat._doctor.reproductions import scenes
 from gemma4_compat._engine.patch import Outcome, Patch
-from gemma4_compat._reproduction.trained import Trained
-from gemma4_compat._reproduction.workspace import MissingPartError, Workspace, never_wait_for_the_disk
+from gemma4_compat._lab.trained import Trained
+from gemma4_compat._lab.workspace import MissingPartError, Workspace, never_wait_for_the_disk
 
 #: Modules that a PyTorch for CPUs cannot import: they read functions of ``torch._C`` that it lacks.
 FOR_GPUS = ("bitsandbytes.backends.cuda.ops",)

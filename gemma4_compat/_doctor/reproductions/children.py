@@ -63,7 +63,7 @@ class Forks(processes.Process):
     """A process that has imported the libraries and forks for each command; faster than :func:`alone`.
 
     Args:
-        folder: of the :class:`~gemma4_compat._reproduction.workspace.Workspace`.
+        folder: of the :class:`~gemma4_compat._lab.workspace.Workspace`.
         disabled: its GEMMA4_COMPAT_DISABLE.
     """
 

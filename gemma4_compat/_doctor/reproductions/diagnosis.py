@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gemma4_compat import _shim
-from gemma4_compat._common import terminal
-from gemma4_compat._common.text import wrapped
 from gemma4_compat._doctor.reproductions import findings, text
 from gemma4_compat._doctor.reproductions.findings import Finding
-from gemma4_compat._engine import report, settings
+from gemma4_compat._engine import settings
+from gemma4_compat._engine.io import terminal
+from gemma4_compat._engine.io.text import wrapped
 from gemma4_compat._engine.patch import Patch
+from gemma4_compat._engine.reports import report
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat.patches import registry
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._common import address, shadowed, temporary
 from gemma4_compat._doctor.explain import imports
 from gemma4_compat._doctor.reproductions import children
 from gemma4_compat._engine import versions as _versions
+from gemma4_compat._engine.io import address, shadowed, temporary
 from gemma4_compat._engine.patch import Patch
-from gemma4_compat._engine.words import Verdict
+from gemma4_compat._engine.reports.words import Verdict
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._reproduction.workspace import Workspace
+from gemma4_compat._lab.workspace import Workspace
 
 _PREFIX = "gemma4-compat-"
 #: Free bytes asked for: twice what all reproductions wrote on a CPU (241 MiB; `doctor --keep`, then `du`).

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._reproduction.trained import Trained
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.trained import Trained
 
 _SEE, _HEAR, _FOX = "What is in the picture?", "What do you hear?", "How many legs has a fox?"
 _SKY, _AIR = "Why is the sky blue?", "The air scatters blue light more than red light."

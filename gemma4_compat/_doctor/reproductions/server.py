@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from gemma4_compat._doctor import processes
 from gemma4_compat._doctor.reproductions import children
-from gemma4_compat._reproduction.workspace import Workspace, never_wait_for_the_disk
+from gemma4_compat._lab.workspace import Workspace, never_wait_for_the_disk
 
 
 @dataclass

@@ -10,7 +10,7 @@ from gemma4_compat._doctor.reproductions import children
 from gemma4_compat._doctor.reproductions.scenes import SCENES
 from gemma4_compat._engine.patch import Patch
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._reproduction.trained import Trained
+from gemma4_compat._lab.trained import Trained
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from gemma4_compat._accelerate import attached
-from gemma4_compat._common.text import table_text, wrapped
 from gemma4_compat._doctor.reproductions.findings import Finding
-from gemma4_compat._engine.words import Verdict
+from gemma4_compat._engine.io.text import table_text, wrapped
+from gemma4_compat._engine.reports.words import Verdict
 from gemma4_compat._errors import printable
+from gemma4_compat._gemma4.accelerate import attached
 
 _LONGEST = 160
 #: How many reproductions are named that took longest.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from gemma4_compat._gemma4.models.media import Item
 from gemma4_compat._generation.prefix_cache import rows
-from gemma4_compat._models.media import Item
 
 #: Places in a text to which sliding layers can be cut: their rows there are copied.
 MAX_COPIES = 3

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._generation.prefix_cache import rows
 from gemma4_compat._graphs import decoder, static_caches
-from gemma4_compat._models import cache_names
 
 _running = threading.local()
 

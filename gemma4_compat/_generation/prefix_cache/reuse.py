@@ -6,11 +6,11 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._accelerate import attached
+from gemma4_compat._gemma4.accelerate import attached
+from gemma4_compat._gemma4.models import walk
 from gemma4_compat._graphs import decoder, signatures
 from gemma4_compat._graphs.guards.model import ModelGuards
-from gemma4_compat._models import walk
-from gemma4_compat._offload import idle_hooks
+from gemma4_compat._offload.transfer import idle_hooks
 
 if TYPE_CHECKING:
     from gemma4_compat._generation.prefix_cache.conversation import Conversation

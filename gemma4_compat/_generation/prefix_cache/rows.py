@@ -12,9 +12,10 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from gemma4_compat._common import in_place
+from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._gemma4.cache import prefill
+from gemma4_compat._gemma4.state import contents
 from gemma4_compat._graphs import static_caches
-from gemma4_compat._models import contents, prefill
 
 _FULL, _SLIDING = ("DynamicLayer", "StaticLayer"), ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")
 #: So many rows before the window are kept with the end of a prompt, to cut it a little before its end.

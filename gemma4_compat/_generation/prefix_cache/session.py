@@ -8,11 +8,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from gemma4_compat._gemma4.cache import cache_names
+from gemma4_compat._gemma4.models import media
 from gemma4_compat._generation.prefix_cache import conversation, rows
 from gemma4_compat._generation.prefix_cache.reuse import Kept
-from gemma4_compat._generation.prompts import pieces
+from gemma4_compat._generation.prompts import buckets
 from gemma4_compat._graphs import decoder, unsupported
-from gemma4_compat._models import cache_names, media
 
 #: Arguments of ``generate`` that are the prompt, or part of it.
 _PROMPT = ("inputs", "input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
@@ -157,7 +158,7 @@ class Session:
 
     def room(self, tokens: int) -> int:
         """How long the cache of a text of so many tokens is: ``decode_fast`` keeps its graphs while a text grows."""
-        return pieces.room(tokens) if decoder.is_preferred(self.model) else tokens
+        return buckets.room(tokens) if decoder.is_preferred(self.model) else tokens
 
     def prepare(self, model_kwargs: dict[str, Any], mode: str, needed: int) -> None:
         """Have ``generate`` use a cache that holds what is reused.

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._engine import versions
+from gemma4_compat._gemma4.cache import cache_names, prefill
 from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._generation.prompts.room import Room
 from gemma4_compat._graphs import decoder, static_caches
-from gemma4_compat._models import cache_names, prefill
 
 _log = logging.getLogger("gemma4_compat")
 

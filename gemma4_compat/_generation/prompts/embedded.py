@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._graphs import static_caches
-from gemma4_compat._models import cache_names
 
 #: Replaces the forward of text models, dormant until `decode_fast`.
 PATCH = "transformers-graph-decoding"

@@ -12,10 +12,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from gemma4_compat._accelerate import attached
-from gemma4_compat._common import notice
-from gemma4_compat._models import autocast, family
-from gemma4_compat._quantization import config as quantization
+from gemma4_compat._engine.io import notice
+from gemma4_compat._gemma4.accelerate import attached
+from gemma4_compat._gemma4.models import autocast, family
+from gemma4_compat._gemma4.quantization import config as quantization
 
 _TOLD = attached.OVERFLOW_TOLD
 _running = threading.local()

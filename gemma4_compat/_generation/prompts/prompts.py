@@ -12,14 +12,14 @@ import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._graphs import deferral, fused_steps, static_caches, steps
+from gemma4_compat._gemma4.cache import cache_names, prefill
+from gemma4_compat._gemma4.quantization import experts
+from gemma4_compat._graphs import deferred_stop, fused_steps, static_caches, steps
 from gemma4_compat._graphs.captured_calls import Known
 from gemma4_compat._graphs.statistics import PromptStatistics
 from gemma4_compat._kernels.specs import flash
 from gemma4_compat._memory.attention import EAGER_SCORES, mask_as_numbers, repeated
-from gemma4_compat._models import cache_names, prefill
-from gemma4_compat._offload import streaming
-from gemma4_compat._quantization import experts
+from gemma4_compat._offload.transfer import streaming
 
 if TYPE_CHECKING:
     from gemma4_compat._graphs.decoder import Decoding
@@ -144,7 +144,7 @@ class Prompt(steps.Step):
         before = static_caches.attributes(self.cache)
         if not self.begins(known):
             return False
-        random = deferral.generator_of(self.device)
+        random = deferred_stop.generator_of(self.device)
         self._started = memory, before, random, random.get_state()
         self.launch(graph, self.tensors)
         graph.recording.replay()

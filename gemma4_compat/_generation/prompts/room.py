@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gemma4_compat._accelerate import device_maps
+from gemma4_compat._gemma4.accelerate import device_maps
 from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._graphs import decoder, static_caches
 from gemma4_compat._memory import formulas

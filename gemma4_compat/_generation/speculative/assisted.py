@@ -16,16 +16,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._common.bits import same_bits
+from gemma4_compat._engine.io.bits import same_bits
+from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._generation import call
-from gemma4_compat._generation.sampling.ends import Stop
-from gemma4_compat._generation.sampling.noise import Noise
-from gemma4_compat._generation.speculative import pace, speculative_steps
+from gemma4_compat._generation.sampling.sampling_noise import Noise
+from gemma4_compat._generation.sampling.stopping import Stop
+from gemma4_compat._generation.speculative import draft_length, speculative_steps
 from gemma4_compat._generation.speculative.draft_windows import Windows
 from gemma4_compat._generation.speculative.lookup import Lookup
 from gemma4_compat._generation.speculative.speculative_steps import DraftStep, VerifyStep
-from gemma4_compat._graphs import decoder, deferral, static_caches
-from gemma4_compat._models import cache_names
+from gemma4_compat._graphs import decoder, deferred_stop, static_caches
 
 
 class Text:
@@ -49,7 +49,7 @@ class Text:
         self._choice = speculative_steps.Choice(bool(config.do_sample), (), processors)
         #: Whether a graph may choose tokens.
         self._in_graph = self._drafting.processors == processors
-        self._quiet = deferral.is_quiet(model)
+        self._quiet = deferred_stop.is_quiet(model)
         self._noise = Noise(ids.device) if config.do_sample else None
         self._stop = Stop(given["stopping_criteria"], config.max_length)
         most, self._lookup = speculative_steps.MAX_TOKENS - 1, None
@@ -58,8 +58,8 @@ class Text:
             self._lookup = Lookup(int(getattr(config, "max_matching_ngram_size", None) or 2))
             self._lookup.extend(ids[0].tolist())
         drafter = model if self._lookup is not None else self._assistant
-        self._known = self._decoding.paces.setdefault(drafter, pace.Known())
-        self._pace = pace.Pace(most, self._known)
+        self._known = self._decoding.paces.setdefault(drafter, draft_length.Known())
+        self._pace = draft_length.Pace(most, self._known)
         self._counted = [decoder.of(one).statistics for one in dict.fromkeys((model, drafter))]
         self._last: dict[Any, tuple[Any, Any]] = {}  # steps and their graphs, by what they are replayed for
         self._launched: list[speculative_steps.Launched] = []  # rounds that were not read, in order
@@ -173,7 +173,7 @@ class Text:
 
     def _is_late(self) -> bool:
         """Whether a round is read after the next one was launched, as in :mod:`deferral`."""
-        waiting = self._rounds * deferral.WAITING
+        waiting = self._rounds * deferred_stop.WAITING
         return self._quiet and self._in_graph and self._known.seconds.get(0, float("inf")) <= waiting
 
     def _unusual(self) -> list[float]:
@@ -203,7 +203,7 @@ class Text:
 
         key, tried = self._key(count), self._tried
         if key in tried:  # and refused
-            self._pace = pace.Pace(0)
+            self._pace = draft_length.Pace(0)
             return
         self._windows.make_room(self._held, count + 1)
         state, held, states = self._state, self._held, []
@@ -224,7 +224,7 @@ class Text:
                 view.copy_(copy)
             found_out = f"{count + 1} tokens at once have other bits than one by one"
             self._decoding.reason(found_out, "decoding without drafts")
-            self._pace = pace.Pace(0)
+            self._pace = draft_length.Pace(0)
 
     def _launch(self, drafts: Any, begun: float, before: list[float]) -> None:
         """A round with these drafts, (1, n), from where the text ends on the device.

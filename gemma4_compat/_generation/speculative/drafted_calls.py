@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._generation.sampling import choosing
-from gemma4_compat._graphs import deferral, static_caches, unsupported
-from gemma4_compat._models import cache_names
+from gemma4_compat._gemma4.cache import cache_names
+from gemma4_compat._generation.sampling import fast_processors
+from gemma4_compat._graphs import deferred_stop, static_caches, unsupported
 
 #: Beginnings of the names of classes that draft from keys and values of the model.
 _ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
@@ -34,7 +34,7 @@ def unsupported_reason(model: Any, ids: Any, config: Any, given: dict[str, Any])
         "the assistant is no Gemma 4 assistant": not (looks_up or type(assistant).__name__.startswith(_ASSISTANTS)),
         "the cache is the caller's": is_given(cache_names.cache_in(given)),
         "more is returned than tokens": bool(config.return_dict_in_generate),
-        "a logits processor is not transformers' own": not all(map(deferral.is_pure, given["logits_processor"])),
+        "a logits processor is not transformers' own": not all(map(deferred_stop.is_pure, given["logits_processor"])),
         "attention is not sdpa": text._attn_implementation != "sdpa",
         "the prompt is padded, or not of tokens": not _is_plain(ids, given),
     }
@@ -58,7 +58,7 @@ def undrafted_reason(model: Any, ids: Any, config: Any, given: dict[str, Any]) -
             getattr(model.config.get_text_config(), "enable_moe_block", False)
         ),
         "a logits processor remembers the tokens that it has seen": any(
-            choosing.is_class(one, name) for one in given["logits_processor"] for name in _WITH_A_STATE
+            fast_processors.is_class(one, name) for one in given["logits_processor"] for name in _WITH_A_STATE
         ),
         "no token can be taken back from a static cache": is_given(cache) and static_caches.is_static(cache),
         # Rounds need a cache of their own, and transformers' loop rounds in another way.

@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gemma4_compat._common import in_place
-from gemma4_compat._generation.sampling import choosing
+from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._gemma4.cache import cache_names
+from gemma4_compat._generation.sampling import fast_processors
 from gemma4_compat._generation.speculative.draft_windows import Windows
 from gemma4_compat._graphs import decoder, signatures, static_caches, steps
-from gemma4_compat._models import cache_names
 
 #: Tokens of a round: kernels of this package compute so many, each as if it were the only one.
 MAX_TOKENS = 8
@@ -82,10 +82,10 @@ class Choice:
 
     def _of_rows(self, ids: Any, scores: Any, noise: Any) -> Any:
         """The token of each row, (rows, vocabulary), as in a call of its own. With several rows, nothing reads ids."""
-        *called, last = choosing.paired(self.processors) or [None]
+        *called, last = fast_processors.paired(self.processors) or [None]
         for processor in called:
             scores = _of_each(processor, ids, scores)
-        if self.samples and isinstance(last, choosing.TopTokens):
+        if self.samples and isinstance(last, fast_processors.TopTokens):
             return last.drawn(scores, noise)
         if last is not None:
             scores = _of_each(last, ids, scores)
@@ -93,12 +93,12 @@ class Choice:
 
 
 def _of_each(processor: Any, ids: Any, scores: Any) -> Any:
-    return processor.rows(scores) if isinstance(processor, choosing.TopTokens) else processor(ids, scores)
+    return processor.rows(scores) if isinstance(processor, fast_processors.TopTokens) else processor(ids, scores)
 
 
 def reads_scores_only(processor: Any) -> bool:
     """Whether a logits processor is one of transformers' that read nothing but scores."""
-    return any(choosing.is_class(processor, name) for name in _OF_SCORES)
+    return any(fast_processors.is_class(processor, name) for name in _OF_SCORES)
 
 
 def accept(choice: Choice, ids: Any, read: dict[str, Any], drafts: Any, noise: Any) -> dict[str, Any]:

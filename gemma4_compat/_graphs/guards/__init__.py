@@ -3,8 +3,8 @@
 Called by :mod:`decoder` for steps, by prompts and drafts through it, by ``_training/captured`` for layers, and by
 ``_generation/prefix_cache`` for keys and values. ``tests/one_device/guards.py`` is the table of what is noticed.
 
-* :mod:`model`: :class:`ModelGuards`. What it compares: :mod:`gemma4_compat._models.snapshots`.
-* :mod:`stored`: the values of offloaded weights; of others: :mod:`gemma4_compat._models.contents`.
+* :mod:`model`: :class:`ModelGuards`. What it compares: :mod:`gemma4_compat._gemma4.state.snapshots`.
+* :mod:`stored`: the values of offloaded weights; of others: :mod:`gemma4_compat._gemma4.state.contents`.
 * :mod:`torch_hooks`: the hooks of modules.
 """
 

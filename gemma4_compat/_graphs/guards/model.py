@@ -21,11 +21,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
+from gemma4_compat._gemma4.quantization import quant_states
+from gemma4_compat._gemma4.state import contents
+from gemma4_compat._gemma4.state.snapshots import COLLECTED, Entries, Layouts, Source, Values, changed, first
 from gemma4_compat._graphs.guards import stored, torch_hooks
 from gemma4_compat._graphs.statistics import Cause, Recapture
-from gemma4_compat._models import contents
-from gemma4_compat._models.snapshots import COLLECTED, Entries, Layouts, Source, Values, changed, first
-from gemma4_compat._quantization import quant_states
 
 #: Attributes of PEFT's layers that say which adapters compute, and how strongly. Some layers get such an attribute
 #: only when they are switched; until then it is on their class.

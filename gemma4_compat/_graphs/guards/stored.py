@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._models import contents as values
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.quantization import quant_states
+from gemma4_compat._gemma4.state import contents as values
 from gemma4_compat._offload import host_memory
-from gemma4_compat._quantization import quant_states
 
 
 def contents(modules: Iterable[Any]) -> list[Any]:

@@ -17,12 +17,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
+from gemma4_compat._gemma4.state import contents
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
 from gemma4_compat._kernels.fuse.pointwise import DOT, Load, Value
 from gemma4_compat._kernels.match import top_tokens
 from gemma4_compat._kernels.specs import attention, dense, flash, nf4_gemv, shifting
-from gemma4_compat._models import contents
 
 #: Properties of a tensor that its shape, dtype and device decide.
 _PROPERTIES = frozenset({"device", "dtype", "is_cuda", "itemsize", "layout", "ndim", "requires_grad", "shape"})

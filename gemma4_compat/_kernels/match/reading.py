@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from gemma4_compat._attention import windows
-from gemma4_compat._common.selftest import SelfTests
 from gemma4_compat._engine import dormant
+from gemma4_compat._engine.runtime.selftest import SelfTests
+from gemma4_compat._gemma4.attention import windows
+from gemma4_compat._gemma4.state import contents
 from gemma4_compat._kernels.match import own
 from gemma4_compat._kernels.specs import attention, flash
-from gemma4_compat._models import contents
 
 #: Whether kernels of this package may compute attention with a mask, by the width of a head, and that of prompts which
 #: are read at once, where no mask is needed. On an H100 a call with a mask took 0.23 to 0.41 of the time of PyTorch's

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from gemma4_compat._common.bits import same_bits
+from gemma4_compat._engine.io.bits import same_bits
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.programs import Kernel, instance
 

@@ -14,8 +14,8 @@ import sys
 import types
 from typing import Any, NamedTuple
 
+from gemma4_compat._gemma4.quantization import expert_storage
 from gemma4_compat._kernels.programs import Kernel, instance, kinds
-from gemma4_compat._quantization import expert_storage
 
 #: The name in an operation's signature.
 OPERATION = "4-bit experts"

@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from gemma4_compat._common import in_place
+from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._gemma4.cache import cache_names, shared_kv
+from gemma4_compat._gemma4.state import checkpointing
 from gemma4_compat._graphs import captured_calls, signatures
-from gemma4_compat._models import cache_names, checkpointing, shared_kv
 
 #: Arguments of the loss that reach the layers, which do not read them. Their values differ from step to step.
 _OF_THE_LOSS = ("num_items_in_batch",)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gemma4_compat._attention import tracing
+from gemma4_compat._gemma4.attention import tracing
+from gemma4_compat._gemma4.state import contents
 from gemma4_compat._graphs.recording import Recording, capturing
-from gemma4_compat._models import contents
 from gemma4_compat._training import whole
 from gemma4_compat._training.captured import calls
 

@@ -8,15 +8,15 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._common import locks
 from gemma4_compat._engine import settings
+from gemma4_compat._engine.runtime import locks
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.state import capturing, checkpointing
 from gemma4_compat._graphs import unsupported
 from gemma4_compat._graphs.captured_calls import CapturedCalls, Known, Pool, State
 from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.recording import RECORDERS, Recording
 from gemma4_compat._graphs.statistics import TrainingStatistics
-from gemma4_compat._models import capturing, checkpointing
 from gemma4_compat._training import whole
 from gemma4_compat._training.captured import calls, graphs
 

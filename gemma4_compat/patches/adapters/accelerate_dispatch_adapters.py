@@ -22,8 +22,8 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._models import family
-from gemma4_compat._offload import dispatched_adapters, merged_layers
+from gemma4_compat._gemma4.models import family
+from gemma4_compat._offload.weights import dispatched_adapters, merged_layers
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -49,13 +49,13 @@ def dispatch_model(original: Original, *args: Any, **kwargs: Any) -> Any:
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import PeftModel
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     def with_adapter() -> Any:
         return PeftModel.from_pretrained(workspace.load(), workspace.cached(_embedding_adapter), is_trainable=True)
 
     def _embedding_adapter(folder: Path) -> Path:
-        from gemma4_compat._reproduction import tiny_adapters
+        from gemma4_compat._lab import tiny_adapters
 
         # Not the linears of the towers, which another patch covers.
         return tiny_adapters.write_adapter(workspace.load(), r".*language_model\.(embed_tokens|.*\.up_proj)", folder)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models import walk
+from gemma4_compat._gemma4.models import walk
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -52,7 +52,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import AdaLoraConfig, PeftModel, get_peft_model
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     torch.manual_seed(0)
     targets = r".*language_model\..*\.up_proj"

@@ -25,9 +25,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._adapters import fitting
-from gemma4_compat._adapters.translation import PREFIX
-from gemma4_compat._models import family
+from gemma4_compat._gemma4.adapters import fitting
+from gemma4_compat._gemma4.adapters.translation import PREFIX
+from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F22", severity="wrong_result", affected=">=0.18.0", needs=("peft-failed-load", "peft-clippable-linear"))
@@ -143,7 +143,7 @@ def _is_of_a_layer(name: str) -> bool:
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import PeftModel
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     adapter = workspace.text_adapter()
     reference = workspace.outputs(PeftModel.from_pretrained(workspace.load_text(), adapter), text_only=True)

@@ -22,11 +22,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._adapters import creation, fitting, state
-from gemma4_compat._adapters.translation import PREFIX
-from gemma4_compat._common import in_place
-from gemma4_compat._common.views import PlainView
-from gemma4_compat._models import family, walk
+from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._engine.runtime.views import PlainView
+from gemma4_compat._gemma4.adapters import creation, fitting, state
+from gemma4_compat._gemma4.adapters.translation import PREFIX
+from gemma4_compat._gemma4.models import family, walk
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F71", kind="speed", severity="speed", affected=">=0.18.0", needs=("peft-adapter-keys",))
@@ -331,7 +331,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import LoraConfig, PeftModel, get_peft_model
     from peft.utils import load_peft_weights
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     adapter = workspace.adapter("language")
     model = workspace.load()

@@ -26,7 +26,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._adapters import rows
+from gemma4_compat._gemma4.adapters import rows
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -150,7 +150,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import PeftModel
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     model = PeftModel.from_pretrained(workspace.load(), workspace.adapter("language"), adapter_name="one")
     expected = workspace.outputs(model)

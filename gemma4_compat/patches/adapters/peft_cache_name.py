@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._common.proxies import Proxy
-from gemma4_compat._models import cache_names
+from gemma4_compat._engine.runtime.proxies import Proxy
+from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -47,7 +47,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
-    from gemma4_compat._reproduction import tiny, tiny_models
+    from gemma4_compat._lab import tiny, tiny_models
 
     checkpoint = workspace.checkpoint
     if workspace.variant is None:  # prompt tuning with per-layer embeddings is covered by another patch

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._common import notice
-from gemma4_compat._models import family
-from gemma4_compat._quantization.plain_layers import is_quantized
+from gemma4_compat._engine.io import notice
+from gemma4_compat._gemma4.models import family
+from gemma4_compat._gemma4.quantization.plain_layers import is_quantized
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -78,7 +78,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     from gemma4_compat._errors import Gemma4CompatWarning
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     targets = ["up_proj"]
     with warnings.catch_warnings(record=True) as caught:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._adapters import clipped
+from gemma4_compat._gemma4.adapters import clipped
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F4", severity="crash", affected=">=0.18.0", bug=("https://github.com/huggingface/peft/issues/3129",))
@@ -41,7 +41,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("clipped_linears")
     explicit = PeftModel.from_pretrained(workspace.load(), workspace.adapter("all"))

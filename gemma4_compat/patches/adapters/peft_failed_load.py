@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._adapters import rollback
+from gemma4_compat._gemma4.adapters import rollback
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F3", severity="wrong_result", affected=">=0.18.0", acts_on="every model")
@@ -57,7 +57,7 @@ def _load(
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import PeftModel
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     found = []
     for base in (workspace.load(), workspace.split()):

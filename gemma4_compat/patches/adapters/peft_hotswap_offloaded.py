@@ -17,8 +17,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._models import walk
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.models import walk
 from gemma4_compat.patches.api import Outcome, Patch, Workspace
 
 PATCH = Patch("F103", severity="crash", affected=">=0.18.0", acts_on="every model")
@@ -38,8 +38,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import LoraConfig, get_peft_model
     from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 
-    from gemma4_compat._reproduction import tiny_adapters
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny_adapters
+    from gemma4_compat._lab.workspace import difference
 
     def prepared(model: Any) -> Any:
         torch.manual_seed(0)

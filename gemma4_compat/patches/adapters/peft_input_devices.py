@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._accelerate import attached, module_hooks
-from gemma4_compat._models import walk
+from gemma4_compat._gemma4.accelerate import attached, module_hooks
+from gemma4_compat._gemma4.models import walk
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -98,9 +98,9 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     import peft
 
-    from gemma4_compat._reproduction import tiny, tiny_adapters
-    from gemma4_compat._reproduction.workspace import difference
-    from gemma4_compat._stand_ins import second_device
+    from gemma4_compat._lab import tiny, tiny_adapters
+    from gemma4_compat._lab.stand_ins import second_device
+    from gemma4_compat._lab.workspace import difference
 
     workspace.needs_second_device()
     cases: list[dict[str, Any]] = [

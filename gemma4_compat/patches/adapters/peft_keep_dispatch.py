@@ -34,10 +34,10 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._accelerate.module_hooks import hidden_map, map_owner
-from gemma4_compat._common import json_files, notice
+from gemma4_compat._engine.io import json_files, notice
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._offload import peft_layers
+from gemma4_compat._gemma4.accelerate.module_hooks import hidden_map, map_owner
+from gemma4_compat._offload.weights import peft_layers
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -111,8 +111,8 @@ def _without_placement(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    from gemma4_compat._reproduction import tiny_adapters
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny_adapters
+    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.outputs(PeftModel.from_pretrained(workspace.load(), workspace.adapter("all")))
     base = workspace.split()

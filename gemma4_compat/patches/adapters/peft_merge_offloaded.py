@@ -28,11 +28,11 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._offload import merged_layers
+from gemma4_compat._offload.weights import merged_layers
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 if TYPE_CHECKING:
-    from gemma4_compat._reproduction.workspace import Outputs
+    from gemma4_compat._lab.workspace import Outputs
 
 PATCH = Patch(
     "F39 F41",
@@ -104,7 +104,7 @@ def merge_osf(original: Original, self: Any, safe_merge: bool = False, adapter_n
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     adapter = _adapter(workspace)
     whole = _merged(workspace, adapter)
@@ -114,7 +114,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 def _adapter(workspace: Workspace) -> Path:
-    from gemma4_compat._reproduction import tiny_adapters
+    from gemma4_compat._lab import tiny_adapters
 
     def merged_layers_and_head(folder: Path) -> Path:
         targets = rf"({tiny_adapters.TARGETS['language']}|lm_head)"

@@ -24,9 +24,9 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._models import walk
-from gemma4_compat._offload import stored_weights
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.models import walk
+from gemma4_compat._offload.weights import stored_weights
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -106,8 +106,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    from gemma4_compat._reproduction import tiny_adapters
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny_adapters
+    from gemma4_compat._lab.workspace import difference
 
     options, prepare = _first_here()
     if prepare is None:

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._models import family
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F76", severity="crash", affected=">=0.20.0")
@@ -49,8 +49,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import PrefixTuningConfig, get_peft_model
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     def tuned(*, split: bool) -> Any:
         model = workspace.load()

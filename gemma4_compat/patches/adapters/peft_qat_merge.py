@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._quantization import qat
+from gemma4_compat._gemma4.quantization import qat
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -73,7 +73,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     model = tiny.load(workspace.qat(grouped=False), device=workspace.main)  # loads on every release
     settings = LoraConfig(r=4, target_modules=r".*language_model.*up_proj", init_lora_weights=False)

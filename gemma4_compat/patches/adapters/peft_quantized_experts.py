@@ -21,8 +21,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._common import in_place
-from gemma4_compat._quantization import expert_forward, expert_storage, experts
+from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._gemma4.quantization import expert_forward, expert_storage, experts
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -90,7 +90,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    from gemma4_compat._reproduction import tiny, tiny_models
+    from gemma4_compat._lab import tiny, tiny_models
 
     checkpoint = workspace.cached(tiny_models.build_moe_checkpoint)
     config = tiny.quantization_config("4bit-double")

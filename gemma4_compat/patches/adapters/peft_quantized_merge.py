@@ -26,11 +26,18 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._common import in_place, notice
+from gemma4_compat._engine.io import notice
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family
-from gemma4_compat._quantization.plain_layers import dequantized, is_quantized, over_plain_weight, scales, with_base
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.models import family
+from gemma4_compat._gemma4.quantization.plain_layers import (
+    dequantized,
+    is_quantized,
+    over_plain_weight,
+    scales,
+    with_base,
+)
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(

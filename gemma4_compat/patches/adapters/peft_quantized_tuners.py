@@ -35,12 +35,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from gemma4_compat._adapters import fitting, rollback
-from gemma4_compat._common import in_place
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family, walk
-from gemma4_compat._quantization.other_quantizers import DEQUANTIZE, dequantized, is_compressed, is_quanto
-from gemma4_compat._quantization.plain_layers import is_quantized, over_plain_weight, shallow_copy, with_base
+from gemma4_compat._gemma4.adapters import fitting, rollback
+from gemma4_compat._gemma4.models import family, walk
+from gemma4_compat._gemma4.quantization.other_quantizers import DEQUANTIZE, dequantized, is_compressed, is_quanto
+from gemma4_compat._gemma4.quantization.plain_layers import is_quantized, over_plain_weight, shallow_copy, with_base
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -218,7 +218,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import HRAConfig, IA3Config, LoHaConfig, RoadConfig, get_peft_model
 
     from gemma4_compat._errors import Gemma4CompatError
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     works = (  # each leaves the outputs unchanged until it is trained
         ("4bit", IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])),

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._adapters import fitting
-from gemma4_compat._common import notice
-from gemma4_compat._models import family, walk
+from gemma4_compat._engine.io import notice
+from gemma4_compat._gemma4.adapters import fitting
+from gemma4_compat._gemma4.models import family, walk
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F89", severity="wrong_result", affected=">=0.18.0")
@@ -91,7 +91,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    from gemma4_compat._reproduction import tiny_adapters
+    from gemma4_compat._lab import tiny_adapters
 
     def resized(seed: int) -> Any:
         model = workspace.load()

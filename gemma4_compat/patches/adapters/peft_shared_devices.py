@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._common.views import PlainView
+from gemma4_compat._engine.runtime.views import PlainView
+from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F78", severity="crash", affected=">=0.18.0", acts_on="every model")
@@ -68,9 +68,9 @@ def randlora_bases(original: Original, self: Any, adapter: str, device: Any = No
 def reproduce(workspace: Workspace) -> Outcome:
     import peft
 
-    from gemma4_compat._reproduction import tiny, tiny_adapters
-    from gemma4_compat._reproduction.workspace import difference
-    from gemma4_compat._stand_ins import second_device
+    from gemma4_compat._lab import tiny, tiny_adapters
+    from gemma4_compat._lab.stand_ins import second_device
+    from gemma4_compat._lab.workspace import difference
 
     workspace.needs_second_device()
 

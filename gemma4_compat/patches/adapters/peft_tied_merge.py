@@ -18,8 +18,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._models import family
-from gemma4_compat._offload import merged_layers, stored_weights
+from gemma4_compat._gemma4.models import family
+from gemma4_compat._offload.weights import merged_layers, stored_weights
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F91", severity="wrong_result", affected=">=0.18.0", requires=("transformers>=5.5",))
@@ -65,11 +65,11 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import PeftModel
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     def head_adapter(folder: Path) -> Path:
-        from gemma4_compat._reproduction import tiny_adapters
+        from gemma4_compat._lab import tiny_adapters
 
         return tiny_adapters.write_adapter(workspace.load(), ["lm_head"], folder)
 

@@ -21,9 +21,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._models import walk
-from gemma4_compat._offload import stored_weights
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.models import walk
+from gemma4_compat._offload.weights import stored_weights
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F77", severity="wrong_result", affected=">=0.20.0", acts_on="every model")
@@ -75,8 +75,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     import peft
     import torch
 
-    from gemma4_compat._reproduction import tiny_adapters
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny_adapters
+    from gemma4_compat._lab.workspace import difference
 
     if not hasattr(peft, "UniLoraConfig"):
         return Outcome(False, "this release of PEFT has neither UniLora nor FRoD", applicable=False)

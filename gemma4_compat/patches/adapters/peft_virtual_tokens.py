@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from gemma4_compat._models import family, per_layer
+from gemma4_compat._gemma4.models import family, per_layer
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(

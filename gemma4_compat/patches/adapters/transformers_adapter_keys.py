@@ -21,9 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._adapters import fitting
-from gemma4_compat._models import family, walk
-from gemma4_compat._offload import tied_weights
+from gemma4_compat._gemma4.adapters import fitting
+from gemma4_compat._gemma4.models import family, walk
+from gemma4_compat._offload.weights import tied_weights
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F22", severity="wrong_result", affected=">=5.5", requires=("peft",), needs=("peft-adapter-keys",))
@@ -95,7 +95,7 @@ def _hub(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     adapter = str(workspace.text_adapter())
     text = workspace.load_text()

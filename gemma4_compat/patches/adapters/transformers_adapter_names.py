@@ -20,8 +20,8 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from gemma4_compat._adapters import rows
-from gemma4_compat._models import media
+from gemma4_compat._gemma4.adapters import rows
+from gemma4_compat._gemma4.models import media
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -143,7 +143,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import PeftModel
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     model = PeftModel.from_pretrained(workspace.load().float(), workspace.adapter("towers"), adapter_name="one")
     batch = tiny.several_media(workspace.inputs())

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._accelerate.module_hooks import map_owner, offload_hook
-from gemma4_compat._offload import stored_weights
+from gemma4_compat._gemma4.accelerate.module_hooks import map_owner, offload_hook
+from gemma4_compat._offload.weights import stored_weights
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -68,7 +68,7 @@ def _device(model: Any, name: str, default: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     adapter = str(workspace.adapter("all"))
     model = workspace.load()

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._errors import OffloadedWeightsError
-from gemma4_compat._quantization.plain_layers import is_quantized, make_plain
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.quantization.plain_layers import is_quantized, make_plain
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F6", severity="crash", affected=">=5.5", acts_on="every model", requires=("peft", "bitsandbytes"))
@@ -69,7 +69,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from peft import PeftModel
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     found = []
     for quantization in ("4bit", "8bit"):

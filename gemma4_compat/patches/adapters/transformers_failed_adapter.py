@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._adapters import rollback
+from gemma4_compat._gemma4.adapters import rollback
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F3", severity="wrong_result", affected=">=5.5", acts_on="every model", requires=("peft",))
@@ -70,7 +70,7 @@ def _mismatches(model: Any, folder: Any, adapter_name: str) -> Iterator[tuple[st
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     found = []
     for base in (workspace.load(), workspace.split()):

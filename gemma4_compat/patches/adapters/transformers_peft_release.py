@@ -33,7 +33,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import peft
     from packaging.version import Version
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     if Version(peft.__version__) < Version(_BEFORE):
         return Outcome(False, f"PEFT is older than the {_BEFORE} that transformers 5.23.0 asks for", applicable=False)

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models import family
-from gemma4_compat._offload import state_loading
-from gemma4_compat._quantization import scale_loading
+from gemma4_compat._gemma4.models import family
+from gemma4_compat._gemma4.quantization import scale_loading
+from gemma4_compat._offload.weights import state_loading
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -45,7 +45,7 @@ def dispatch_model(original: Original, model: Any, *args: Any, **kwargs: Any) ->
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     other = workspace.load()
     with torch.no_grad():

@@ -22,9 +22,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._common import in_place
-from gemma4_compat._models import family
-from gemma4_compat._offload import stored_state
+from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._gemma4.models import family
+from gemma4_compat._offload.weights import stored_state
 from gemma4_compat.patches.api import FORWARDS, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -74,7 +74,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from accelerate.state import AcceleratorState
     from peft import LoraConfig, get_peft_model
 
-    from gemma4_compat._reproduction import tiny_adapters
+    from gemma4_compat._lab import tiny_adapters
 
     batch = workspace.inputs(text_only=True)
 

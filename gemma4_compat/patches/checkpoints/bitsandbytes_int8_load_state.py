@@ -36,7 +36,7 @@ def load_from_state_dict(original: Original, self: Any, *args: Any, **kwargs: An
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     model = workspace.load("8bit")
     expected = workspace.outputs(model)

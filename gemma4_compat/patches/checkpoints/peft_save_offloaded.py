@@ -17,7 +17,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._offload import stored_state
+from gemma4_compat._offload.weights import stored_state
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F49", severity="crash", affected=">=0.18.0", acts_on="every model", requires=("accelerate",))
@@ -37,10 +37,10 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import PeftModel
     from safetensors.torch import load_file
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     def _head_adapter(folder: Path) -> Path:
-        from gemma4_compat._reproduction import tiny_adapters
+        from gemma4_compat._lab import tiny_adapters
 
         return tiny_adapters.write_adapter(workspace.load(), ["lm_head"], folder)
 

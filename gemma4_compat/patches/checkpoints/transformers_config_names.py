@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._models import config_names
+from gemma4_compat._gemma4.models import config_names
 from gemma4_compat.patches.api import Outcome, Patch, Workspace
 
 PATCH = Patch("F55", severity="wrong_result", affected=">=5.15.0")
@@ -41,8 +41,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     import tempfile
     from pathlib import Path
 
-    from gemma4_compat._models import variants
-    from gemma4_compat._reproduction import tiny_configs
+    from gemma4_compat._gemma4.models import variants
+    from gemma4_compat._lab import tiny_configs
 
     name = workspace.variant or "31B"
     config = tiny_configs.config(variant=name)

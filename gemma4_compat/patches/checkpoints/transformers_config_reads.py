@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from gemma4_compat._models import config_names
+from gemma4_compat._gemma4.models import config_names
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F96", severity="crash", affected=">=5.15.0")
@@ -111,8 +111,8 @@ def _missing() -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._models import variants
-    from gemma4_compat._reproduction import tiny_configs
+    from gemma4_compat._gemma4.models import variants
+    from gemma4_compat._lab import tiny_configs
 
     name = workspace.variant or "31B"
     config = tiny_configs.config(variant=name).get_text_config()

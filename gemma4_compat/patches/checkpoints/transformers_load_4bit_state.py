@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models import family
-from gemma4_compat._quantization import scale_loading
+from gemma4_compat._gemma4.models import family
+from gemma4_compat._gemma4.quantization import scale_loading
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -41,7 +41,7 @@ def process_model_after_weight_loading(original: Original, self: Any, model: Any
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     model = workspace.load("4bit-double")
     expected = workspace.outputs(model)

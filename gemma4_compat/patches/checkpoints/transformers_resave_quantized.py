@@ -20,8 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._common import in_place
-from gemma4_compat._models import family
+from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F69", severity="crash", affected=">=5.5", requires=("accelerate", "bitsandbytes"))
@@ -44,8 +44,8 @@ def _builds_weights(conversion: Any) -> bool:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     found = []
     for quantization in ("4bit", "8bit"):

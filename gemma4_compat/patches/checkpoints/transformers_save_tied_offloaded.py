@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._offload import host_memory, stored_weights, tied_pairs
+from gemma4_compat._offload import host_memory
+from gemma4_compat._offload.weights import stored_weights, tied_pairs
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F49", severity="crash", affected=">=5.5", acts_on="every model", requires=("accelerate",))
@@ -64,7 +65,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from safetensors.torch import load_file
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     pair = ("model.language_model.embed_tokens", "lm_head")
     found: list[dict[str, Any]] = []

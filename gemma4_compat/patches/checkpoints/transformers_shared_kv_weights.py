@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models import family, shared_weights
+from gemma4_compat._gemma4.models import family, shared_weights
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -59,7 +59,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from safetensors.torch import load_file
 
-    from gemma4_compat._reproduction import tiny, tiny_models
+    from gemma4_compat._lab import tiny, tiny_models
 
     workspace.needs("shared_keys_and_values")
 

@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family
+from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F23", severity="wrong_result", affected=">=5.5")
@@ -129,8 +129,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     import transformers
 
-    from gemma4_compat._reproduction import tiny_models
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny_models
+    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.outputs(workspace.load(), text_only=True)
     # One seed for both: random weights must not depend on what ran before.

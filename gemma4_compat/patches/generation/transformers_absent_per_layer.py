@@ -55,7 +55,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     """A forward and a greedy ``generate``; ``output_hidden_states`` makes upstream slice nothing."""
     import torch
 
-    from gemma4_compat._reproduction import tiny_models
+    from gemma4_compat._lab import tiny_models
 
     workspace.needs("shared_keys_and_values")
     model = tiny_models.without_per_layer_inputs(workspace.checkpoint).to(workspace.main)

@@ -38,7 +38,7 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction.scenarios import assisted
+    from gemma4_compat._lab.scenarios import assisted
 
     try:
         return assisted(workspace, without_arguments=True)

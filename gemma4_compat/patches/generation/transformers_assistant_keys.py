@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from gemma4_compat._accelerate import attached
+from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat.patches.api import Outcome, Patch, Workspace
 
 PATCH = Patch("F86", severity="speed", affected=">=5.8.0")
@@ -77,6 +77,6 @@ def accepted(outputs: Any, candidates: int, matches: int) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import assistants
+    from gemma4_compat._lab import assistants
 
     return assistants.fed(workspace)

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F87", severity="memory", affected=">=5.8.0", after=("transformers-assisted-turns",))
@@ -80,6 +80,6 @@ def _head_input_as_hidden_states(model: Any, *, wanted: bool) -> Iterator[None]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import assistants
+    from gemma4_compat._lab import assistants
 
     return assistants.kept(workspace)

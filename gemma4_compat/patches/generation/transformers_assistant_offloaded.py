@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._offload import gathered_weights
+from gemma4_compat._offload.weights import gathered_weights
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F30", severity="crash", affected=">=5.10.1", requires=("accelerate",))
@@ -42,6 +42,6 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import assistants
+    from gemma4_compat._lab import assistants
 
     return assistants.offloaded(workspace)

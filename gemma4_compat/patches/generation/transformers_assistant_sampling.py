@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._common.proxies import Proxy
+from gemma4_compat._engine.runtime.proxies import Proxy
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F85", severity="wrong_result", affected=">=5.8.0")
@@ -97,6 +97,6 @@ def get_candidates(
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import assistants
+    from gemma4_compat._lab import assistants
 
     return assistants.sampled(workspace)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._models import shared_kv
+from gemma4_compat._gemma4.cache import shared_kv
 from gemma4_compat.patches.api import Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -45,6 +45,6 @@ def kv_sharing_modes(original: Callable[..., list[str | None]], self: Any) -> li
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import scenarios
+    from gemma4_compat._lab import scenarios
 
     return scenarios.of_both_classes(workspace, gemma4=scenarios.assisted, unified=scenarios.assisted)

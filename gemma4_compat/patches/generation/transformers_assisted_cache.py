@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -78,7 +78,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from transformers import DynamicCache
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     model = workspace.load().float()
     options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 8, "do_sample": False}

@@ -23,11 +23,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._common import in_place
-from gemma4_compat._common.proxies import Proxy
+from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._engine.runtime.proxies import Proxy
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import cache_names, prefill
-from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat._gemma4.cache import cache_names, prefill
+from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F24", severity="wrong_result", affected=">=5.5.0")
@@ -105,7 +105,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from transformers import DynamicCache
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     model = workspace.load().float()
     options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}

@@ -21,8 +21,8 @@ import copy
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import prefill as prefill_of
-from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat._gemma4.cache import prefill as prefill_of
+from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F24 F30", severity="wrong_result", affected=">=5.23.0")
@@ -74,7 +74,7 @@ def chunks(inside: list[bool], size: int) -> list[int]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import tiny, tiny_models
+    from gemma4_compat._lab import tiny, tiny_models
 
     if workspace.variant is None:
         large = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")

@@ -19,7 +19,7 @@ import copy
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -69,7 +69,7 @@ def prefill(
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     model, batch = workspace.load().float(), workspace.inputs()
     sounds = {"only sounds": tiny.without(batch, "image")} if "input_features" in batch else {}

@@ -17,9 +17,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from gemma4_compat._models import cache_names
-from gemma4_compat._models import prefill as prefill_of
-from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat._gemma4.cache import cache_names
+from gemma4_compat._gemma4.cache import prefill as prefill_of
+from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -75,7 +75,7 @@ def prefill(
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     model = workspace.load().float()
     options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}

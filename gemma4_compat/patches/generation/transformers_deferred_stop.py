@@ -23,11 +23,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._generation import call
-from gemma4_compat._generation.sampling import choosing
-from gemma4_compat._graphs import advancing, deferral
+from gemma4_compat._generation.sampling import fast_processors
+from gemma4_compat._graphs import deferred_stop, step_inputs
 from gemma4_compat._graphs.recording import RECORDERS
-from gemma4_compat._models import cache_names
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F52", kind="speed", severity="speed", affected=">=5.17", needs=("transformers-graph-decoding",))
@@ -40,12 +40,12 @@ def sample(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     functions = [*(kwargs.get("logits_processor") or ()), *(kwargs.get("stopping_criteria") or ())]
     samples = bool(kwargs["generation_config"].do_sample)
     alone = not kwargs.get("synced_gpus")  # otherwise processes have to agree on the number of steps
-    with deferral.sampling(functions, samples=samples, alone=alone, streamer=kwargs.get("streamer")):
-        running = deferral.current()
+    with deferred_stop.sampling(functions, samples=samples, alone=alone, streamer=kwargs.get("streamer")):
+        running = deferred_stop.current()
         quiet = running is not None and running.quiet and alone and not kwargs["generation_config"].is_assistant
-        if quiet and call.may_replay(self, cache_names.cache_in(kwargs)) and advancing.serves(self):
-            kwargs |= choosing.quickened(kwargs)
-            self = advancing.Loop(self, call.Decoder)
+        if quiet and call.may_replay(self, cache_names.cache_in(kwargs)) and step_inputs.serves(self):
+            kwargs |= fast_processors.quickened(kwargs)
+            self = step_inputs.Loop(self, call.Decoder)
         return original(self, *args, **kwargs)
 
 
@@ -55,7 +55,7 @@ def is_supported(
 ) -> bool:
     if original(device, cache, cache_is_returned, is_assistant):
         return True
-    running = deferral.current()
+    running = deferred_stop.current()
     if running is None or cache_is_returned or is_assistant or device.type not in RECORDERS:
         return False
     running.ours = running.can_be_deferred()
@@ -64,7 +64,7 @@ def is_supported(
 
 @PATCH.replaces("transformers.generation.utils", "DeferredStopCheck.__call__")
 def check(original: Callable[..., bool], self: Any, unfinished: Any, tokens: Any, length: int) -> bool:
-    running = deferral.current()
+    running = deferred_stop.current()
     if running is None or not running.ours:
         return original(self, unfinished, tokens, length)
     if running.defers():
@@ -76,7 +76,7 @@ def check(original: Callable[..., bool], self: Any, unfinished: Any, tokens: Any
 
 @PATCH.replaces("transformers.generation.utils", "DeferredStopCheck.finish")
 def finish(original: Callable[..., int], self: Any) -> int:
-    running = deferral.current()
+    running = deferred_stop.current()
     if running is None or not running.ours:
         return original(self)
     if not running.deferred:
@@ -94,8 +94,8 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     import torch
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._stand_ins import tape
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.stand_ins import tape
 
     model = workspace.load("4bit")
     options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": _TOKENS, "min_new_tokens": _TOKENS}
@@ -110,7 +110,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         waited += 1
         return ask(*args)
 
-    with torch.no_grad(), tape.standing_in(RECORDERS), mock.patch.object(deferral, "WAITING", float("inf")):
+    with torch.no_grad(), tape.standing_in(RECORDERS), mock.patch.object(deferred_stop, "WAITING", float("inf")):
         expected = model.generate(**options, disable_compile=True)
         with mock.patch.object(waits, "__call__", counted):
             found = model.generate(**options)

@@ -73,7 +73,7 @@ def draft_always(model: Any) -> Any:
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     model, drafts = workspace.load().float(), draft_always(workspace.load().float())
     options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 20, "do_sample": False}

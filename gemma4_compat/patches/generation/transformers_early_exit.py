@@ -24,8 +24,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._models import cache_names
-from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat._gemma4.cache import cache_names
+from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F126", severity="crash", affected=">=5.5.0")

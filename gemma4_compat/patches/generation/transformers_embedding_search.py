@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models import per_layer
-from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat._gemma4.models import per_layer
+from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -66,7 +66,7 @@ def prepare_inputs(original: Original, self: Any, input_ids: Any, *args: Any, **
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny, tiny_models
+    from gemma4_compat._lab import tiny, tiny_models
 
     workspace.needs("per_layer_embeddings")
     variant = {} if workspace.variant is None else {"variant": workspace.variant}

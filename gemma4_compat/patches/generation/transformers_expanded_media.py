@@ -20,8 +20,8 @@ import itertools
 from contextvars import ContextVar
 from typing import Any
 
-from gemma4_compat._models import media
-from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat._gemma4.models import media
+from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F88", severity="wrong_result", affected=">=5.5.0")
@@ -115,7 +115,7 @@ def _reordered(encoded: Any, order: list[int]) -> Any:
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     model = workspace.load().float()
     batch = tiny.several_media(workspace.inputs())

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._common.proxies import Proxy
+from gemma4_compat._engine.runtime.proxies import Proxy
 from gemma4_compat._generation.prompts import overflow
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
@@ -71,7 +71,7 @@ class _Called(Proxy):
 
 def build_overflowing(model: Any) -> Any:
     """A tiny model of the same function in float32, in which the product of gate and up is too large for float16."""
-    from gemma4_compat._reproduction import magnitudes
+    from gemma4_compat._lab import magnitudes
 
     return magnitudes.rescale(model.float(), "MLP: product", _FACTOR)
 
@@ -80,7 +80,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import warnings
 
     from gemma4_compat._errors import Gemma4CompatWarning
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     model = build_overflowing(workspace.load()).half()
     options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": _NEW_TOKENS, "do_sample": False}

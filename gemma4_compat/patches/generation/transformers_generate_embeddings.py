@@ -20,8 +20,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._common.proxies import Proxy
-from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat._engine.runtime.proxies import Proxy
+from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F94", severity="crash", affected=">=5.15.0")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models import per_layer
+from gemma4_compat._gemma4.models import per_layer
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(

@@ -34,15 +34,15 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._common import in_place
-from gemma4_compat._common.proxies import Proxy
+from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._engine.runtime.proxies import Proxy
+from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._generation import call
 from gemma4_compat._generation.prefix_cache import returned
-from gemma4_compat._generation.prompts import chunks, embedded, pieces, prompts, room
+from gemma4_compat._generation.prompts import buckets, chunks, embedded, prompts, room
 from gemma4_compat._generation.speculative import assisted, drafted_calls
-from gemma4_compat._graphs import decoder, deferral, new_caches, static_caches, unsupported
+from gemma4_compat._graphs import decoder, deferred_stop, new_caches, static_caches, unsupported
 from gemma4_compat._graphs.recording import RECORDERS
-from gemma4_compat._models import cache_names
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -123,7 +123,7 @@ def prepare_cache(
                 running.cache = cache_names.cache_in(made)
             generation_config.cache_implementation = "static"  # only for this call: it is a copy
             if decoder.of(self).any_length:
-                length = pieces.room(max_cache_length)
+                length = buckets.room(max_cache_length)
         else:
             decoder.of(self).reason(refused)
     with _lazily(self):
@@ -172,7 +172,7 @@ def prefill(
         return self._prefill(input_ids, config, model_kwargs, *args, **kwargs)  # by all patches of it
 
     def in_pieces() -> Any:
-        outputs = pieces.read(given, input_ids, generation_config, model_kwargs)
+        outputs = buckets.read(given, input_ids, generation_config, model_kwargs)
         return whole() if outputs is None else outputs
 
     tokens = chunks.may_be_cut(self, input_ids, generation_config, model_kwargs)
@@ -204,7 +204,7 @@ def compiled_call(original: Original, self: Any, *args: Any, **kwargs: Any) -> A
     given, _next.decoder = getattr(_next, "decoder", None), None
     if given is None or given.model is not self:
         return original(self, *args, **kwargs)
-    running = deferral.current()
+    running = deferred_stop.current()
     if running is not None:
         running.replays = True
     return given
@@ -253,7 +253,7 @@ def assisted_decoding(original: Original, self: Any, input_ids: Any, *args: Any,
         return self._sample(input_ids, generation_config=config, **options, **prepared)
     functions = [*given["logits_processor"], *given["stopping_criteria"]]
     samples = bool(config.do_sample)
-    with deferral.sampling(functions, samples=samples, alone=True, streamer=given["streamer"]):
+    with deferred_stop.sampling(functions, samples=samples, alone=True, streamer=given["streamer"]):
         return assisted.Text(self, input_ids, config, given).decode(prepared)
 
 
@@ -284,8 +284,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     """How often the Python of a layer runs while tokens are decoded. Without a GPU, a stand-in captures."""
     import torch
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._stand_ins import tape
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.stand_ins import tape
 
     model = workspace.load("4bit")
     options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": _TOKENS, "min_new_tokens": _TOKENS}

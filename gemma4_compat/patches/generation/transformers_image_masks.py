@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._attention import masks
+from gemma4_compat._gemma4.attention import masks
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -80,7 +80,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from transformers import DynamicCache
 
-    from gemma4_compat._reproduction import scenarios, tiny, tiny_models
+    from gemma4_compat._lab import scenarios, tiny, tiny_models
 
     if workspace.variant is None:
         large = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")

@@ -20,8 +20,8 @@ import inspect
 import sys
 from typing import Any
 
-from gemma4_compat._attention import masks
-from gemma4_compat._models import cache_names
+from gemma4_compat._gemma4.attention import masks
+from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat.patches.api import MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -71,7 +71,7 @@ def _masks(config: Any, kinds: Any, mask: Any, *, inputs_embeds: Any, position_i
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import scenarios, tiny, tiny_models
+    from gemma4_compat._lab import scenarios, tiny, tiny_models
 
     workspace.needs("unified")
     try:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._quantization import host
+from gemma4_compat._gemma4 import host
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -48,7 +48,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from transformers.cache_utils import CacheLayerMixin
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     if not torch.cuda.is_available():
         return Outcome(False, "no CUDA device: there are no offloaded caches", applicable=False)

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._accelerate import attached
-from gemma4_compat._attention import flash
-from gemma4_compat._common import in_place
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family
+from gemma4_compat._gemma4.accelerate import attached
+from gemma4_compat._gemma4.attention import flash
+from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F97", severity="crash", affected=">=5.5.0")

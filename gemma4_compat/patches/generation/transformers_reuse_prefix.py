@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._generation.prefix_cache import reuse, session
-from gemma4_compat._models import cache_names
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -97,7 +97,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     """How many tokens the second turn of a conversation reads."""
     import torch
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     model = workspace.load().float()
     options = {"max_new_tokens": _TOKENS, "min_new_tokens": _TOKENS, "do_sample": False}

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._engine import dormant
-from gemma4_compat._models import cache_names, prefill
+from gemma4_compat._gemma4.cache import cache_names, prefill
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F84", kind="speed", severity="speed", affected=">=5.23.0", after=("transformers-unread-chunks",))
@@ -88,7 +88,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     """How many positions of a prompt KV-shared layers compute, and the logits of the default cache."""
     import torch
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     workspace.needs("shared_keys_and_values")
     model = workspace.load().float()

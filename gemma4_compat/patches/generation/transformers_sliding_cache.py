@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models.cache_config import Unshared, shares_nothing
-from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat._gemma4.cache.cache_config import Unshared, shares_nothing
+from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -49,7 +49,7 @@ def dynamic_cache(
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny, tiny_models
+    from gemma4_compat._lab import tiny, tiny_models
 
     checkpoint = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
     model = tiny.load(checkpoint, device=workspace.main)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models.cache_config import Unshared, shares_nothing
+from gemma4_compat._gemma4.cache.cache_config import Unshared, shares_nothing
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -37,7 +37,7 @@ def static_cache(original: Original, self: Any, config: Any, *args: Any, **kwarg
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny, tiny_models
+    from gemma4_compat._lab import tiny, tiny_models
 
     checkpoint = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
     model = tiny.load(checkpoint, device=workspace.main).float()

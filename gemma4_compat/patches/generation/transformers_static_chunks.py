@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -38,7 +38,7 @@ def init_shape(original: Original, self: Any) -> Any:
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     model = workspace.load().float()
     options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 6, "do_sample": False}

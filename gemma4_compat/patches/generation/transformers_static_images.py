@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -49,8 +49,8 @@ def prepare_inputs(original: Original, self: Any, input_ids: Any, *args: Any, **
 def reproduce(workspace: Workspace) -> Outcome:
     import contextlib
 
-    from gemma4_compat._models import variants
-    from gemma4_compat._reproduction import scenarios, tiny, tiny_models
+    from gemma4_compat._gemma4.models import variants
+    from gemma4_compat._lab import scenarios, tiny, tiny_models
 
     batch, off = workspace.inputs(), {}
     if workspace.variant is None:
@@ -94,7 +94,7 @@ def _off_in_chunks(model: Any) -> float:
     import transformers
     from packaging.version import Version
 
-    from gemma4_compat._reproduction import scenarios, tiny
+    from gemma4_compat._lab import scenarios, tiny
 
     both_ways = model.config.get_text_config().use_bidirectional_attention == "vision"
     if not both_ways or Version(transformers.__version__) < Version("5.23.0"):

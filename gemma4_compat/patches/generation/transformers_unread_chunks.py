@@ -22,10 +22,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._common.proxies import Proxy
 from gemma4_compat._engine import dormant
+from gemma4_compat._engine.runtime.proxies import Proxy
+from gemma4_compat._gemma4.cache import prefill as prefill_of
 from gemma4_compat._graphs import unsupported
-from gemma4_compat._models import prefill as prefill_of
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -119,7 +119,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     """How often KV-shared layers run for a prompt in chunks, and the logits of the same chunks with all layers."""
     import torch
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     workspace.needs("shared_keys_and_values")
     model = workspace.load()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._attention import masks
+from gemma4_compat._gemma4.attention import masks
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -36,7 +36,7 @@ def create_masks(original: Original, *args: Any, **kwargs: Any) -> Any:
 def reproduce(workspace: Workspace) -> Outcome:
     from transformers.models.gemma4 import modeling_gemma4
 
-    from gemma4_compat._reproduction import scenarios, tiny, tiny_models
+    from gemma4_compat._lab import scenarios, tiny, tiny_models
 
     if not hasattr(modeling_gemma4, "create_masks_for_vision_model"):
         return Outcome(False, "this release makes the masks for images another way", applicable=False)

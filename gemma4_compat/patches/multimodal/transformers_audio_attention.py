@@ -113,9 +113,9 @@ def detect() -> Detection:
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.scenarios import features
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.scenarios import features
+    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("audio_tower")
     batch = tiny.inputs(workspace.main)

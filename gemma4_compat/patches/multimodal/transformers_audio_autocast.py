@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._common.views import PlainView
-from gemma4_compat._models import autocast
+from gemma4_compat._engine.runtime.views import PlainView
+from gemma4_compat._gemma4.models import autocast
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F25", severity="crash", affected=">=5.5.0", after=("transformers-quantized-audio",))
@@ -56,8 +56,8 @@ def _makes_half(tensor: Any) -> bool:
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.scenarios import features, relative
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.scenarios import features, relative
 
     workspace.needs("audio_tower")
     batch = tiny.inputs(workspace.main)

@@ -43,8 +43,8 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     import torch
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("audio_tower")
     model = tiny.load(workspace.checkpoint, device=workspace.main, dtype=torch.float32)

@@ -62,9 +62,9 @@ def _say(asked: str) -> None:
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.scenarios import features, relative
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.scenarios import features, relative
+    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("audio_tower")
     batch = tiny.inputs(workspace.main)

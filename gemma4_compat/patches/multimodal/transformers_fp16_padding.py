@@ -44,7 +44,7 @@ def build_low_logits(folder: Path, *, variant: str | None = None) -> None:
     """A checkpoint whose attention logits are all far below zero, as a feature that all tokens share can make them."""
     import torch
 
-    from gemma4_compat._reproduction import tiny, tiny_models
+    from gemma4_compat._lab import tiny, tiny_models
 
     model = tiny.load(tiny_models.build_checkpoint(folder, variant=variant), dtype=torch.float32)
     text = model.model.language_model
@@ -61,7 +61,7 @@ def padded(device: Any = "cpu", padding: int = 9) -> dict[str, Any]:
     """Two prompts of 24 tokens, text only; of the second the first are padding."""
     import torch
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     ids = tiny.inputs(text_only=True)["input_ids"].repeat(2, 1)
     mask = torch.ones_like(ids)
@@ -72,8 +72,8 @@ def padded(device: Any = "cpu", padding: int = 9) -> dict[str, Any]:
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.scenarios import relative
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.scenarios import relative
 
     batch = padded(workspace.main)
     checkpoint = workspace.cached(build_low_logits)

@@ -58,7 +58,7 @@ def _build_standardized(folder: Path) -> None:
     import torch
     from transformers import Gemma4ForConditionalGeneration
 
-    from gemma4_compat._reproduction import tiny, tiny_configs
+    from gemma4_compat._lab import tiny, tiny_configs
 
     torch.manual_seed(3)
     config = tiny_configs.config()
@@ -85,8 +85,8 @@ def _build_standardized(folder: Path) -> None:
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.scenarios import features, relative
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.scenarios import features, relative
 
     batch = tiny.inputs(workspace.main)
     checkpoint = workspace.cached(_build_standardized)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._common.views import PlainView
+from gemma4_compat._engine.runtime.views import PlainView
 from gemma4_compat.patches.api import MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F25", severity="wrong_result", affected=">=5.10.1", after=("transformers-quantized-vision-unified",))
@@ -57,7 +57,7 @@ def build_bright(folder: Path) -> None:
     """A 12B in which the projection of half the patches of the tiny image is beyond float16."""
     import torch
 
-    from gemma4_compat._reproduction import tiny, tiny_models
+    from gemma4_compat._lab import tiny, tiny_models
 
     model = tiny.load(tiny_models.build_unified_checkpoint(folder), dtype=torch.float32)
     embedder = model.model.embed_vision
@@ -72,8 +72,8 @@ def build_bright(folder: Path) -> None:
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.scenarios import features, relative
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.scenarios import features, relative
 
     if workspace.unified() is None:
         return Outcome(False, "this release has no gemma4_unified", applicable=False)

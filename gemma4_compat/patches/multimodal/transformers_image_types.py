@@ -23,9 +23,10 @@ import inspect
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import cache_names, media
-from gemma4_compat._models import prefill as prefill_of
-from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat._gemma4.cache import cache_names
+from gemma4_compat._gemma4.cache import prefill as prefill_of
+from gemma4_compat._gemma4.models import media
+from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F118", severity="wrong_result", affected=">=5.5.0", after=("transformers-image-masks-unified",))
@@ -117,8 +118,8 @@ def _neighbours(types: Any) -> Any:
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._models import variants
-    from gemma4_compat._reproduction import tiny, tiny_models
+    from gemma4_compat._gemma4.models import variants
+    from gemma4_compat._lab import tiny, tiny_models
 
     if workspace.variant is None:
         models = {"31B": tiny.load(workspace.cached(tiny_models.build_checkpoint, text_variant="31B"))}

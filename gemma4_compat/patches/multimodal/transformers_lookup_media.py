@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from gemma4_compat._common.proxies import Proxy
-from gemma4_compat._models.family import is_gemma4_config
+from gemma4_compat._engine.runtime.proxies import Proxy
+from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F111", severity="crash", affected=">=5.5.0", after=("transformers-assistant-sampling",))
@@ -71,7 +71,7 @@ def candidates(get: Callable[..., Any], places: Collection[int], input_ids: Any)
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import assistants
+    from gemma4_compat._lab import assistants
 
     model, drafter = workspace.load().float(), workspace.load().float()
     batch, place = workspace.inputs(), model.config.image_token_id

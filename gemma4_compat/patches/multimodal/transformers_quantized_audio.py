@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._quantization import compute_dtype
+from gemma4_compat._gemma4.quantization import compute_dtype
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -53,7 +53,7 @@ def attention(original: Original, self: Any, hidden_states: Any, *args: Any, **k
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction.scenarios import compare_quantized_tower, features
+    from gemma4_compat._lab.scenarios import compare_quantized_tower, features
 
     workspace.needs("audio_tower")
     # The features are measured in the quantization whose kernels accept any input. The other one, whose defect

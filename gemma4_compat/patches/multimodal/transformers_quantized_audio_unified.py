@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._quantization import compute_dtype
+from gemma4_compat._gemma4.quantization import compute_dtype
 from gemma4_compat.patches.api import MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -39,7 +39,7 @@ def multimodal_embedder(original: Original, self: Any, inputs_embeds: Any) -> An
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction.scenarios import compare_quantized_tower
+    from gemma4_compat._lab.scenarios import compare_quantized_tower
 
     unified = workspace.unified()
     if unified is None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._quantization import compute_dtype
+from gemma4_compat._gemma4.quantization import compute_dtype
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -42,7 +42,7 @@ def patch_embedder(original: Original, self: Any, *args: Any, **kwargs: Any) -> 
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction.scenarios import compare_quantized_tower
+    from gemma4_compat._lab.scenarios import compare_quantized_tower
 
     workspace.needs("vision_tower")
     for quantization in ("4bit", "8bit"):

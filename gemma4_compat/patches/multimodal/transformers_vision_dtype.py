@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models import autocast
+from gemma4_compat._gemma4.models import autocast
 from gemma4_compat.patches.api import FORWARDS, MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F9", severity="crash", affected=">=5.13.0", requires=("bitsandbytes",))
@@ -37,8 +37,8 @@ def forward(original: Original, self: Any, inputs_embeds: Any, *args: Any, **kwa
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.scenarios import features
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.scenarios import features
 
     workspace.needs("vision_tower")
     skipped = ["lm_head", "model.embed_vision", "model.embed_audio"]

@@ -27,8 +27,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._common import in_place
+from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat._offload import host_memory
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
@@ -111,7 +111,7 @@ def _to(model: Any, guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     def outputs(model: Any) -> Any:
         return workspace.outputs(model.half().float(), text_only=True)

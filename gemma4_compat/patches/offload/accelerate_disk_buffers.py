@@ -27,8 +27,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._accelerate import device_maps
-from gemma4_compat._models import family
+from gemma4_compat._gemma4.accelerate import device_maps
+from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F65", severity="wrong_result", affected=">=1.12", acts_on="every model")
@@ -89,8 +89,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from accelerate import load_checkpoint_and_dispatch
 
-    from gemma4_compat._reproduction import tiny, tiny_models
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny, tiny_models
+    from gemma4_compat._lab.workspace import difference
 
     checkpoint = scaled_checkpoint(workspace)
     found = []

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._offload import parametrized, row_lookup
+from gemma4_compat._offload.transfer import parametrized, row_lookup
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -105,8 +105,8 @@ def _is_embedding(module: Any) -> bool:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("per_layer_embeddings")
     name = "model.language_model.embed_tokens_per_layer"

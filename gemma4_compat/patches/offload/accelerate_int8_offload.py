@@ -33,9 +33,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._offload import group_weights
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._offload.transfer import group_weights
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -127,7 +127,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     import torch
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     reference, model = workspace.load("8bit"), workspace.load("8bit")
     for parameter in model.parameters():

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._accelerate import device_maps
+from gemma4_compat._gemma4.accelerate import device_maps
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -89,7 +89,7 @@ def _complete(model: Any, names: list[str], placement: Mapping[str, Any], folder
 
     from accelerate.utils import load_offloaded_weight, set_module_tensor_to_device
 
-    from gemma4_compat._common import json_files
+    from gemma4_compat._engine.io import json_files
 
     file = folder / "index.json"
     index = json_files.settings(file) if file.is_file() else {}
@@ -126,8 +126,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from accelerate import load_checkpoint_and_dispatch
 
-    from gemma4_compat._reproduction import tiny, tiny_models
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny, tiny_models
+    from gemma4_compat._lab.workspace import difference
 
     embedding, head = "model.language_model.embed_tokens", "lm_head"
     found = []

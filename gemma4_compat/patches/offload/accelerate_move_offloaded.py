@@ -25,9 +25,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._common import in_place
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._errors import OffloadedWeightsError
+from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F3", severity="crash", affected=">=1.12", acts_on="every model", after=("accelerate-offload-folder",))
@@ -96,7 +96,7 @@ def _brings_to_cpu(fn: Callable[[Any], Any]) -> bool:
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import PeftModel
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     base = workspace.split()
     base.cpu()  # first: without other patches, PEFT's load undoes the offload

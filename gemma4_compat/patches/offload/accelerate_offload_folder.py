@@ -26,8 +26,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._accelerate import device_maps
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.accelerate import device_maps
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F27", kind="refusal", severity="wrong_result", affected=">=1.12", acts_on="every model")
@@ -113,8 +113,8 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     import torch
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     folder = Path(tempfile.mkdtemp(dir=workspace.folder))
     first = workspace.load()

@@ -31,9 +31,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._models import family
-from gemma4_compat._offload import idle_hooks, model_lock, streaming, torch_internals
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.models import family
+from gemma4_compat._offload import model_lock, torch_internals
+from gemma4_compat._offload.transfer import idle_hooks, streaming
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -63,7 +64,7 @@ def dispatch_model(original: Original, model: Any, *args: Any, **kwargs: Any) ->
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     found = []
     for quantization in (None, "4bit-double"):

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._offload import idle_hooks, joined_weights, model_lock, state_loading, streaming
+from gemma4_compat._offload import model_lock
+from gemma4_compat._offload.transfer import idle_hooks, streaming
+from gemma4_compat._offload.weights import joined_weights, state_loading
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F3", severity="crash", affected=">=1.12", acts_on="every model")
@@ -72,8 +74,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     from accelerate.hooks import remove_hook_from_submodules
     from peft import PeftModel
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.reference()
     device_map = tiny.device_map(workspace.load(), "both", main=workspace.main, offloaded="disk")

@@ -21,7 +21,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from gemma4_compat._accelerate.module_hooks import offload_hook
+from gemma4_compat._gemma4.accelerate.module_hooks import offload_hook
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -58,8 +58,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from transformers import Gemma4ForCausalLM
 
-    from gemma4_compat._reproduction import tiny_models
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny_models
+    from gemma4_compat._lab.workspace import difference
 
     checkpoint = workspace.cached(tiny_models.build_text_checkpoint)
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._quantization import quant_states
+from gemma4_compat._gemma4.quantization import quant_states
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F28", severity="crash", affected=">=0.48.2", acts_on="every model", needs=("accelerate-int8-offload",))
@@ -81,7 +81,7 @@ def _device_copy(pristine: Any, device: Any) -> Any:
 def reproduce(workspace: Workspace) -> Outcome:
     import tempfile
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.reference("8bit")
     model = workspace.load("8bit")

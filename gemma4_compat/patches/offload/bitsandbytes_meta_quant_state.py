@@ -26,7 +26,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._quantization import quant_states
+from gemma4_compat._gemma4.quantization import quant_states
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -100,7 +100,7 @@ def quant_state_as_dict(
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     found = []
     for quantization in ("4bit-double", "4bit"):

@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._accelerate import hooked
-from gemma4_compat._models import inspection
+from gemma4_compat._gemma4.accelerate import hooked
+from gemma4_compat._gemma4.models import inspection
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -62,8 +62,8 @@ def valid_auto_compile_criteria(
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     model = workspace.load()
     placement = tiny.device_map(model, "towers", main=workspace.main, offloaded=workspace.offloaded)

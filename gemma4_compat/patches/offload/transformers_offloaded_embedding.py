@@ -23,9 +23,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._accelerate import hooked
-from gemma4_compat._accelerate.module_hooks import execution_device, offload_hook
-from gemma4_compat._models import padding_row, walk
+from gemma4_compat._gemma4.accelerate import hooked
+from gemma4_compat._gemma4.accelerate.module_hooks import execution_device, offload_hook
+from gemma4_compat._gemma4.models import padding_row, walk
 from gemma4_compat._offload import host_memory
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
@@ -79,8 +79,8 @@ def _onloaded(embedding: Any) -> Iterator[None]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.reference()
     model = workspace.load()

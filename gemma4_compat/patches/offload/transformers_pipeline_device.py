@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._models import family
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -53,8 +53,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from transformers import pipeline
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     model = workspace.load()
     entries = tiny.device_map(model, "towers", main=workspace.main, offloaded="disk")

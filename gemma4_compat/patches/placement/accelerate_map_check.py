@@ -24,10 +24,10 @@ import inspect
 import os
 from typing import Any
 
-from gemma4_compat._accelerate import device_maps
-from gemma4_compat._common import notice
+from gemma4_compat._engine.io import notice
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family
+from gemma4_compat._gemma4.accelerate import device_maps
+from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -78,7 +78,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from accelerate import dispatch_model
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     model = workspace.load()
     placement = tiny.device_map(model, "towers", main=workspace.main, offloaded=workspace.offloaded)

@@ -25,7 +25,7 @@ import contextvars
 from collections.abc import Mapping
 from typing import Any
 
-from gemma4_compat._accelerate import device_maps
+from gemma4_compat._gemma4.accelerate import device_maps
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F14", severity="crash", affected=">=1.12", acts_on="every model", after=("accelerate-skip-keys",))
@@ -146,8 +146,8 @@ def _hook_own_tensors(
 def reproduce(workspace: Workspace) -> Outcome:
     import tempfile
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.reference()
     names = [f"model.{name}" for name in tiny.towers(workspace.load())]

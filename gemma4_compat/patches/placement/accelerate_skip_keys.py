@@ -21,7 +21,7 @@ import inspect
 from typing import Any
 
 from gemma4_compat._engine import versions
-from gemma4_compat._models import family
+from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F5", severity="crash", affected=">=1.12", requires=("transformers>=5.5.3,<5.23",))
@@ -50,8 +50,8 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from accelerate import dispatch_model
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.reference()
     model = workspace.load()

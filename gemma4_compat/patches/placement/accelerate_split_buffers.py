@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gemma4_compat._accelerate import device_maps
-from gemma4_compat._models import family
+from gemma4_compat._gemma4.accelerate import device_maps
+from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F65", severity="crash", affected=">=1.12")
@@ -54,8 +54,8 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from accelerate import dispatch_model, infer_auto_device_map
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     model = workspace.load()
     reference = workspace.reference()

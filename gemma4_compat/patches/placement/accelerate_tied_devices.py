@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._models import walk
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.models import walk
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F82", severity="crash", affected=">=1.12", acts_on="every model")
@@ -61,9 +61,9 @@ def _compute_on(device: Any, model: Any, name: str) -> None:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
-    from gemma4_compat._stand_ins import second_device
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.stand_ins import second_device
+    from gemma4_compat._lab.workspace import difference
 
     workspace.needs_second_device()
     expected = workspace.outputs(tiny.load(workspace.checkpoint), device="cpu")

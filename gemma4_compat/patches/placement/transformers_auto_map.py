@@ -34,15 +34,15 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gemma4_compat._accelerate import device_maps
-from gemma4_compat._common import in_place
-from gemma4_compat._common.text import size_text
 from gemma4_compat._engine import versions
+from gemma4_compat._engine.io.text import size_text
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.accelerate import device_maps
+from gemma4_compat._gemma4.models import family
+from gemma4_compat._gemma4.quantization import offloaded
 from gemma4_compat._memory import formulas, layout
 from gemma4_compat._memory.blueprint import describe
-from gemma4_compat._models import family
-from gemma4_compat._quantization import offloaded
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -209,8 +209,8 @@ def _loads(model: Any, blueprint: Any) -> Iterator[Any]:
 def reproduce(workspace: Workspace) -> Outcome:
     import tempfile
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("per_layer_embeddings")
     checkpoint = workspace.larger(per_layer_vocabulary=1 << 15)

@@ -22,8 +22,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from gemma4_compat._accelerate import hooked, module_hooks
-from gemma4_compat._models import walk
+from gemma4_compat._gemma4.accelerate import hooked, module_hooks
+from gemma4_compat._gemma4.models import walk
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F81", severity="crash", affected=">=5.5.0", acts_on="every model", requires=("accelerate",))
@@ -81,9 +81,9 @@ class _OfTokens:
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
-    from gemma4_compat._stand_ins import second_device
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.stand_ins import second_device
+    from gemma4_compat._lab.workspace import difference
 
     workspace.needs_second_device()
     ids = tiny.inputs("cpu", text_only=True, variant=workspace.variant)["input_ids"]

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from gemma4_compat._accelerate import device_maps
+from gemma4_compat._gemma4.accelerate import device_maps
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -43,8 +43,8 @@ def expand_device_map(original: Original, device_map: Any, param_names: Iterable
 def reproduce(workspace: Workspace) -> Outcome:
     import tempfile
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     checkpoint = workspace.larger(layers=12)
     reference = workspace.outputs(tiny.load(checkpoint, device=workspace.main), text_only=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._accelerate import hooked, module_hooks
+from gemma4_compat._gemma4.accelerate import hooked, module_hooks
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F79", severity="crash", affected=">=5.5.0", requires=("accelerate",))
@@ -33,9 +33,9 @@ def project_per_layer_inputs(original: Original, self: Any, inputs_embeds: Any, 
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
-    from gemma4_compat._stand_ins import second_device
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.stand_ins import second_device
+    from gemma4_compat._lab.workspace import difference
 
     workspace.needs_second_device()
     workspace.needs("per_layer_embeddings")

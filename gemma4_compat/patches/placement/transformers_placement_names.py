@@ -23,10 +23,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from gemma4_compat._accelerate import device_maps
 from gemma4_compat._engine import versions
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family
+from gemma4_compat._gemma4.accelerate import device_maps
+from gemma4_compat._gemma4.models import family
 from gemma4_compat._offload import host_room
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
@@ -70,7 +70,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import tempfile
     import warnings
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     placement = {"": workspace.main, "model.multi_modal_projector": workspace.offloaded}
     warned = []

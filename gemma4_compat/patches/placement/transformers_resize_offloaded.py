@@ -22,8 +22,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._models import family
-from gemma4_compat._offload import gathered_weights, idle_hooks
+from gemma4_compat._gemma4.models import family
+from gemma4_compat._offload.transfer import idle_hooks
+from gemma4_compat._offload.weights import gathered_weights
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -70,8 +71,8 @@ def _gathered(model: Any, getters: list[Callable[[], Any]], original: Original, 
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     def resized(model: Any) -> Any:
         torch.manual_seed(0)

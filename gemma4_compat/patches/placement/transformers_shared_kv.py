@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models import shared_kv
+from gemma4_compat._gemma4.cache import shared_kv
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -46,7 +46,7 @@ def decoder_layer(original: Original, self: Any, *args: Any, **kwargs: Any) -> A
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import scenarios
+    from gemma4_compat._lab import scenarios
 
     return scenarios.of_both_classes(workspace, gemma4=_gemma4, unified=lambda _: _unified(workspace))
 
@@ -56,8 +56,8 @@ def _gemma4(workspace: Workspace) -> Outcome:
 
     from accelerate import dispatch_model
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.reference()
     model = workspace.load()
@@ -72,9 +72,9 @@ def _unified(workspace: Workspace) -> Outcome:
 
     from accelerate import dispatch_model
 
-    from gemma4_compat._reproduction import tiny_models
-    from gemma4_compat._reproduction.scenarios import promised_states
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny_models
+    from gemma4_compat._lab.scenarios import promised_states
+    from gemma4_compat._lab.workspace import difference
 
     model = workspace.load_text() if workspace.variant else tiny_models.unified_text_model().to(workspace.main)
     reference = workspace.outputs(model, text_only=True)

@@ -19,7 +19,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._models import padding_row, walk
+from gemma4_compat._gemma4.models import padding_row, walk
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F64", severity="crash", affected=">=5.5")
@@ -50,8 +50,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("per_layer_embeddings")
     if not torch.distributed.is_available():

@@ -30,8 +30,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._accelerate import device_maps
-from gemma4_compat._offload import tied_weights
+from gemma4_compat._gemma4.accelerate import device_maps
+from gemma4_compat._offload.weights import tied_weights
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -143,8 +143,8 @@ def _on_disk(names: list[str], device_map: Any) -> list[str]:
 def reproduce(workspace: Workspace) -> Outcome:
     import tempfile
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.reference()
     found = []

@@ -21,8 +21,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family
-from gemma4_compat._quantization import other_quantizers
+from gemma4_compat._gemma4.models import family
+from gemma4_compat._gemma4.quantization import other_quantizers
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F66", kind="refusal", severity="crash", affected=">=1.12", requires=("transformers>=5.5",))
@@ -92,7 +92,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     import transformers
 
-    from gemma4_compat._reproduction import tiny, tiny_models
+    from gemma4_compat._lab import tiny, tiny_models
 
     cls = getattr(transformers, tiny_models.class_name(workspace.checkpoint))
     refused = []

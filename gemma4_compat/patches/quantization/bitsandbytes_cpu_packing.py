@@ -23,8 +23,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from gemma4_compat._common import notice
-from gemma4_compat._quantization import host, quant_states
+from gemma4_compat._engine.io import notice
+from gemma4_compat._gemma4 import host
+from gemma4_compat._gemma4.quantization import quant_states
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -116,7 +117,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from bitsandbytes import functional
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     if not hasattr(functional, "has_avx512bf16"):
         return Outcome(False, "this bitsandbytes does not repack")

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._quantization import host
+from gemma4_compat._gemma4 import host
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F10 F18", severity="wrong_result", affected=">=0.49.0", acts_on="every model")
@@ -53,8 +53,8 @@ def gemv_4bit(
 def reproduce(workspace: Workspace) -> Outcome:
     from bitsandbytes import functional
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.scenarios import transposed
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.scenarios import transposed
 
     if not hasattr(functional, "has_avx512bf16"):
         return Outcome(False, "this bitsandbytes has no fused kernel for the CPU", applicable=False)

@@ -78,7 +78,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     """Whether scales are dequantized into a tensor of their own. Without a GPU, a stand-in is the kernel."""
     from bitsandbytes import functional
 
-    from gemma4_compat._stand_ins import packed_weights
+    from gemma4_compat._lab.stand_ins import packed_weights
 
     with packed_weights.kernel(workspace.main) as reason:
         if reason is not None:

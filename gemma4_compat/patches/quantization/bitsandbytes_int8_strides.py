@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._quantization import host
+from gemma4_compat._gemma4 import host
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -39,7 +39,7 @@ def quantize(original: Original, A: Any, *args: Any, **kwargs: Any) -> Any:  # n
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction.scenarios import transposed
+    from gemma4_compat._lab.scenarios import transposed
 
     if not torch.cuda.is_available():
         return Outcome(False, "no CUDA device: its kernel does not run", applicable=False)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from gemma4_compat._models import family
+from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F61", kind="notice", severity="speed", affected=">=5.5", requires=("bitsandbytes",))

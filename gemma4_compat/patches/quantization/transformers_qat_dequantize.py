@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._errors import Gemma4CompatError, OffloadedWeightsError
-from gemma4_compat._quantization import qat
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.quantization import qat
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F56", severity="crash", affected=">=5.11", acts_on="QAT checkpoints")
@@ -59,8 +59,8 @@ def _refuse(model: Any) -> None:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     # These load on every release and do not round activations, which dequantizing would drop.
     model = tiny.load(workspace.qat(grouped=False, calibrated=False), device=workspace.main)

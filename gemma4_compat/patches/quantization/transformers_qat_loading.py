@@ -24,8 +24,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._checkpoint.header import header
-from gemma4_compat._quantization import qat
+from gemma4_compat._gemma4.checkpoint.header import header
+from gemma4_compat._gemma4.quantization import qat
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F56", severity="crash", affected=">=5.11", acts_on="QAT checkpoints", requires=("accelerate",))
@@ -75,8 +75,8 @@ def _shape_scales(embeddings: dict[str, Any], files: Iterable[str]) -> None:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     checkpoint = workspace.qat()
     reference = tiny.load(checkpoint, device=workspace.main)

@@ -22,10 +22,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._models import walk
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.models import walk
+from gemma4_compat._gemma4.quantization import qat
 from gemma4_compat._offload import host_memory
-from gemma4_compat._quantization import qat
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F56", severity="speed", affected=">=5.11", acts_on="QAT checkpoints")
@@ -95,8 +95,8 @@ def _stored_row(hook: Any, name: str, token: int) -> Any:
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("per_layer_embeddings")
     checkpoint = workspace.qat(grouped=False)  # loads on every release

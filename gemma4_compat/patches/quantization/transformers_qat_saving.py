@@ -31,8 +31,8 @@ def is_serializable(original: Callable[[Any], Any], self: Any) -> Callable[[], b
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     checkpoint = workspace.qat(grouped=False)  # loads on every release
     model = tiny.load(checkpoint, device=workspace.main)

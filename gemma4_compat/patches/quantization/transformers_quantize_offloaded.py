@@ -30,10 +30,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._accelerate import attached
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family
-from gemma4_compat._quantization import offloaded, opt_in
+from gemma4_compat._gemma4.accelerate import attached
+from gemma4_compat._gemma4.models import family
+from gemma4_compat._gemma4.quantization import offloaded, opt_in
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -196,8 +196,8 @@ def accelerate_dispatch(
 def reproduce(workspace: Workspace) -> Outcome:
     import tempfile
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.workspace import difference
 
     found = []
     for quantization in ("4bit-double", "8bit"):

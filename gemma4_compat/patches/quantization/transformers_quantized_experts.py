@@ -25,12 +25,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._accelerate import attached
-from gemma4_compat._models import family
-from gemma4_compat._quantization import config as quantization_config
-from gemma4_compat._quantization import expert_forward, expert_storage, opt_in
-from gemma4_compat._quantization.bytes import stored_bytes_of
-from gemma4_compat._quantization.experts import (
+from gemma4_compat._gemma4.accelerate import attached
+from gemma4_compat._gemma4.models import family
+from gemma4_compat._gemma4.quantization import config as quantization_config
+from gemma4_compat._gemma4.quantization import expert_forward, expert_storage, opt_in
+from gemma4_compat._gemma4.quantization.bytes import stored_bytes_of
+from gemma4_compat._gemma4.quantization.experts import (
     NAMES,
     all_experts,
     is_moe,
@@ -165,8 +165,8 @@ def by_hand(model: Any, quantization: str) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import tiny, tiny_models
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny, tiny_models
+    from gemma4_compat._lab.workspace import difference
 
     checkpoint = workspace.cached(tiny_models.build_moe_checkpoint)
     found = []

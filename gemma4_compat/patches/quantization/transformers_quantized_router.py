@@ -18,8 +18,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from gemma4_compat._models import family
-from gemma4_compat._quantization import config
+from gemma4_compat._gemma4.models import family
+from gemma4_compat._gemma4.quantization import config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F21", severity="wrong_result", affected=">=5.5", requires=("accelerate", "bitsandbytes"))
@@ -65,8 +65,8 @@ def routes(model: Any, batch: dict[str, Any]) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import tiny, tiny_models
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny, tiny_models
+    from gemma4_compat._lab.workspace import difference
 
     checkpoint = workspace.cached(tiny_models.build_moe_checkpoint)
     batch = tiny.inputs(workspace.main, text_only=True)

@@ -24,9 +24,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._checkpoint.header import header
-from gemma4_compat._models import family
-from gemma4_compat._quantization import config
+from gemma4_compat._gemma4.checkpoint.header import header
+from gemma4_compat._gemma4.models import family
+from gemma4_compat._gemma4.quantization import config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F36", severity="crash", affected=">=5.5", requires=("accelerate", "bitsandbytes"))
@@ -79,8 +79,8 @@ def _keys(files: Iterable[str]) -> set[str]:
 def reproduce(workspace: Workspace) -> Outcome:
     import transformers
 
-    from gemma4_compat._reproduction import tiny_models
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab import tiny_models
+    from gemma4_compat._lab.workspace import difference
 
     found = []
     for quantization in ("4bit", "8bit"):

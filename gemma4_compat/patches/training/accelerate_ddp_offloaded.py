@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat.patches.api import FORWARDS, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F34", severity="crash", affected=">=1.12", acts_on="every model")

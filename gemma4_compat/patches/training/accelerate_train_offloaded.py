@@ -29,10 +29,11 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._common import in_place, notice
+from gemma4_compat._engine.io import notice
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._errors import OffloadedWeightsError
-from gemma4_compat._models import family
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import FORWARDS, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(

@@ -94,7 +94,7 @@ def dtype_attributes(original: Original, self: Any, mp_policy: Any) -> None:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import sharding
+    from gemma4_compat._lab import sharding
 
     if (missing := sharding.missing()) is not None:
         return Outcome(False, missing, applicable=False)

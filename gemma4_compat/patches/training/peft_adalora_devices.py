@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._common.views import PlainView
+from gemma4_compat._engine.runtime.views import PlainView
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F83", severity="crash", affected=">=0.18.0", acts_on="every model")
@@ -58,9 +58,9 @@ class _Together:
 def reproduce(workspace: Workspace) -> Outcome:
     import peft
 
-    from gemma4_compat._reproduction import tiny, tiny_adapters
-    from gemma4_compat._reproduction.workspace import difference
-    from gemma4_compat._stand_ins import second_device
+    from gemma4_compat._lab import tiny, tiny_adapters
+    from gemma4_compat._lab.stand_ins import second_device
+    from gemma4_compat._lab.workspace import difference
 
     workspace.needs_second_device()
     batch = workspace.inputs(text_only=True, device="cpu")

@@ -43,7 +43,7 @@ def update_ipt(original: Original, self: Any, model: Any) -> Any:
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import AdaLoraConfig, get_peft_model
 
-    from gemma4_compat._reproduction import tiny_adapters
+    from gemma4_compat._lab import tiny_adapters
 
     config = AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=tiny_adapters.TARGETS["language"])
     model = get_peft_model(workspace.load(), config)

@@ -27,8 +27,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._models import family
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F20", severity="memory", affected=">=0.18.0")
@@ -94,7 +94,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import prepare_model_for_kbit_training
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     found = []
     for model in (workspace.load("4bit"), workspace.split("4bit")):

@@ -27,9 +27,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._common import in_place
 from gemma4_compat._engine import versions
-from gemma4_compat._models import family
+from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F60 F116", severity="wrong_result", affected=">=5.5")

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._attention import weights
 from gemma4_compat._engine import dormant
-from gemma4_compat._models import capturing
+from gemma4_compat._gemma4.attention import weights
+from gemma4_compat._gemma4.state import capturing
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(

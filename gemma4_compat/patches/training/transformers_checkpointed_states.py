@@ -24,7 +24,9 @@ import gc
 from typing import Any
 
 from gemma4_compat._engine import dormant
-from gemma4_compat._models import checkpointing, family, shared_kv
+from gemma4_compat._gemma4.cache import shared_kv
+from gemma4_compat._gemma4.models import family
+from gemma4_compat._gemma4.state import checkpointing
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F114", severity="memory", affected=">=5.5.2")
@@ -59,7 +61,7 @@ def set_state(original: Original, self: Any, state: dict[str, Any]) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import scenarios
+    from gemma4_compat._lab import scenarios
 
     return scenarios.of_both_classes(workspace, gemma4=_living, unified=_living)
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._attention import unseen_keys
+from gemma4_compat._gemma4.attention import unseen_keys
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -54,7 +54,7 @@ def attention_function(original: Original, self: Any, key: str, *default: Any) -
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._stand_ins import cudnn
+    from gemma4_compat._lab.stand_ins import cudnn
 
     with cudnn.kernel(workspace.main) as name:
         broken, weights = cudnn.broken(workspace.load(), cudnn.padded(workspace.main))

@@ -22,9 +22,9 @@ import gc
 import sys
 from typing import Any
 
-from gemma4_compat._attention import flash
 from gemma4_compat._engine import dormant
-from gemma4_compat._models import cache_names
+from gemma4_compat._gemma4.attention import flash
+from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -122,8 +122,8 @@ def attention_function(original: Original, self: Any, key: str | None, *default:
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
-    from gemma4_compat._stand_ins.flash import kernel
+    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab.stand_ins.flash import kernel
 
     checkpoint = workspace.larger(full_width=512)
     batch = workspace.inputs(text_only=True)

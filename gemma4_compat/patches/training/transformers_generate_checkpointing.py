@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models import checkpointing
+from gemma4_compat._gemma4.state import checkpointing
 from gemma4_compat.patches.api import Detection, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._attention import masks, packing
-from gemma4_compat._models import cache_names
+from gemma4_compat._gemma4.attention import masks, packing
+from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -73,7 +73,7 @@ def vision_masks(original: Original, *args: Any, **kwargs: Any) -> Any:  # calle
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     model = workspace.load().float()
     ids = tiny.inputs(workspace.main, text_only=True)["input_ids"][:1]

@@ -69,7 +69,7 @@ def is_trainable(original: Callable[[Any], bool], self: Any) -> bool:
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import LoraConfig, get_peft_model
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     model = tiny.load(workspace.qat(grouped=False), device=workspace.main)  # loads on every release
     settings = LoraConfig(r=4, target_modules=r".*language_model.*(q_proj|up_proj)", init_lora_weights=False)

@@ -26,9 +26,9 @@ import functools
 import warnings
 from typing import Any
 
-from gemma4_compat._common import notice
+from gemma4_compat._engine.io import notice
 from gemma4_compat._errors import Gemma4CompatWarning
-from gemma4_compat._models import family
+from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F19 F117", severity="wrong_result", affected=">=5.5", needs=("transformers-uncached-sharing",))

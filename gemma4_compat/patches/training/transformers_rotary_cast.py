@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models import rotary
+from gemma4_compat._gemma4.models import rotary
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F90", severity="wrong_result", affected=">=5.5.0", after=("transformers-rotary-order",))
@@ -32,13 +32,13 @@ def rotary_embedding(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import scenarios
+    from gemma4_compat._lab import scenarios
 
     return scenarios.of_both_classes(workspace, gemma4=_cast, unified=_cast)
 
 
 def _cast(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     model = workspace.load()
     expected = workspace.outputs(model)

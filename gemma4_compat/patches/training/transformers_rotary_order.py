@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models import rotary
+from gemma4_compat._gemma4.models import rotary
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -41,7 +41,7 @@ def rotary_embedding(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import scenarios
+    from gemma4_compat._lab import scenarios
 
     return scenarios.of_both_classes(
         workspace,

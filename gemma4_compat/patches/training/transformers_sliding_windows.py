@@ -26,9 +26,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._attention import block_layout, windows
 from gemma4_compat._engine import dormant
-from gemma4_compat._models import cache_names
+from gemma4_compat._gemma4.attention import block_layout, windows
+from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(

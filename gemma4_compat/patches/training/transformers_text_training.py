@@ -51,7 +51,7 @@ def create_causal_mask_mapping(
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny, tiny_models
+    from gemma4_compat._lab import tiny, tiny_models
 
     workspace.needs("gemma4")
     checkpoint = workspace.cached(_of_the_31b) if workspace.variant is None else workspace.checkpoint
@@ -69,6 +69,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 def _of_the_31b(folder: Any) -> None:
-    from gemma4_compat._reproduction import tiny_models
+    from gemma4_compat._lab import tiny_models
 
     tiny_models.build_checkpoint(folder, variant="31B")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models import shared_kv
+from gemma4_compat._gemma4.cache import shared_kv
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._accelerate import attached
-from gemma4_compat._common import notice
+from gemma4_compat._engine.io import notice
+from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F99", kind="notice", severity="crash", affected=">=5.5.0")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._attention.flash import WIDEST
+from gemma4_compat._gemma4.attention.flash import WIDEST
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -39,7 +39,7 @@ def use_gqa_in_sdpa(original: Original, attention_mask: Any, key: Any, *args: An
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     model = tiny.load(workspace.larger(full_width=512), device=workspace.main)
     kept = torch.nn.functional.scaled_dot_product_attention

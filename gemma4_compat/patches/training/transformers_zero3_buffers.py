@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models import family
+from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -71,9 +71,9 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     import transformers
 
-    from gemma4_compat._reproduction import tiny_models
-    from gemma4_compat._reproduction.workspace import difference
-    from gemma4_compat._stand_ins import zero3
+    from gemma4_compat._lab import tiny_models
+    from gemma4_compat._lab.stand_ins import zero3
+    from gemma4_compat._lab.workspace import difference
 
     right = workspace.load()
     kind = getattr(transformers, tiny_models.class_name(workspace.checkpoint))

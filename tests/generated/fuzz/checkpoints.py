@@ -180,7 +180,7 @@ planned = st.one_of(
 @functools.cache
 def _weights(which: int) -> dict[str, tuple[int, ...]]:
     """The tensors of ``CONFIGS[which]``."""
-    from gemma4_compat._models import build
+    from gemma4_compat._gemma4.models import build
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[which]))
@@ -224,7 +224,7 @@ merged = st.one_of(
 
 def build_base(_case: Case, folder: Path, _out: Path) -> Any:
     """The base's class on the meta device."""
-    from gemma4_compat._models import build
+    from gemma4_compat._gemma4.models import build
 
     return build.on_meta(str(folder / "base"))[1]
 

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._common import patterns
+from gemma4_compat._engine.io import patterns
 
 _LONGEST_MESSAGE = 10_000  # characters; an error is a message, not a copy of the input
 #: Seconds in which an input that neither ran nor waited for a processor, but for this part of them, waits.

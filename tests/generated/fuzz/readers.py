@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import gemma4_compat
 from gemma4_compat._adapter_tools.scan import job
 from gemma4_compat._adapter_tools.scan.text import scan_text
-from gemma4_compat._checkpoint import header, shards
-from gemma4_compat._common import terminal
-from gemma4_compat._common.text import parse_size
 from gemma4_compat._doctor.explain import answers, messages, search
+from gemma4_compat._engine.io import terminal
+from gemma4_compat._engine.io.text import parse_size
+from gemma4_compat._gemma4.checkpoint import header, shards
 from gemma4_compat._needed import judge, report
 from gemma4_compat._plan import budgets
 from tests.generated.fuzz import adapters, checkpoints, commands, errors, options, requirements, safetensors

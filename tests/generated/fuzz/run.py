@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import gemma4_compat
-from gemma4_compat._common.text import runs
 from gemma4_compat._engine import versions
+from gemma4_compat._engine.io.text import runs
 from tests.generated.fuzz.readers import Reader
 from tests.generated.fuzz.worker import Tally, Task, main
 

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from gemma4_compat._graphs.recording import RECORDERS
-from gemma4_compat._stand_ins import tape
+from gemma4_compat._lab.stand_ins import tape
 from tests.generated.search.sequences_bench import World
 
 NEW_TOKENS = 4

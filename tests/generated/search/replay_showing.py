@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._models import cache_names
+from gemma4_compat._gemma4.cache import cache_names
 from tests.generated.search.replay_world import ReplayWorld
 
 EAGER = {"disable_compile": True}

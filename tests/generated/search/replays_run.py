@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
 
-from gemma4_compat._common.bits import same_bits
+from gemma4_compat._engine.io.bits import same_bits
 from gemma4_compat._graphs import decoder
 from tests.generated.search import replay_adapters, replay_around, replay_changes, run
 from tests.generated.search.replay_showing import SHOWING, Shown
@@ -57,7 +57,7 @@ def bench(folder: Path | None = None) -> Iterator[SequenceBench]:
     import transformers.models.gemma4.modeling_gemma4  # noqa: F401  (parts of PyTorch ask for the type of an event)
 
     from gemma4_compat._graphs.recording import RECORDERS
-    from gemma4_compat._stand_ins.tape import standing_in
+    from gemma4_compat._lab.stand_ins.tape import standing_in
 
     with (
         run.quiet(),

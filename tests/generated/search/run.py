@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat import Gemma4CompatWarning
-from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_configs, workspace
+from gemma4_compat._lab import tiny, tiny_adapters, tiny_configs, workspace
 from tests.generated.search.case import MAIN, Case, is_complete, owner, simplifications, size
 
 FORWARDS = 3

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._reproduction import tiny, tiny_configs
+from gemma4_compat._lab import tiny, tiny_configs
 from tests.generated.search import run
 from tests.generated.search.case import MAIN, Case, Map
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny_adapters
+from gemma4_compat._lab import tiny_adapters
 from gemma4_compat.patches.adapters.accelerate_dispatch_adapters import PATCH
 from tests.patches.adapters import tied_halves
 from tests.patches.adapters.tied_halves import EMBEDDING, HEAD, LAYERS

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
-from gemma4_compat._adapters import fitting
-from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_models
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._gemma4.adapters import fitting
+from gemma4_compat._lab import tiny, tiny_adapters, tiny_models
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.adapters.peft_adapter_keys import PATCH
 from tests.patches.promise import Promise
 from tools.pages import dialects

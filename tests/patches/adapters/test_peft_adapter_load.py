@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._adapters import creation, mersenne, state
-from gemma4_compat._models import walk
+from gemma4_compat._gemma4.adapters import creation, mersenne, state
+from gemma4_compat._gemma4.models import walk
 from gemma4_compat.patches.adapters.peft_adapter_load import PATCH, calls_of
 from tests.helpers import without
 from tests.patches.promise import Promise

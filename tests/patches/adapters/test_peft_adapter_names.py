@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._adapters import rows
-from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_models
+from gemma4_compat._gemma4.adapters import rows
+from gemma4_compat._lab import tiny, tiny_adapters, tiny_models
 from gemma4_compat.patches.adapters.peft_adapter_names import PATCH
 from tests.conftest import is_affected
 from tests.patches.promise import Promise

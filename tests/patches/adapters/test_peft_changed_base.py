@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatWarning
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 from gemma4_compat.patches.adapters.peft_changed_base import PATCH
 from tests.patches.promise import Promise
 
@@ -79,7 +79,7 @@ def test_loading_says_it_too(workspace: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantization", ["4bit", "8bit"])
 def test_olora_counts_the_layers_it_quantized_again(workspace: Any, quantization: str) -> None:
-    from gemma4_compat._quantization.plain_layers import is_quantized
+    from gemma4_compat._gemma4.quantization.plain_layers import is_quantized
 
     base = workspace.load(quantization)
     count = sum(is_quantized(module) for name, module in base.named_modules() if "up_proj" in name)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._adapters.clipped import is_wrapper
-from gemma4_compat._reproduction import tiny_adapters
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._gemma4.adapters.clipped import is_wrapper
+from gemma4_compat._lab import tiny_adapters
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.adapters.peft_clippable_linear import PATCH
 from tests.patches.promise import Promise
 

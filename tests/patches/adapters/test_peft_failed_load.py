@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._adapters import rollback
-from gemma4_compat._models import walk
+from gemma4_compat._gemma4.adapters import rollback
+from gemma4_compat._gemma4.models import walk
 from gemma4_compat.patches.adapters.peft_failed_load import PATCH
 from tests.patches.promise import Promise
 

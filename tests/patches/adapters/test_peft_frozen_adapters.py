@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny_adapters
+from gemma4_compat._lab import tiny_adapters
 from gemma4_compat.patches.adapters.peft_frozen_adapters import PATCH
 from tests.patches.promise import Promise
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny_adapters
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny_adapters
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.adapters.peft_hotswap_offloaded import PATCH
 from tests.patches.promise import Promise
 

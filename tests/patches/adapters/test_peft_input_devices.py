@@ -1,6 +1,6 @@
 """peft-input-devices: an adapter on a module whose input comes from another device.
 
-Trained, saved, loaded and merged on two devices: tests/unit/adapters/test_tuners_on_two_devices.py.
+Trained, saved, loaded and merged on two devices: tests/unit/gemma4/adapters/test_tuners_on_two_devices.py.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny, tiny_adapters
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny, tiny_adapters
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.adapters.peft_keep_dispatch import PATCH
 from tests.patches.promise import Promise
 

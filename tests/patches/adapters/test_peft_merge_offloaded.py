@@ -11,8 +11,8 @@ import pytest
 from packaging.version import Version
 
 import gemma4_compat
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._reproduction import tiny_adapters
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._lab import tiny_adapters
 from gemma4_compat.patches.adapters.peft_merge_offloaded import PATCH
 from tests.generated.search import replay_tuners
 from tests.helpers import pairwise

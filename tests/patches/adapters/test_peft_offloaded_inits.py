@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._reproduction import tiny_adapters
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._lab import tiny_adapters
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.adapters.peft_offloaded_inits import PATCH
 from tests.patches.placement.splits import EMBEDDING, HEAD, split
 from tests.patches.promise import Promise

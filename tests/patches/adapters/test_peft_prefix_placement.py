@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.adapters import peft_prefix_placement
 from gemma4_compat.patches.adapters.peft_prefix_placement import PATCH
 from tests.conftest import is_affected

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.adapters.peft_qat_merge import PATCH
 from tests.patches.promise import Promise
 from tests.patches.quantization import qat
@@ -81,7 +81,7 @@ def test_dora_is_that_over_the_dequantized_weights(workspace: Any, tmp_path: Pat
 def test_dora_offloaded_trained_and_loaded(workspace: Any, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     model = qat.adapted(qat.load(workspace.qat()), use_dora=True)
     batch = tiny.inputs(text_only=True)

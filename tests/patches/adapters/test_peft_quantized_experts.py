@@ -11,9 +11,9 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._engine import versions
-from gemma4_compat._quantization import expert_storage, experts
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._gemma4.quantization import expert_storage, experts
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.adapters.peft_quantized_experts import PATCH
 from tests.patches.promise import Promise
 

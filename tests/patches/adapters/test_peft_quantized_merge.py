@@ -10,8 +10,8 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._engine import versions
-from gemma4_compat._quantization.plain_layers import is_quantized
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._gemma4.quantization.plain_layers import is_quantized
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.adapters.peft_quantized_merge import PATCH
 from tests.patches.promise import Promise
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._reproduction import tiny_adapters
+from gemma4_compat._lab import tiny_adapters
 from gemma4_compat.patches.adapters.peft_resized_vocabulary import PATCH
 from tests.helpers import without
 from tests.patches.promise import Promise

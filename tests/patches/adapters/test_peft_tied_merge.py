@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 from gemma4_compat.patches.adapters.peft_tied_merge import PATCH
 from tests.helpers import without
 from tests.patches.adapters import tied_halves

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.adapters import peft_unilora_frod
 from gemma4_compat.patches.adapters.peft_unilora_frod import PATCH
 from tests.conftest import is_affected

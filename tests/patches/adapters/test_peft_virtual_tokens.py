@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import per_layer
-from gemma4_compat._reproduction import tiny, tiny_models
+from gemma4_compat._gemma4.models import per_layer
+from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat.patches.adapters.peft_virtual_tokens import PATCH
 from tests.patches.promise import Promise
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 from gemma4_compat.patches.adapters.transformers_adapter_keys import PATCH
 from tests.patches.adapters.test_peft_adapter_keys import layers, load, noted, output
 from tests.patches.promise import Promise

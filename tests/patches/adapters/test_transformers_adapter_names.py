@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny, tiny_configs
+from gemma4_compat._lab import tiny, tiny_configs
 from gemma4_compat.patches.adapters.transformers_adapter_names import PATCH
 from tests.patches.promise import Promise
 

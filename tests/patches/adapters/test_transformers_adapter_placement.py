@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny_adapters
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny_adapters
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.adapters.transformers_adapter_placement import PATCH
 from tests.patches.adapters import tied_halves
 from tests.patches.adapters.test_peft_keep_dispatch import lora_devices, placement

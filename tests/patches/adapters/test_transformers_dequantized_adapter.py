@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._quantization.plain_layers import is_quantized, plain_class
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._gemma4.quantization.plain_layers import is_quantized, plain_class
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.adapters.transformers_dequantized_adapter import PATCH
 from tests.patches.promise import Promise
 
@@ -98,7 +98,7 @@ def test_the_layers_become_those_of_an_adapter_loaded_after_dequantizing(
 
 
 def _inputs(workspace: Any) -> dict[str, Any]:
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     return tiny.inputs(workspace.main)
 
@@ -209,7 +209,7 @@ def test_unquantized_offloaded_modules_do_not_matter(workspace: Any) -> None:
     """Towers in bf16 on the CPU or disk, the rest 4-bit: what a device map of transformers gives."""
     from peft import PeftModel
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     def load() -> Any:
         return tiny.load(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 from gemma4_compat.patches.adapters.transformers_peft_release import PATCH
 from tests.conftest import is_affected
 from tests.helpers import without

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 
 EMBEDDING, HEAD = "model.language_model.embed_tokens", "lm_head"
 HALVES = {"embedding": (EMBEDDING,), "head": (HEAD,), "both": (EMBEDDING, HEAD)}

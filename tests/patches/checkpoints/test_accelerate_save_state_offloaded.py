@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny_adapters
+from gemma4_compat._lab import tiny_adapters
 from gemma4_compat.patches.checkpoints.accelerate_save_state_offloaded import PATCH
 from tests.patches.placement.splits import EMBEDDING, HEAD, PER_LAYER, split
 from tests.patches.promise import Promise

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.checkpoints.bitsandbytes_int8_load_state import PATCH
 from tests.helpers import without
 from tests.patches.promise import Promise

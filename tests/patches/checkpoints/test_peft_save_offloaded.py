@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny_adapters
+from gemma4_compat._lab import tiny_adapters
 from gemma4_compat.patches.checkpoints.peft_save_offloaded import PATCH
 from tests.helpers import pairwise
 from tests.patches.adapters import tied_halves

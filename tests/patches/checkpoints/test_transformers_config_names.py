@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import config_names, variants
-from gemma4_compat._reproduction import tiny_configs
+from gemma4_compat._gemma4.models import config_names, variants
+from gemma4_compat._lab import tiny_configs
 from gemma4_compat.patches.checkpoints.transformers_config_names import PATCH
 from tests.conftest import is_affected
 from tests.patches.promise import Promise

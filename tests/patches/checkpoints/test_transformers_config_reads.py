@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
-from gemma4_compat._models import config_names, variants
-from gemma4_compat._reproduction import tiny_configs
+from gemma4_compat._gemma4.models import config_names, variants
+from gemma4_compat._lab import tiny_configs
 from gemma4_compat.patches.checkpoints.transformers_config_reads import PATCH
 from tests.conftest import is_affected
 from tests.helpers import without

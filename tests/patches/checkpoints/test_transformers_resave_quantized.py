@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 from gemma4_compat.patches.checkpoints.transformers_resave_quantized import PATCH
 from tests.patches.promise import Promise
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.checkpoints.transformers_save_tied_offloaded import PATCH
 from tests.patches.placement.splits import EMBEDDING, HEAD, KINDS, PER_LAYER, split
 from tests.patches.promise import Promise

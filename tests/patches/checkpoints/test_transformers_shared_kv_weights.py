@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatWarning
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._reproduction.workspace import Workspace, difference
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.workspace import Workspace, difference
 from gemma4_compat.patches.checkpoints.transformers_shared_kv_weights import PATCH
 from tests.conftest import census, is_affected
 from tests.patches.placement.splits import EMBEDDING, HEAD, KINDS, PER_LAYER, split

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._reproduction.workspace import Outputs, difference
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.workspace import Outputs, difference
 from gemma4_compat.patches.checkpoints.transformers_text_only_checkpoint import PATCH
 from tests.patches.promise import Promise
 from tests.patches.quantization import qat

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 
 OPTIONS: dict[str, Any] = {
     "max_new_tokens": 3,

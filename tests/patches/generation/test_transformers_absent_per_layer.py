@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import cache_names
-from gemma4_compat._reproduction import tiny_configs, tiny_models
+from gemma4_compat._gemma4.cache import cache_names
+from gemma4_compat._lab import tiny_configs, tiny_models
 from gemma4_compat.patches.generation.transformers_absent_per_layer import PATCH
 from tests.conftest import is_affected
 from tests.helpers import child, pairwise, without

@@ -55,7 +55,7 @@ def test_outputs_that_lack_something_are_upstreams_to_refuse() -> None:
 def test_keys_and_order_are_those_of_a_fresh_forward(workspace: Any, schedule: str) -> None:
     import torch
 
-    from gemma4_compat._reproduction import assistants
+    from gemma4_compat._lab import assistants
 
     try:
         assistant = workspace.load_assistant().float()

@@ -38,7 +38,7 @@ def test_the_assistant_reads_the_states_that_upstream_hands_on(pair: Any, monkey
     """Up to rounding: a caller who wants the hidden states of all layers gets them, as upstream's assistants do."""
     import torch
 
-    from gemma4_compat._reproduction import assistants
+    from gemma4_compat._lab import assistants
 
     model, assistant, batch = pair
     read: list[list[Any]] = []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
+from gemma4_compat._lab import tiny, tiny_configs, tiny_models
 from gemma4_compat.patches.generation.transformers_assisted_cache import PATCH, keep_everything
 from tests.conftest import is_affected
 from tests.patches.promise import Promise

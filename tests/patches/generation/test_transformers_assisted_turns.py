@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny, tiny_models
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat.patches.generation.transformers_assisted_cache import PATCH as ASSISTED_CACHE
 from gemma4_compat.patches.generation.transformers_assisted_turns import PATCH
 from tests.conftest import is_affected
 from tests.helpers import pairwise
 from tests.patches.promise import Promise
-from tests.unit.turns.chats import near, text
+from tests.unit.prefix_cache.chats import near, text
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._reproduction.workspace import Workspace
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.workspace import Workspace
 from gemma4_compat.patches.generation.transformers_chunked_images import PATCH, chunks
 from tests.conftest import is_affected
 from tests.patches.promise import Promise

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 from gemma4_compat.patches.generation.transformers_chunked_media import PATCH
 from tests.conftest import is_affected
 from tests.patches.promise import Promise

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny, tiny_models
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat.patches.generation.transformers_chunked_turns import PATCH
 from tests.patches.promise import Promise
-from tests.unit.turns.chats import ask, near, text
+from tests.unit.prefix_cache.chats import ask, near, text
 
 
 class TestPromise(Promise):

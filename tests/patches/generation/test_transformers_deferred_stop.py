@@ -1,4 +1,4 @@
-"""Stops read one step late: the rest is in tests/unit/decoding/test_deferral.py."""
+"""Stops read one step late: the rest is in tests/unit/generation/test_deferred_stop.py."""
 
 from __future__ import annotations
 

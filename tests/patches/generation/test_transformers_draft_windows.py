@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat._engine import versions
-from gemma4_compat._reproduction import tiny, tiny_models
+from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat.patches.generation.transformers_draft_windows import PATCH, draft_always
 from tests.helpers import without
 from tests.patches.promise import Promise

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny, tiny_models
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat.patches.generation.transformers_early_exit import PATCH
 from tests.patches.promise import Promise
 
@@ -68,7 +68,7 @@ def test_every_variant(variant: str, tmp_path: Any) -> None:
     import torch
 
     from gemma4_compat import Gemma4CompatError
-    from gemma4_compat._reproduction.workspace import Workspace
+    from gemma4_compat._lab.workspace import Workspace
 
     try:
         tiny_models.build_checkpoint(tmp_path / "model", variant=variant)

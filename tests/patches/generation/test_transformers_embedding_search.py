@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._models import per_layer
-from gemma4_compat._reproduction import tiny, tiny_models
+from gemma4_compat._gemma4.models import per_layer
+from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat.patches.generation.transformers_embedding_search import PATCH
 from tests.patches.placement import splits
 from tests.patches.promise import Promise

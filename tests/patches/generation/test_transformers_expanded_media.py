@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny, tiny_configs, tiny_models
 from gemma4_compat.patches.generation import transformers_expanded_media
 from gemma4_compat.patches.generation.transformers_expanded_media import PATCH
 from tests.patches.promise import Promise

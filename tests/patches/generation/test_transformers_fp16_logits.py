@@ -12,13 +12,13 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatWarning
+from gemma4_compat._gemma4.models import variants
 from gemma4_compat._generation.prompts import overflow
 from gemma4_compat._graphs import decoder
 from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat._kernels.match import own
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._stand_ins import tape
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.stand_ins import tape
 from gemma4_compat.patches.generation.transformers_fp16_logits import PATCH, build_overflowing
 from tests.patches.promise import Promise
 from tests.unit.kernels.by_rows import ByRows

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import per_layer
+from gemma4_compat._gemma4.models import per_layer
 from gemma4_compat.patches.generation.transformers_given_per_layer import PATCH
 from tests.patches.promise import Promise
 

@@ -1,4 +1,4 @@
-"""The decoding step as one CUDA graph: the rest is in tests/unit/decoding, real graphs in tests/world/gpu."""
+"""The decoding step as one CUDA graph: the rest is in tests/unit/generation, real graphs in tests/world/gpu."""
 
 from __future__ import annotations
 

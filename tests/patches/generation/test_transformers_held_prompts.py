@@ -9,7 +9,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat.patches.generation.transformers_held_prompts import PATCH
 from tests.patches.promise import Promise
-from tests.unit.turns.chats import text
+from tests.unit.prefix_cache.chats import text
 
 OPTIONS = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
 

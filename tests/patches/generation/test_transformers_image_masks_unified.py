@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._reproduction.trained import TWINS, Trained
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.trained import TWINS, Trained
 from gemma4_compat.patches.generation.transformers_image_masks_unified import PATCH
 from tests.helpers import ROOT
 from tests.patches.generation.test_transformers_chunked_images import READS_IN_CHUNKS

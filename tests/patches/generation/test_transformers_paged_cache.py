@@ -9,8 +9,8 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._engine import versions
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny, tiny_models
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat.patches.generation.transformers_paged_cache import PATCH
 from tests.patches.promise import Promise
 
@@ -120,7 +120,7 @@ def test_the_cache_has_the_shapes_of_its_layers(workspace: Any) -> None:
 
 @repaired
 def test_flash_attention_is_refused_before_anything_starts(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gemma4_compat._attention import flash
+    from gemma4_compat._gemma4.attention import flash
 
     model = workspace.load().float()
     monkeypatch.setattr(flash, "is_split", lambda config: True)

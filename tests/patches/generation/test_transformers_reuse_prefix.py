@@ -1,4 +1,4 @@
-"""transformers-reuse-prefix: its promise, and pipelines. tests/unit/turns has the details."""
+"""transformers-reuse-prefix: its promise, and pipelines. tests/unit/prefix_cache has the details."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 from gemma4_compat.patches.generation.transformers_reuse_prefix import PATCH
 from tests.one_device import modalities
 from tests.patches.promise import Promise

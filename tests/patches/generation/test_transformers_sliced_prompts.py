@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._graphs import decoder
 from gemma4_compat._graphs.recording import RECORDERS
-from gemma4_compat._models import cache_names
-from gemma4_compat._reproduction import tiny_configs
-from gemma4_compat._stand_ins import tape
+from gemma4_compat._lab import tiny_configs
+from gemma4_compat._lab.stand_ins import tape
 from gemma4_compat.patches.generation.transformers_sliced_prompts import PATCH
 from tests.conftest import is_affected
 from tests.helpers import child, pairwise

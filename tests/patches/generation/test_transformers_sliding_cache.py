@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
+from gemma4_compat._lab import tiny, tiny_configs, tiny_models
 from gemma4_compat.patches.generation.transformers_sliding_cache import PATCH
 from tests.patches.promise import Promise
 

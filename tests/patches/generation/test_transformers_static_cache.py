@@ -26,7 +26,7 @@ def test_another_model_without_shared_layers_and_one_that_has_never_heard_of_the
 def test_a_model_with_shared_layers() -> None:
     from transformers import StaticCache
 
-    from gemma4_compat._reproduction import tiny_configs
+    from gemma4_compat._lab import tiny_configs
 
     cache = StaticCache(config=tiny_configs.config(), max_cache_len=8)
     assert cache.is_sliding[:4] == [True, True, False, True]  # some releases have placeholders for the shared ones

@@ -11,9 +11,9 @@ import pytest
 from gemma4_compat._engine import versions
 from gemma4_compat._graphs import decoder
 from gemma4_compat._graphs.recording import RECORDERS
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import Workspace
-from gemma4_compat._stand_ins import tape
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.stand_ins import tape
+from gemma4_compat._lab.workspace import Workspace
 from gemma4_compat.patches.generation import transformers_unread_chunks
 from gemma4_compat.patches.generation.transformers_unread_chunks import PATCH
 from tests.helpers import pairwise
@@ -136,7 +136,7 @@ def test_weights_of_layers_that_do_not_run_stay_where_they_are(
     """Of six layers the last two are KV-shared. The fifth is on its way when the fourth is read, and goes unused."""
     import torch
 
-    from gemma4_compat._offload import streaming
+    from gemma4_compat._offload.transfer import streaming
 
     model = workspace.load()
     placement = tiny.device_map(model, "none", main=torch.device("cpu"), offloaded=offloaded)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny, tiny_models
+from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat.patches.generation.transformers_vision_masks import PATCH
 from tests.patches.promise import Promise
 

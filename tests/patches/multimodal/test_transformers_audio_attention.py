@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
-from gemma4_compat._reproduction.scenarios import features
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny, tiny_configs, tiny_models
+from gemma4_compat._lab.scenarios import features
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.multimodal import transformers_audio_attention as subject
 from tests.conftest import is_affected
 from tests.patches.promise import Promise

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.scenarios import features
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.scenarios import features
 from gemma4_compat.patches.multimodal.transformers_audio_autocast import PATCH
 from tests.patches.promise import Promise
 

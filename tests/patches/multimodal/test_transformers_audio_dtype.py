@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.scenarios import relative
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.scenarios import relative
 from gemma4_compat.patches.multimodal.transformers_audio_dtype import PATCH
 from tests.patches.promise import Promise
 

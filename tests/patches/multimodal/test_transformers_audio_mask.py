@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny, tiny_configs
-from gemma4_compat._reproduction.scenarios import features
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny, tiny_configs
+from gemma4_compat._lab.scenarios import features
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.multimodal import transformers_audio_mask as subject
 from tests.conftest import is_affected
 from tests.patches.promise import Promise

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.scenarios import relative
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.scenarios import relative
 from gemma4_compat.patches.multimodal.transformers_fp16_padding import BOUND, PATCH, build_low_logits, padded
 from tests.patches.promise import Promise
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.scenarios import features, relative
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.scenarios import features, relative
 from gemma4_compat.patches.multimodal.transformers_fp16_vision import BOUND, PATCH, _build_standardized
 from tests.patches.promise import Promise
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
-from gemma4_compat._reproduction.workspace import Workspace
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny, tiny_configs, tiny_models
+from gemma4_compat._lab.workspace import Workspace
 from gemma4_compat.patches.multimodal.transformers_image_types import PATCH
 from tests.helpers import without
 from tests.patches.promise import Promise

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import assistants, tiny, tiny_models
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import assistants, tiny, tiny_models
 from gemma4_compat.patches.multimodal.transformers_lookup_media import PATCH, candidates
 from tests.patches.promise import Promise
 

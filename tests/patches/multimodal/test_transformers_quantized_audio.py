@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.scenarios import compare_quantized_tower, features, relative
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.scenarios import compare_quantized_tower, features, relative
 from gemma4_compat.patches.multimodal.transformers_quantized_audio import BOUND, PATCH
 from tests.patches.promise import Promise
 
@@ -36,7 +36,7 @@ def test_what_is_behind_the_padding_mask_is_not_heard(workspace: Any) -> None:
 
 
 def test_an_unquantized_tower_takes_upstreams_own_path(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gemma4_compat._quantization import compute_dtype
+    from gemma4_compat._gemma4.quantization import compute_dtype
 
     monkeypatch.setattr(compute_dtype, "View", None)
     features(tiny.load(workspace.checkpoint), tiny.inputs(), "audio")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.scenarios import compare_quantized_tower, features, relative
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.scenarios import compare_quantized_tower, features, relative
 from gemma4_compat.patches.multimodal.transformers_quantized_vision import BOUND, PATCH
 from tests.patches.promise import Promise
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 from gemma4_compat.patches.multimodal.transformers_quantized_vision import BOUND
 from gemma4_compat.patches.multimodal.transformers_vision_dtype import PATCH
 from tests.patches.promise import Promise
@@ -23,8 +23,8 @@ def test_the_recommended_modules_kept_in_bf16(workspace: Any, quantization: str)
     """What the README recommends, with what a processor gives, and what a careful user makes of that."""
     import torch
 
-    from gemma4_compat._reproduction.scenarios import features, relative
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.scenarios import features, relative
+    from gemma4_compat._lab.workspace import difference
 
     keep = list(gemma4_compat.quantization_skip_modules(str(workspace.checkpoint)))
     model = tiny.load(workspace.checkpoint, quantization, device=workspace.main, towers=True, skip_modules=keep)

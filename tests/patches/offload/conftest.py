@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._offload import row_lookup, streaming
+from gemma4_compat._offload.transfer import row_lookup, streaming
 
 
 @pytest.fixture(params=["disk", "memory"])

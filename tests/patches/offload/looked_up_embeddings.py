@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks as _placement
-from gemma4_compat._offload import row_lookup
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._gemma4.accelerate import module_hooks as _placement
+from gemma4_compat._lab import tiny
+from gemma4_compat._offload.transfer import row_lookup
 
 EMBEDDING, PER_LAYER = "model.language_model.embed_tokens", "model.language_model.embed_tokens_per_layer"
 WEIGHTS = {"per layer": (PER_LAYER,), "all": (PER_LAYER, EMBEDDING, "lm_head")}

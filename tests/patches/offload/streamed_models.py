@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._accelerate import module_hooks as _placement
-from gemma4_compat._offload import group_weights, module_groups, streaming
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._gemma4.accelerate import module_hooks as _placement
+from gemma4_compat._lab import tiny
+from gemma4_compat._offload.transfer import group_weights, module_groups, streaming
 
 QUANTIZATIONS = [None, "4bit", "4bit-double", "8bit"]
 #: Of the eight combinations with where the weights are kept, what the slower tests take: each of both, and trainings

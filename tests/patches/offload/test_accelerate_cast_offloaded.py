@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._accelerate import module_hooks as _placement
+from gemma4_compat._gemma4.accelerate import module_hooks as _placement
+from gemma4_compat._lab import tiny
 from gemma4_compat._offload import host_memory
-from gemma4_compat._reproduction import tiny
 from gemma4_compat.patches.offload.accelerate_cast_offloaded import PATCH
 from tests.patches.offload.looked_up_embeddings import EMBEDDING, PER_LAYER
 from tests.patches.promise import Promise

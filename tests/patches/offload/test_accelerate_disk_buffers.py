@@ -9,8 +9,8 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._engine import versions
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.offload.accelerate_disk_buffers import PATCH, scaled_checkpoint
 from tests.patches.promise import Promise
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._accelerate import module_hooks as _placement
-from gemma4_compat._offload import row_lookup
-from gemma4_compat._reproduction import tiny, tiny_configs
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._gemma4.accelerate import module_hooks as _placement
+from gemma4_compat._lab import tiny, tiny_configs
+from gemma4_compat._lab.workspace import difference
+from gemma4_compat._offload.transfer import row_lookup
 from gemma4_compat.patches.offload.accelerate_embedding_lookup import PATCH, largest_tensor
 from tests.patches.offload.looked_up_embeddings import (
     EMBEDDING,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._offload import row_lookup
+from gemma4_compat._offload.transfer import row_lookup
 from gemma4_compat.patches.offload.accelerate_embedding_lookup import largest_tensor
 from tests.patches.offload.looked_up_embeddings import lookups
 

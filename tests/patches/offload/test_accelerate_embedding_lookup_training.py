@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny, tiny_adapters
+from gemma4_compat._lab import tiny, tiny_adapters
 from gemma4_compat.patches.offload.accelerate_embedding_lookup import largest_tensor
 from tests.patches.offload.looked_up_embeddings import (
     PER_LAYER,

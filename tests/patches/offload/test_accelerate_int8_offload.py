@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny, tiny_adapters
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny, tiny_adapters
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.offload.accelerate_int8_offload import PATCH
 from tests.conftest import census
 from tests.patches.adapters.test_peft_keep_dispatch import assert_same_everywhere, placement

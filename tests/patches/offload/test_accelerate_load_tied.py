@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.offload import accelerate_load_tied
 from gemma4_compat.patches.offload.accelerate_load_tied import PATCH
 from tests.patches.offload.test_accelerate_disk_buffers import loaded, skip_unless_it_dispatches

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.offload.accelerate_move_offloaded import PATCH
 from tests.patches.promise import Promise
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError, find_meta_tensors
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.offload.accelerate_offload_folder import PATCH
 from tests.patches.promise import Promise
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._accelerate import attached
 from gemma4_compat._engine.patch import FORWARDS
-from gemma4_compat._offload import streaming
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._gemma4.accelerate import attached
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import difference
+from gemma4_compat._offload.transfer import streaming
 from gemma4_compat.patches.offload.accelerate_paged_layers import PATCH
 from tests.helpers import pairwise
 from tests.patches.offload.streamed_models import (

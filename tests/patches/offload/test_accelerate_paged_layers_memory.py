@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from gemma4_compat._lab import tiny
 from gemma4_compat._memory.formulas import MEASURED
-from gemma4_compat._offload import streaming
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._offload.transfer import streaming
 from tests.conftest import census
 from tests.patches.offload.streamed_models import (
     INFERENCE,

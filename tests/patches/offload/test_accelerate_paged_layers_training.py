@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._offload import streaming
-from gemma4_compat._reproduction import tiny, tiny_adapters
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny, tiny_adapters
+from gemma4_compat._lab.workspace import difference
+from gemma4_compat._offload.transfer import streaming
 from tests.patches.offload.streamed_models import (
     LAST,
     LAYER,

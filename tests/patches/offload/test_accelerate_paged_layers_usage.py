@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._accelerate import module_hooks as _placement
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._gemma4.accelerate import module_hooks as _placement
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import difference
 from tests.patches.offload.streamed_models import INFERENCE, LAST, LAYER, assert_as_accelerate_left_it, split
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.offload.accelerate_remove_hooks import PATCH
 from tests.patches.placement.splits import EMBEDDING, HEAD, KINDS, split
 from tests.patches.promise import Promise
@@ -37,7 +37,7 @@ def test_a_weight_that_was_put_there_meanwhile_is_kept(workspace: Any, tmp_path:
     from accelerate.hooks import remove_hook_from_module
     from accelerate.utils import set_module_tensor_to_device
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     asked = tiny.device_map(workspace.load(), "layers", main=workspace.main, offloaded="disk")
     model = tiny.load(workspace.checkpoint, device_map=asked, offload_folder=tmp_path)

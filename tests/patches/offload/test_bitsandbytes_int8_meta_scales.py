@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.offload.bitsandbytes_int8_meta_scales import ORIGIN, PATCH, PRISTINE
 from tests.patches.promise import Promise
 

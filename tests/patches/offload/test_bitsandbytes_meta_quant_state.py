@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._quantization import quant_states
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._gemma4.quantization import quant_states
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.offload.bitsandbytes_meta_quant_state import PATCH
 from tests.patches.promise import Promise
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import Workspace, difference
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import Workspace, difference
 from gemma4_compat.patches.offload.transformers_model_device import PATCH
 from tests.one_device import modalities
 from tests.patches.promise import Promise
@@ -237,8 +237,8 @@ def test_a_model_with_hooks_and_no_map_is_still_not_compiled(
     import torch
     from transformers import GenerationConfig, StaticCache
 
+    from gemma4_compat._gemma4.cache import cache_names
     from gemma4_compat._graphs import recording
-    from gemma4_compat._models import cache_names
 
     monkeypatch.delitem(recording.RECORDERS, "cuda")  # its step would be replayed in place of compiled
     model = workspace.load_text()

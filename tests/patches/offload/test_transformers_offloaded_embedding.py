@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny, tiny_adapters
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny, tiny_adapters
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.offload.transformers_offloaded_embedding import PATCH
 from tests.patches.promise import Promise
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 from gemma4_compat.patches.offload.transformers_pipeline_device import PATCH
 from tests.one_device import modalities
 from tests.patches.promise import Promise

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 
 EMBEDDING, HEAD = "model.language_model.embed_tokens", "lm_head"
 PER_LAYER = "model.language_model.embed_tokens_per_layer"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._accelerate import device_maps
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._gemma4.accelerate import device_maps
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.placement.accelerate_map_check import PATCH
 from tests.patches.promise import Promise
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._accelerate import device_maps
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._gemma4.accelerate import device_maps
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.placement.accelerate_nested_map import PATCH, _most_specific
 from tests.helpers import Finished
 from tests.patches.promise import Promise
@@ -101,9 +101,9 @@ import gemma4_compat
 import sys
 from pathlib import Path
 import accelerate, torch
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._stand_ins import second_device
-from gemma4_compat._reproduction.workspace import Workspace, difference
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.stand_ins import second_device
+from gemma4_compat._lab.workspace import Workspace, difference
 
 workspace = Workspace(Path(sys.argv[1]))
 expected = workspace.outputs(workspace.load(), device="cpu")
@@ -125,7 +125,7 @@ def test_a_catch_all_of_one_device_beside_an_entry_of_another(
     workspace: Any, warm_child: Callable[..., Finished]
 ) -> None:
     pytest.importorskip("torch")
-    from gemma4_compat._stand_ins import second_device
+    from gemma4_compat._lab.stand_ins import second_device
 
     if not second_device.available():
         pytest.skip("this PyTorch takes no backend in Python")

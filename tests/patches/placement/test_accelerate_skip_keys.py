@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.placement.accelerate_skip_keys import PATCH
 from tests.patches.promise import Promise
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._accelerate import device_maps
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._gemma4.accelerate import device_maps
+from gemma4_compat._lab import tiny
 from gemma4_compat.patches.placement.accelerate_split_buffers import PATCH
 from tests.patches.promise import Promise
 

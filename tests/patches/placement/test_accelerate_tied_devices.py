@@ -24,9 +24,9 @@ import gemma4_compat
 import sys
 from pathlib import Path
 import peft, torch
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._stand_ins import second_device
-from gemma4_compat._reproduction.workspace import Workspace, difference
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.stand_ins import second_device
+from gemma4_compat._lab.workspace import Workspace, difference
 
 workspace = Workspace(Path(sys.argv[1]))
 batch = tiny.inputs("cpu")
@@ -67,7 +67,7 @@ def test_a_tied_weight_is_one_and_computes_where_it_is(
     workspace: Any, warm_child: Callable[..., Finished], adapter: str
 ) -> None:
     pytest.importorskip("torch")
-    from gemma4_compat._stand_ins import second_device
+    from gemma4_compat._lab.stand_ins import second_device
 
     if not second_device.available():
         pytest.skip("this PyTorch takes no backend in Python")

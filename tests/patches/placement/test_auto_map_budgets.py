@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._accelerate import device_maps
 from gemma4_compat._engine import versions
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
-from gemma4_compat._reproduction.workspace import Workspace, difference
+from gemma4_compat._gemma4.accelerate import device_maps
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny, tiny_configs, tiny_models
+from gemma4_compat._lab.workspace import Workspace, difference
 from gemma4_compat.patches.placement.transformers_auto_map import PATCH
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")

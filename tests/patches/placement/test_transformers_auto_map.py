@@ -11,13 +11,13 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._accelerate import device_maps
-from gemma4_compat._common.text import size_text
+from gemma4_compat._engine.io.text import size_text
+from gemma4_compat._gemma4.accelerate import device_maps
+from gemma4_compat._lab import tiny, tiny_configs, tiny_models
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat._memory import layout
 from gemma4_compat._memory.blueprint import describe
 from gemma4_compat._memory.formulas import Load
-from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
-from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.placement.transformers_auto_map import PATCH
 from tests.patches.promise import Promise
 

@@ -82,9 +82,9 @@ import sys
 from pathlib import Path
 import torch
 from accelerate import dispatch_model
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._stand_ins import second_device
-from gemma4_compat._reproduction.workspace import Workspace
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.stand_ins import second_device
+from gemma4_compat._lab.workspace import Workspace
 
 workspace = Workspace(Path(sys.argv[1]))
 main = torch.device("cpu")
@@ -124,7 +124,7 @@ def test_embeddings_and_an_assistant_as_on_one_device(
     workspace: Any, warm_child: Callable[..., Finished], kind: str
 ) -> None:
     pytest.importorskip("torch")
-    from gemma4_compat._stand_ins import second_device
+    from gemma4_compat._lab.stand_ins import second_device
 
     if not second_device.available():
         pytest.skip("this PyTorch takes no backend in Python")

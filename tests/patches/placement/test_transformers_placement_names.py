@@ -9,7 +9,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._engine import versions
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 from gemma4_compat.patches.placement.transformers_placement_names import PATCH
 from tests.patches.promise import Promise
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._offload import stored_weights, tied_pairs
-from gemma4_compat._reproduction.workspace import Workspace, difference
+from gemma4_compat._lab.workspace import Workspace, difference
+from gemma4_compat._offload.weights import stored_weights, tied_pairs
 from gemma4_compat.patches.placement.transformers_resize_offloaded import PATCH
 from tests.helpers import pairwise
 from tests.patches.placement.splits import EMBEDDING, HEAD, KINDS, PER_LAYER, split

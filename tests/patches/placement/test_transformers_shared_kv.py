@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from gemma4_compat._engine import versions
-from gemma4_compat._models.shared_kv import SharedStates
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._gemma4.cache.shared_kv import SharedStates
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.placement.transformers_shared_kv import PATCH
 from tests.conftest import is_affected
 from tests.helpers import ROOT, Finished
@@ -105,8 +105,8 @@ def test_a_training_step_gives_the_loss_and_gradients_of_one_device(
 FROM_PRETRAINED = """
 import gemma4_compat, sys, torch
 from pathlib import Path
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import Workspace
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import Workspace
 workspace = Workspace(Path(sys.argv[1]))
 whole = workspace.load()
 asked = tiny.device_map(whole, "both", main=workspace.main, offloaded=workspace.offloaded)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat._engine import versions
-from gemma4_compat._reproduction import tiny, tiny_models
+from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat.patches.placement.transformers_tensor_parallel import PATCH
 from tests.helpers import ROOT
 from tests.patches.promise import Promise

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny, tiny_models
+from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat.patches.quantization.accelerate_subclass_offload import PATCH, settings
 from tests.patches.promise import Promise
 from tests.patches.quantization import qat

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._quantization import quant_states
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._gemma4.quantization import quant_states
+from gemma4_compat._lab import tiny
 from gemma4_compat.patches.quantization.bitsandbytes_cpu_packing import PATCH
 from tests.conftest import is_affected
 from tests.patches.promise import Promise
@@ -144,7 +144,7 @@ def test_a_training_step_after_an_eval_forward_has_the_gradients_of_a_fresh_mode
 def test_a_merge_after_an_eval_forward_is_the_merge_of_a_fresh_model(packed: Any, workspace: Any) -> None:
     from peft import PeftModel
 
-    from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._lab.workspace import difference
 
     model = packed[0]
     quantization = "4bit-double" if model.config.quantization_config.bnb_4bit_use_double_quant else "4bit"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.quantization import bitsandbytes_int8_notice
 from gemma4_compat.patches.quantization.bitsandbytes_int8_notice import PATCH
 from tests.conftest import is_affected

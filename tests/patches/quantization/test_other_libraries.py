@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 from tests.patches.quantization import other_libraries, qat
 from tests.patches.quantization.test_accelerate_subclass_offload import logits
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gemma4_compat import cli
-from gemma4_compat._reproduction import tiny_adapters
+from gemma4_compat._lab import tiny_adapters
 from tests.patches.quantization import qat
 
 pytestmark = qat.needs_quantizer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny_models
+from gemma4_compat._lab import tiny_models
 from gemma4_compat.patches.quantization.transformers_compute_dtype import PATCH
 from tests.patches.promise import Promise
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.quantization.transformers_qat_loading import PATCH
 from tests.patches.promise import Promise
 from tests.patches.quantization import qat

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.quantization.transformers_qat_padding_row import PATCH
 from tests.patches.promise import Promise
 from tests.patches.quantization import qat

@@ -14,11 +14,11 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._common.text import scaled_text
-from gemma4_compat._quantization import offloaded, opt_in
-from gemma4_compat._quantization.bytes import stored_bytes
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._engine.io.text import scaled_text
+from gemma4_compat._gemma4.quantization import offloaded, opt_in
+from gemma4_compat._gemma4.quantization.bytes import stored_bytes
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.quantization.transformers_quantize_offloaded import PATCH, quantize
 from tests.patches.promise import Promise
 

@@ -14,12 +14,12 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._accelerate import module_hooks as _placement
-from gemma4_compat._quantization import expert_forward, expert_storage
-from gemma4_compat._quantization import experts as _quantized_experts
-from gemma4_compat._quantization.bytes import stored_bytes, stored_bytes_of
-from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._gemma4.accelerate import module_hooks as _placement
+from gemma4_compat._gemma4.quantization import expert_forward, expert_storage
+from gemma4_compat._gemma4.quantization import experts as _quantized_experts
+from gemma4_compat._gemma4.quantization.bytes import stored_bytes, stored_bytes_of
+from gemma4_compat._lab import tiny, tiny_configs, tiny_models
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.quantization.transformers_quantized_experts import PATCH, by_hand
 from tests.patches.promise import Promise
 

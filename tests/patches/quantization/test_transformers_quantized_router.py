@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.quantization.transformers_quantized_router import PATCH
 from tests.patches.promise import Promise
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_models
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny, tiny_adapters, tiny_models
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.quantization.transformers_tied_head import PATCH
 from tests.patches.promise import Promise
 

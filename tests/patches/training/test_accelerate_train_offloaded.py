@@ -12,8 +12,8 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.training import accelerate_train_offloaded
 from gemma4_compat.patches.training.accelerate_train_offloaded import PATCH, _without_offloaded_entries
 from tests.patches.promise import Promise

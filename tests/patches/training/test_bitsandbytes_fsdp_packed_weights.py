@@ -9,7 +9,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, PatchState
-from gemma4_compat._reproduction import sharding, tiny, tiny_models
+from gemma4_compat._lab import sharding, tiny, tiny_models
 from gemma4_compat.patches.training.bitsandbytes_fsdp_packed_weights import PATCH
 from tests.patches.promise import Promise
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny_models
+from gemma4_compat._lab import tiny_models
 from gemma4_compat.patches.training import transformers_accumulation_weights
 from gemma4_compat.patches.training.transformers_accumulation_weights import PATCH
 from tests.helpers import without

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._stand_ins import flash
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.stand_ins import flash
 from gemma4_compat.patches.training.transformers_attention_weights import PATCH
 from tests.helpers import without
 from tests.patches.promise import Promise

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import shared_kv
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._gemma4.cache import shared_kv
+from gemma4_compat._lab import tiny
 from gemma4_compat.patches.training.transformers_checkpointed_states import PATCH
 from tests.conftest import is_affected
 from tests.helpers import Finished, pairwise, without
@@ -299,9 +299,9 @@ _TWO_DEVICES = """
 import gemma4_compat
 import sys
 from pathlib import Path
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import Workspace
-from gemma4_compat._stand_ins import second_device
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import Workspace
+from gemma4_compat._lab.stand_ins import second_device
 from tests.helpers import without
 from tests.patches.training.test_transformers_checkpointed_states import PATCH, enable, forward, left
 from tests.patches.training.test_transformers_chunked_loss import batch
@@ -321,7 +321,7 @@ print("as on one device")
 
 @AFFECTED
 def test_two_devices(workspace: Any, warm_child: Callable[..., Finished]) -> None:
-    from gemma4_compat._stand_ins import second_device
+    from gemma4_compat._lab.stand_ins import second_device
 
     if not second_device.available():
         pytest.skip("this PyTorch takes no backend in Python")

@@ -14,7 +14,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
-from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
+from gemma4_compat._lab import tiny, tiny_configs, tiny_models
 from gemma4_compat.patches.training.transformers_chunked_loss import PATCH
 from tests.patches.promise import Promise
 from tests.patches.training.parts import only

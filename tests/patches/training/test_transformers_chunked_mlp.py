@@ -13,8 +13,8 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
+from gemma4_compat._lab import tiny
 from gemma4_compat._plan import training_step
-from gemma4_compat._reproduction import tiny
 from gemma4_compat._training import mlp, pieces
 from gemma4_compat.patches.training.transformers_chunked_mlp import PATCH
 from tests.patches.promise import Promise
@@ -178,8 +178,8 @@ def test_offloaded_layers(
     """The bits of a model on one device; weights are brought in once per pass, however many pieces there are."""
     from peft import PeftModel
 
-    from gemma4_compat._accelerate import module_hooks
-    from gemma4_compat._offload import streaming
+    from gemma4_compat._gemma4.accelerate import module_hooks
+    from gemma4_compat._offload.transfer import streaming
 
     def trained(model: Any) -> Any:
         model = PeftModel.from_pretrained(model, workspace.adapter("language"), is_trainable=True)

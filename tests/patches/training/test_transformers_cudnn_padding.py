@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._attention import unseen_keys
 from gemma4_compat._engine import dormant
-from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
-from gemma4_compat._stand_ins import cudnn, flash
+from gemma4_compat._gemma4.attention import unseen_keys
+from gemma4_compat._lab import tiny, tiny_configs, tiny_models
+from gemma4_compat._lab.stand_ins import cudnn, flash
 from gemma4_compat.patches.training.transformers_cudnn_padding import PATCH
 from tests.patches.promise import Promise
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._stand_ins import flash
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.stand_ins import flash
 from gemma4_compat.patches.training.transformers_flash_attention import BOUNDS, PATCH
 from tests.patches.promise import Promise
 

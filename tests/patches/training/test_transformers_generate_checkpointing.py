@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import cache_names, checkpointing
+from gemma4_compat._gemma4.cache import cache_names
+from gemma4_compat._gemma4.state import checkpointing
 from gemma4_compat.patches.training.transformers_generate_checkpointing import PATCH
 from tests.conftest import is_affected
 from tests.helpers import child, pairwise, without

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny_models
+from gemma4_compat._lab import tiny_models
 from gemma4_compat.patches.training.transformers_packed_texts import PATCH
 from tests.helpers import without
 from tests.patches.promise import Promise

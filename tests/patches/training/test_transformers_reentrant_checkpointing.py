@@ -16,8 +16,8 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatWarning
 from gemma4_compat._engine import versions
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny, tiny_configs, tiny_models
 from gemma4_compat.patches.training.transformers_reentrant_checkpointing import PATCH
 from tests.patches.promise import Promise
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._reproduction.workspace import Workspace, difference
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.workspace import Workspace, difference
 from gemma4_compat.patches.training.transformers_rotary_cast import PATCH
 from tests.helpers import without
 from tests.patches.placement import splits

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import scenarios
+from gemma4_compat._lab import scenarios
 from gemma4_compat.patches.training.transformers_rotary_order import MODELING_GEMMA4, PATCH
 from tests.conftest import is_affected
 from tests.helpers import ROOT
@@ -49,7 +49,7 @@ RANK = """
 import gemma4_compat
 import sys, torch
 from pathlib import Path
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[3]), world_size=2)
 model = tiny.load(Path(sys.argv[1])).requires_grad_(False)
 model.lm_head.weight.requires_grad_(True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._attention import products, windows
-from gemma4_compat._reproduction import tiny, tiny_models
+from gemma4_compat._gemma4.attention import products, windows
+from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat.patches.training.transformers_sliding_windows import PATCH
 from tests.helpers import Finished
 from tests.patches.promise import Promise
@@ -308,7 +308,7 @@ import json, pathlib, sys
 import gemma4_compat
 import torch
 from gemma4_compat._engine import changes
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 
 model, awake = tiny.load(pathlib.Path(sys.argv[1])), []
 for length, options in [(1000, {}), (1200, {"prefill_chunk_size": 400})]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat._engine import versions
-from gemma4_compat._reproduction import tiny, tiny_models
+from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat.patches.training.transformers_text_training import PATCH
 from tests.helpers import without
 from tests.patches.promise import Promise

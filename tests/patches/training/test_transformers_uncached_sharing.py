@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 from gemma4_compat.patches.training.transformers_uncached_sharing import PATCH
 from tests.patches.promise import Promise
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 from gemma4_compat.patches.training.transformers_wide_heads import PATCH
 from tests.conftest import is_affected
 from tests.patches.promise import Promise

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny_models
-from gemma4_compat._stand_ins import zero3
+from gemma4_compat._lab import tiny_models
+from gemma4_compat._lab.stand_ins import zero3
 from gemma4_compat.patches.training.transformers_zero3_buffers import PATCH
 from tests.helpers import ROOT
 from tests.patches.promise import Promise

@@ -53,7 +53,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def build(folder: Path, workspace: Any) -> Path:
     """The working folder, made once; :func:`enter` copies it."""
-    from gemma4_compat._reproduction import tiny_models
+    from gemma4_compat._lab import tiny_models
 
     for name, kind in CHECKPOINTS.items():
         target = folder / name

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import ROOT, child
-from tests.unit.adapters.adapter_files import write_adapter
+from tests.unit.gemma4.adapters.adapter_files import write_adapter
 
 EVIL = "import pathlib; pathlib.Path({marker!r}).write_text('code of a file was run')\n"
 SAMPLES = sorted(path for path in (ROOT / "tests/unit/needed/samples").rglob("*") if path.is_file())

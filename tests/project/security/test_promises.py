@@ -18,7 +18,7 @@ _ROWS = dict(re.findall(r"^\| ([A-Z][^|]*) \| (.*) \|$", _HELD, re.MULTILINE))
 #: Modules that may start a process: this interpreter with a program that is a constant, or a fork of it; and `run`,
 #: the program that its user names.
 _STARTERS = {
-    "_common/patterns.py",
+    "_engine/io/patterns.py",
     "_doctor/processes.py",
     "_doctor/reproductions/server.py",
     "_doctor/launch/environment.py",

@@ -25,7 +25,7 @@ def measure(tmp_path: Path) -> Iterator[Any]:
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
     from benchmarks.decoding import depth_measure
     from gemma4_compat._graphs import recording
-    from gemma4_compat._stand_ins import tape
+    from gemma4_compat._lab.stand_ins import tape
 
     order = ORDER | {"folder": str(tmp_path)}
     with tape.standing_in(recording.RECORDERS), mock.patch.multiple(depth_measure, _weights=None, _decodings={}):
@@ -41,7 +41,7 @@ def test_a_text_that_was_not_read_has_positions_masks_and_lengths_of_one_that_wa
     seen: list[dict[str, Any]] = []
 
     def hook(_module: Any, _given: Any, inputs: dict[str, Any]) -> None:
-        from gemma4_compat._models import cache_names
+        from gemma4_compat._gemma4.cache import cache_names
 
         layers = [layer for layer in cache_names.cache_in(inputs).layers if layer.keys is not None]
         found = {f"mask {name}": mask for name, mask in inputs["attention_mask"].items()}

@@ -12,10 +12,10 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import testing
+from gemma4_compat._gemma4.state import checkpointing
 from gemma4_compat._graphs import recording
-from gemma4_compat._models import checkpointing
-from gemma4_compat._reproduction import tiny_models
-from gemma4_compat._stand_ins.tape import standing_in
+from gemma4_compat._lab import tiny_models
+from gemma4_compat._lab.stand_ins.tape import standing_in
 from tests.helpers import ROOT, Finished
 
 pytestmark = pytest.mark.full

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.training import float16 as benchmark
 from benchmarks.training import float16_rows as rows
-from gemma4_compat._reproduction import tiny, tiny_models
+from gemma4_compat._lab import tiny, tiny_models
 from tools.pages import float16 as page
 
 

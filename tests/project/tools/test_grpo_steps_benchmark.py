@@ -12,7 +12,7 @@ pytest.importorskip("bitsandbytes")
 import gemma4_compat
 from benchmarks.training import grpo_steps
 from gemma4_compat._graphs import recording
-from gemma4_compat._stand_ins import tape
+from gemma4_compat._lab.stand_ins import tape
 from tools.pages import measurements
 
 

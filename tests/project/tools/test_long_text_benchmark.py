@@ -13,7 +13,7 @@ import torch
 from benchmarks.decoding import long_text, models
 from gemma4_compat._graphs import recording
 from gemma4_compat._kernels import kernels
-from gemma4_compat._stand_ins import tape
+from gemma4_compat._lab.stand_ins import tape
 from tests.unit.kernels.host_kernels import HostCompiler
 
 MIB = 2**20

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import gemma4_compat
-from gemma4_compat._common import address
+from gemma4_compat._engine.io import address
 from tests.helpers import ROOT
 
 pytest.importorskip("hatchling", reason="needs hatchling: pip install 'gemma4-compat[dev]'")

@@ -83,7 +83,7 @@ def measure(tmp_path: Path) -> Iterator[Any]:
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
     from benchmarks.decoding import prompts_measure
     from gemma4_compat._graphs import recording
-    from gemma4_compat._stand_ins import tape
+    from gemma4_compat._lab.stand_ins import tape
 
     order = ORDER | {"folder": str(tmp_path)}
     with tape.standing_in(recording.RECORDERS), mock.patch.multiple(prompts_measure, _weights={}, _decodings={}):

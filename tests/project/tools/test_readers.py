@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import variants
+from gemma4_compat._gemma4.models import variants
 from tools import readers
 
 DATA = json.loads(readers.DATA.read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 from benchmarks.training import rollouts
 from gemma4_compat._graphs import recording
-from gemma4_compat._stand_ins import tape
+from gemma4_compat._lab.stand_ins import tape
 
 
 def test_rollouts_are_replayed_with_the_logits_of_eager_ones() -> None:

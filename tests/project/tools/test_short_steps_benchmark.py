@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("transformers.modeling_layers")
 from benchmarks.training import short_steps
-from gemma4_compat._models import checkpointing
+from gemma4_compat._gemma4.state import checkpointing
 
 pytestmark = pytest.mark.skipif(not checkpointing.is_in_forward(), reason="train_fast beside checkpointing: 5.23")
 

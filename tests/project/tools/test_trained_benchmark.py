@@ -13,7 +13,7 @@ pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip in
 import numpy
 
 from benchmarks.peers import trained
-from gemma4_compat._reproduction.trained import Trained
+from gemma4_compat._lab.trained import Trained
 from tools.pages import trained as page
 from tools.trained_model import model
 

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, RepairReport, cli
-from gemma4_compat._checkpoint import shards
 from gemma4_compat._engine import versions
-from gemma4_compat._models import config_names
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._gemma4.checkpoint import shards
+from gemma4_compat._gemma4.models import config_names
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.workspace import difference
 from tests.helpers import Finished
 
 TEXT = "model.language_model."
@@ -55,7 +55,7 @@ def saved(original: Path, warm_child: Callable[..., Finished], tmp_path_factory:
 
 TRAIN = """
 import pathlib, sys, torch
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 model = tiny.load(pathlib.Path(sys.argv[1]), dtype=torch.float32)
 with torch.no_grad():
     for parameter in model.parameters():

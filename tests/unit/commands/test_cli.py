@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
-from gemma4_compat._engine import words
+from gemma4_compat._engine.reports import words
 from gemma4_compat.patches import registry
 from tests.collecting import collect_failures
 from tests.helpers import Finished, child
-from tests.unit.adapters.adapter_files import lora, write_adapter
 from tests.unit.engine.test_import_cost import UPSTREAM, imported_by
+from tests.unit.gemma4.adapters.adapter_files import lora, write_adapter
 
 PATCHES = gemma4_compat.patches()
 IDS = [patch.id for patch in PATCHES]

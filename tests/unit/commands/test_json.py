@@ -18,15 +18,15 @@ from gemma4_compat import cli
 from gemma4_compat._adapter_tools.merge.check import Parity
 from gemma4_compat._adapter_tools.merge.result import MergeParityError, MergeReport
 from gemma4_compat._adapter_tools.repair import RepairReport
-from gemma4_compat._common import terminal
 from gemma4_compat._doctor import environment as facts
 from gemma4_compat._doctor.check.run import Check, Outcome
 from gemma4_compat._doctor.launch import environment
 from gemma4_compat._doctor.reproductions import children, findings
-from gemma4_compat._reproduction import tiny_models
-from tests.unit.adapters.adapter_files import lora, write_adapter
+from gemma4_compat._engine.io import terminal
+from gemma4_compat._lab import tiny_models
 from tests.unit.commands.helpers import ROOT
 from tests.unit.doctor.check import samples as check_samples
+from tests.unit.gemma4.adapters.adapter_files import lora, write_adapter
 from tests.unit.plan.test_arithmetic import a_plan
 
 PATCH = gemma4_compat.patches()[0].id

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
-from gemma4_compat._checkpoint import folders
 from gemma4_compat._doctor.reproductions import children, findings
+from gemma4_compat._gemma4.checkpoint import folders
 from tests.unit.commands.helpers import started
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills as POSIX does")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills as POSIX 
 MERGE = """
 import sys, time
 from pathlib import Path
-from gemma4_compat._checkpoint import folders
+from gemma4_compat._gemma4.checkpoint import folders
 with folders.staging(Path(sys.argv[1]).absolute()) as folder:
     (folder / "model.safetensors").write_bytes(b"half")
     print("writing", flush=True)

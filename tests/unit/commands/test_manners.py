@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from gemma4_compat import cli
-from gemma4_compat._common import terminal
-from gemma4_compat._common.text import table_text
+from gemma4_compat._engine.io import terminal
+from gemma4_compat._engine.io.text import table_text
 from tests.unit.commands.helpers import command, started
 
 COMMANDS = sorted(found.name or found.callback.__name__ for found in cli.app.registered_commands)  # type: ignore[union-attr]

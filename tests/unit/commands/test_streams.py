@@ -10,8 +10,8 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
-from tests.unit.adapters.adapter_files import lora, write_adapter
 from tests.unit.commands.helpers import command, finished, started
+from tests.unit.gemma4.adapters.adapter_files import lora, write_adapter
 
 pytestmark = [
     pytest.mark.full,  # a process each

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning, cli
 from gemma4_compat._adapter_tools.scan import configuration
-from gemma4_compat._common import terminal
-from tests.unit.adapters.adapter_files import LORA, PREFIX, lora, write_adapter
+from gemma4_compat._engine.io import terminal
 from tests.unit.commands.helpers import command
+from tests.unit.gemma4.adapters.adapter_files import LORA, PREFIX, lora, write_adapter
 
 #: Colours, a title, a bell, a line of its own, text that runs backwards.
 EVIL = "a\x1b[31m\x1b]0;title\x07\nNo problems.\u202etxt\x9b"

@@ -8,7 +8,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Kind, PatchState, PatchStatus, Reason, Severity, Verdict
-from gemma4_compat._engine import words
+from gemma4_compat._engine.reports import words
 from gemma4_compat._needed import judge
 from tests.unit.commands.helpers import ROOT
 

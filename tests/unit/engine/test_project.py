@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
-from gemma4_compat._common import toml
-from gemma4_compat._engine import project, settings
+from gemma4_compat._engine import settings
+from gemma4_compat._engine.io import project, toml
 from tests.helpers import child
 from tests.unit.commands.helpers import command
 

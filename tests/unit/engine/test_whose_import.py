@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning, PatchState
-from gemma4_compat._common import notice
 from gemma4_compat._engine import changes
 from gemma4_compat._engine.engine import Engine
+from gemma4_compat._engine.io import notice
 from gemma4_compat._engine.patch import LatePatch
 from tests import helpers
 from tests.helpers import CORE, Library, child, collected, installed

@@ -8,7 +8,7 @@ import pytest
 
 from gemma4_compat._graphs import recording
 from gemma4_compat._kernels import kernels, programs
-from tests.unit.decoding.calls import Models
+from tests.unit.generation.calls import Models
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def change_file(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], No
 @pytest.fixture
 def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Steps on the CPU are recorded, by a class whose methods tests may replace."""
-    from gemma4_compat._stand_ins.tape import Tape, standing_in
+    from gemma4_compat._lab.stand_ins.tape import Tape, standing_in
 
     class OneAtATime(Tape):
         """As :class:`recording.CudaRecording`: who comes second waits."""

@@ -18,13 +18,13 @@ from bitsandbytes import functional
 from bitsandbytes.nn import Params4bit
 
 from benchmarks.decoding.own_products import of_type
-from gemma4_compat._common.bits import same_bits
 from gemma4_compat._engine.changes import upstream
+from gemma4_compat._engine.io.bits import same_bits
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.match import dequantizing
 from gemma4_compat._kernels.specs import nf4_dequantize
 from gemma4_compat._kernels.specs.nf4_dequantize import Format
-from gemma4_compat._stand_ins import packed_weights
+from gemma4_compat._lab.stand_ins import packed_weights
 from tests.unit.kernels.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")

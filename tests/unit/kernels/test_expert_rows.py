@@ -12,13 +12,13 @@ pytest.importorskip("bitsandbytes")
 
 import torch
 
-from gemma4_compat._common.bits import same_bits
+from gemma4_compat._engine.io.bits import same_bits
+from gemma4_compat._gemma4.quantization import expert_storage, experts
 from gemma4_compat._graphs import fused_steps
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.specs import expert_rows
-from gemma4_compat._quantization import expert_storage, experts
-from gemma4_compat._reproduction import tiny_models
-from tests.unit.decoding import calls
+from gemma4_compat._lab import tiny_models
+from tests.unit.generation import calls
 from tests.unit.kernels.host_kernels import HostCompiler
 from tests.unit.offload.test_expert_lookup import loaded, placed
 

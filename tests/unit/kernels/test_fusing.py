@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from gemma4_compat._common.bits import same_bits
+from gemma4_compat._engine.io.bits import same_bits
 from gemma4_compat._graphs import fused_steps
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.fuse import pointwise

@@ -14,8 +14,8 @@ import gemma4_compat
 from gemma4_compat._graphs import decoder, fused_steps
 from gemma4_compat._graphs.captured_calls import CapturedCalls
 from gemma4_compat._kernels.match import own
-from tests.unit.decoding import calls
-from tests.unit.decoding.calls import Models
+from tests.unit.generation import calls
+from tests.unit.generation.calls import Models
 from tests.unit.kernels.host_kernels import HostCompiler
 
 NEAR = 0.25  # of the logits' standard deviation: tiny models in bf16

@@ -15,7 +15,7 @@ import gemma4_compat
 from gemma4_compat._graphs import decoder
 from gemma4_compat._kernels.match import own, reading
 from gemma4_compat._kernels.specs import flash
-from tests.unit.decoding.calls import Models, assert_equal, generate, steps, text
+from tests.unit.generation.calls import Models, assert_equal, generate, steps, text
 
 NEAR = 0.25  # of the logits' standard deviation: tiny models in bf16
 CHUNK, LENGTH = 20, 60

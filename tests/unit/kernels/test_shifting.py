@@ -17,8 +17,8 @@ from gemma4_compat._graphs import fused_steps
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.match import own
 from gemma4_compat._kernels.specs import shifting
-from tests.unit.decoding import calls
-from tests.unit.decoding.calls import Models
+from tests.unit.generation import calls
+from tests.unit.generation.calls import Models
 from tests.unit.kernels.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")

@@ -18,14 +18,14 @@ import torch
 from transformers.generation import logits_process
 
 import gemma4_compat
-from gemma4_compat._common.bits import same_bits
-from gemma4_compat._generation.sampling import choosing
+from gemma4_compat._engine.io.bits import same_bits
+from gemma4_compat._generation.sampling import fast_processors
 from gemma4_compat._generation.speculative import speculative_steps
 from gemma4_compat._graphs import fused_steps
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.match import top_tokens
-from tests.unit.decoding import calls
-from tests.unit.decoding.calls import Models
+from tests.unit.generation import calls
+from tests.unit.generation.calls import Models
 from tests.unit.kernels.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")
@@ -108,7 +108,7 @@ def by_transformers(scores: Any, both: list[Any]) -> Any:
 
 def compared(scores: Any, both: list[Any]) -> None:
     """Together, as rows of a batch, each row as in a call of its own, and the tokens that are drawn."""
-    (called,) = choosing.paired(both)
+    (called,) = fast_processors.paired(both)
     given, noise = scores.clone(), torch.empty_like(scores).exponential_(generator=torch.Generator().manual_seed(1))
     rows = [by_transformers(row, both) for row in scores.split(1)]
     tokens = [(row.softmax(-1) / own).argmax(-1) for row, own in zip(rows, noise.split(1), strict=True)]
@@ -167,8 +167,8 @@ def test_what_does_not_suit_is_left_to_transformers(launched: list[int], scores:
 def test_others_keep_their_places() -> None:
     top_k, top_p = processors()
     temperature, min_p = logits_process.TemperatureLogitsWarper(0.7), logits_process.MinPLogitsWarper(0.05)
-    found = choosing.paired([temperature, top_k, top_p, min_p, top_k, temperature, top_p, top_p])
-    assert [one if not isinstance(one, choosing.TopTokens) else (one.top_k, one.top_p) for one in found] == [
+    found = fast_processors.paired([temperature, top_k, top_p, min_p, top_k, temperature, top_p, top_p])
+    assert [one if not isinstance(one, fast_processors.TopTokens) else (one.top_k, one.top_p) for one in found] == [
         *(temperature, (top_k, top_p), min_p, (top_k, None), temperature, (None, top_p), (None, top_p))
     ]
 

@@ -6,11 +6,11 @@ import functools
 from typing import Any
 
 from gemma4_compat._engine import versions
+from gemma4_compat._gemma4.models import build, variants
+from gemma4_compat._gemma4.quantization.config import default_skip_modules, linear_names
+from gemma4_compat._lab import tiny
 from gemma4_compat._memory.blueprint import Blueprint, describe
-from gemma4_compat._models import build, variants
 from gemma4_compat._plan import plan as _plan
-from gemma4_compat._quantization.config import default_skip_modules, linear_names
-from gemma4_compat._reproduction import tiny
 
 QUANTIZATIONS = [None, "4bit", "4bit-double", "8bit"]
 HAS_UNIFIED = versions.admits(">=5.10", versions.installed("transformers") or "0")

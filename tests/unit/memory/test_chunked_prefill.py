@@ -10,12 +10,12 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
+from gemma4_compat._gemma4.models import build
+from gemma4_compat._lab import tiny_configs
 from gemma4_compat._memory import formulas, layout
 from gemma4_compat._memory.blueprint import describe
 from gemma4_compat._memory.formulas import Load
-from gemma4_compat._models import build
 from gemma4_compat._plan.text import plan_text
-from gemma4_compat._reproduction import tiny_configs
 from tests.unit.memory.measured import cached, storages, watched
 
 GIVEN: dict[str, Any] = {"quantize": "4bit-double", "quantize_experts": True}

@@ -9,11 +9,11 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
+from gemma4_compat._gemma4.models import build, variants
+from gemma4_compat._lab import tiny_configs
 from gemma4_compat._memory import formulas
 from gemma4_compat._memory.blueprint import adapter_sizes, describe, rounded
 from gemma4_compat._memory.formulas import Load
-from gemma4_compat._models import build, variants
-from gemma4_compat._reproduction import tiny_configs
 from tests.unit.memory.measured import cached, storages, watched
 from tests.unit.memory.models import VARIANTS, on_meta, planned
 

@@ -12,11 +12,11 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._engine import versions
+from gemma4_compat._gemma4.models import build, variants
 from gemma4_compat._generation.prompts import room
 from gemma4_compat._memory import formulas, layout
 from gemma4_compat._memory.blueprint import describe
 from gemma4_compat._memory.formulas import Load
-from gemma4_compat._models import build, variants
 from gemma4_compat._plan import plan
 from gemma4_compat._plan.text import plan_text
 from tests.unit.memory.measured import watched

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from gemma4_compat._gemma4.models import variants
 from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._memory import formulas
 from gemma4_compat._memory.attention import mask_as_numbers
 from gemma4_compat._memory.blueprint import describe
 from gemma4_compat._memory.formulas import Load
-from gemma4_compat._models import variants
 from tests.unit.memory.measured import watched
 from tests.unit.memory.models import VARIANTS
 from tests.unit.memory.test_long_contexts import cache_of, kernel, text_model

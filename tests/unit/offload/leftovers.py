@@ -53,8 +53,8 @@ def now(folder: Path) -> dict[str, Any]:
     """What is alive in this process, and what of ``folder`` it has open or mapped."""
     import torch
 
-    from gemma4_compat._accelerate import attached
-    from gemma4_compat._common import locks
+    from gemma4_compat._engine.runtime import locks
+    from gemma4_compat._gemma4.accelerate import attached
     from gemma4_compat._offload import host_memory
 
     for _ in range(2):
@@ -109,7 +109,7 @@ def check(workspace: Any, store: str, quantization: str | None, loads: int) -> d
 def measure(cells: list[tuple[str, str | None, int]], folder: Path) -> Iterator[dict[str, Any]]:
     """What a process does: :func:`check` for each (store, quantization, loads)."""
     import gemma4_compat  # noqa: F401  (armed before the libraries)
-    from gemma4_compat._reproduction.workspace import Workspace
+    from gemma4_compat._lab.workspace import Workspace
     from tests.generated.search import run
 
     with run.quiet(), tempfile.TemporaryDirectory(dir=folder) as place:

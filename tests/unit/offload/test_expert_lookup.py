@@ -12,11 +12,12 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._offload import expert_lookup, host_memory, read_ahead, streaming
-from gemma4_compat._quantization import expert_forward, expert_storage
-from gemma4_compat._reproduction import tiny, tiny_models
-from tests.unit.decoding import calls
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.quantization import expert_forward, expert_storage
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._offload import host_memory
+from gemma4_compat._offload.transfer import expert_lookup, read_ahead, streaming
+from tests.unit.generation import calls
 
 LAYERS = "model.language_model.layers"
 #: What is off the device, in which words; "nested" is an entry beside one that covers it.
@@ -270,7 +271,7 @@ def test_a_prompt_after_a_token(workspace: Any, checkpoint: Path, references: An
 def test_weights_that_were_changed_are_looked_up_anew(workspace: Any, checkpoint: Path) -> None:
     import torch
 
-    from gemma4_compat._offload import stored_weights
+    from gemma4_compat._offload.weights import stored_weights
 
     model = placed(workspace, loaded(workspace, checkpoint, None), "experts", "memory")
     plain = loaded(workspace, checkpoint, None)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import gemma4_compat
+from gemma4_compat._gemma4.quantization.bytes import stored_bytes
+from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat._offload import host_room
-from gemma4_compat._quantization.bytes import stored_bytes
-from gemma4_compat._reproduction import tiny, tiny_models
 
 TEXT = "of weights in host memory"
 
@@ -70,7 +70,7 @@ def test_a_quantized_checkpoint_is_counted_as_it_is(
 
 
 def test_what_goes_elsewhere_takes_no_room(checkpoint: Path) -> None:
-    from gemma4_compat._models import build
+    from gemma4_compat._gemma4.models import build
 
     model = build.on_meta(str(checkpoint))[0]
     assert host_room.host_bytes(model, {"": 0, "lm_head": "disk"}) == 0

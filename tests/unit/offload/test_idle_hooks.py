@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._offload import idle_hooks
+from gemma4_compat._offload.transfer import idle_hooks
 
 pytest.importorskip("accelerate", reason="needs accelerate")
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._common import locks
+from gemma4_compat._engine.runtime import locks
 from gemma4_compat._offload import model_lock
 from tests.unit.offload.threads import run_together
 

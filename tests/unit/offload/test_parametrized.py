@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("accelerate")
 
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._offload import streaming
+from gemma4_compat._offload.transfer import streaming
 
 
 def negated(module: Any) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from gemma4_compat._offload import read_ahead, row_lookup
+from gemma4_compat._offload.transfer import read_ahead, row_lookup
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_WILLNEED"), reason="this system takes no advice")
 

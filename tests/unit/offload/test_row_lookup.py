@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._offload import row_lookup
-from gemma4_compat._offload.row_lookup import Lookup
+from gemma4_compat._offload.transfer import row_lookup
+from gemma4_compat._offload.transfer.row_lookup import Lookup
 from gemma4_compat.patches.offload.accelerate_embedding_lookup import largest_tensor
 
 torch = pytest.importorskip("torch", reason="needs torch")

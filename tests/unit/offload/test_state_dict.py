@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab.workspace import difference
 from tests.patches.placement.splits import split
 
 LAYERS = ("model.language_model.layers.0", "model.language_model.layers.2")

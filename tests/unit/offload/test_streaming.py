@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._offload import module_groups, streaming
+from gemma4_compat._offload.transfer import module_groups, streaming
 
 pytest.importorskip("accelerate", reason="needs accelerate")
 

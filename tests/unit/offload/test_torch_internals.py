@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatWarning
-from gemma4_compat._offload import model_lock, streaming, torch_internals
+from gemma4_compat._offload import model_lock, torch_internals
+from gemma4_compat._offload.transfer import streaming
 
 pytest.importorskip("accelerate", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
 

@@ -38,7 +38,7 @@ def split(workspace: Any, store: str, quantization: str | None = None, adapter: 
     import torch
     from accelerate import dispatch_model
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     model = workspace.load(quantization)
     main, offloaded = torch.device(workspace.main), "disk" if store == "disk" else "cpu"
@@ -155,7 +155,7 @@ class Cell:
 def measure(cells: list[Cell], folder: Path) -> Iterator[dict[str, Any]]:
     """What a process does: :func:`check` for each cell."""
     import gemma4_compat  # noqa: F401  (armed before the libraries)
-    from gemma4_compat._reproduction.workspace import Workspace
+    from gemma4_compat._lab.workspace import Workspace
     from tests.generated.search import run
 
     with run.quiet(), tempfile.TemporaryDirectory(dir=folder) as place:

@@ -47,7 +47,7 @@ class Places:
     """The models, and what each does in one thread."""
 
     def __init__(self, workspace: Any) -> None:
-        from tests.unit.decoding import calls
+        from tests.unit.generation import calls
 
         self._models = calls.Models(workspace)
         self._expected: dict[Any, Any] = {}
@@ -108,7 +108,7 @@ def forward(model: Any) -> list[Any]:
 
 def generate(model: Any) -> list[Any]:
     """With a cache of its own: before transformers 5.15 the one that ``generate`` makes is the model's."""
-    from tests.unit.decoding import calls
+    from tests.unit.generation import calls
 
     cache = calls.static_cache(model, 32)
     made = model.generate(
@@ -162,10 +162,10 @@ def round_of(seed: int, places: Places, training: Callable[[], None]) -> tuple[s
 def soak(minutes: float, rounds: int | None = None) -> dict[str, Any]:
     """Rounds until the time is over, or as many as asked for."""
     import gemma4_compat  # noqa: F401  (armed before the libraries)
-    from gemma4_compat._common import locks
+    from gemma4_compat._engine.runtime import locks
     from gemma4_compat._graphs import recording
-    from gemma4_compat._reproduction.workspace import Workspace
-    from gemma4_compat._stand_ins.tape import standing_in
+    from gemma4_compat._lab.stand_ins.tape import standing_in
+    from gemma4_compat._lab.workspace import Workspace
     from tests.generated.search import run
 
     works: collections.Counter[str] = collections.Counter()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._common.text import parse_size, runs, size_text
+from gemma4_compat._engine.io.text import parse_size, runs, size_text
 from gemma4_compat._memory import layout
 from gemma4_compat._memory.blueprint import Attention, Block, Blueprint, Size, rounded
 from gemma4_compat._memory.formulas import Load
@@ -413,7 +413,7 @@ def test_runs() -> None:
 
 @pytest.mark.parametrize("name", ["E4B", "e4b", "gemma-4-E4B-it", "google/gemma-4-e4b"])
 def test_variants_are_found_by_their_names(name: str) -> None:
-    from gemma4_compat._models import variants
+    from gemma4_compat._gemma4.models import variants
 
     assert variants.find(name) == "E4B"
     assert variants.find("E4C") is None

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
+from gemma4_compat._gemma4.models import build, variants
 from gemma4_compat._generation.speculative import draft_windows
+from gemma4_compat._lab import tiny_configs
 from gemma4_compat._memory import formulas
 from gemma4_compat._memory.blueprint import Blueprint, describe
 from gemma4_compat._memory.formulas import Load
-from gemma4_compat._models import build, variants
 from gemma4_compat._plan import assistants
-from gemma4_compat._reproduction import tiny_configs
 from tests.unit.memory.models import VARIANTS
 
 needs_assistants = pytest.mark.skipif(

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import build
+from gemma4_compat._gemma4.models import build
+from gemma4_compat._lab import tiny_configs
 from gemma4_compat._plan import equal_layers, switches, training, training_step
 from gemma4_compat._plan.training_step import Step, StepMemory
-from gemma4_compat._reproduction import tiny_configs
 
 #: Steps that differ in what layers keep and read, and a variant for each.
 STEPS: list[tuple[str, dict[str, Any]]] = [

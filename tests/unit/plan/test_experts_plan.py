@@ -9,16 +9,16 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
+from gemma4_compat._gemma4.models import build
+from gemma4_compat._gemma4.quantization import expert_storage
+from gemma4_compat._gemma4.quantization.bytes import expert_tensors
+from gemma4_compat._gemma4.quantization.config import default_skip_modules, linear_names
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat._memory import formulas, layout
 from gemma4_compat._memory.blueprint import Blueprint, describe
 from gemma4_compat._memory.formulas import Load
-from gemma4_compat._models import build
 from gemma4_compat._plan.text import plan_text
-from gemma4_compat._quantization import expert_storage
-from gemma4_compat._quantization.bytes import expert_tensors
-from gemma4_compat._quantization.config import default_skip_modules, linear_names
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._reproduction.workspace import difference
 from tests.unit.memory.models import held, run, stored
 from tools.pages import experts as experts_page
 

@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
+from gemma4_compat._gemma4.models import variants
 from gemma4_compat._graphs import unsupported
+from gemma4_compat._lab import tiny_configs
 from gemma4_compat._memory import formulas, layout
 from gemma4_compat._memory.blueprint import Blueprint, describe, rounded
 from gemma4_compat._memory.formulas import MEASURED, Load
-from gemma4_compat._models import variants
 from gemma4_compat._plan import code, speed
 from gemma4_compat._plan import plan as _plan
 from gemma4_compat._plan import text as _plan_text
-from gemma4_compat._reproduction import tiny_configs
 from tests.unit.memory.measured import cached, storages, watched
 from tests.unit.memory.models import VARIANTS, planned, run
 from tests.unit.plan.test_arithmetic import LEAST, LOAD, MIB, MODEL, a_plan, away

@@ -10,7 +10,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._plan import measured
+from gemma4_compat._plan.cards import measured
 from gemma4_compat._plan.text import plan_text
 from tests.helpers import ROOT
 

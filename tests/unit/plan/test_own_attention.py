@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
-from gemma4_compat._attention import windows
 from gemma4_compat._engine import dormant, versions
+from gemma4_compat._gemma4.attention import windows
 from gemma4_compat._generation.prompts import room
 from gemma4_compat._kernels.specs import flash
 from gemma4_compat._memory import formulas

@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
+from gemma4_compat._gemma4.models import build
+from gemma4_compat._gemma4.quantization.bytes import linear_tensors
+from gemma4_compat._gemma4.quantization.config import default_skip_modules
+from gemma4_compat._lab import tiny, tiny_configs
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat._memory import layout
 from gemma4_compat._memory.blueprint import describe
 from gemma4_compat._memory.formulas import Load
-from gemma4_compat._models import build
-from gemma4_compat._quantization.bytes import linear_tensors
-from gemma4_compat._quantization.config import default_skip_modules
-from gemma4_compat._reproduction import tiny, tiny_configs
-from gemma4_compat._reproduction.workspace import difference
 from tests.unit.memory.models import HAS_UNIFIED, QUANTIZATIONS, VARIANTS, held, on_meta, planned, run, stored, whole
 
 # ------------------------------------------------------------------------------------------------------------ weights

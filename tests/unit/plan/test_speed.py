@@ -10,12 +10,12 @@ import pytest
 import gemma4_compat
 from benchmarks.decoding import multiprocessors_fit as fit
 from gemma4_compat import Gemma4CompatError
+from gemma4_compat._gemma4.models import build
+from gemma4_compat._gemma4.quantization.config import default_skip_modules, linear_names
+from gemma4_compat._lab import tiny_models
 from gemma4_compat._memory import blueprint
-from gemma4_compat._models import build
 from gemma4_compat._plan import budgets, speed, training
 from gemma4_compat._plan.text import plan_text
-from gemma4_compat._quantization.config import default_skip_modules, linear_names
-from gemma4_compat._reproduction import tiny_models
 
 GIVEN: dict[str, Any] = {"context": 612, "quantize": "4bit-double"}
 

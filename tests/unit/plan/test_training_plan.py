@@ -13,17 +13,18 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
-from gemma4_compat._attention import products, windows
 from gemma4_compat._engine import settings
+from gemma4_compat._gemma4.attention import products, windows
+from gemma4_compat._gemma4.models import build
+from gemma4_compat._gemma4.quantization.experts import all_experts
+from gemma4_compat._gemma4.state import checkpointing
 from gemma4_compat._graphs import recording
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.stand_ins.tape import standing_in
 from gemma4_compat._memory.formulas import TrainingLoad
-from gemma4_compat._models import build, checkpointing
 from gemma4_compat._plan import equal_layers, switches, training, training_step
 from gemma4_compat._plan.text import plan_text
 from gemma4_compat._plan.training_step import Step
-from gemma4_compat._quantization.experts import all_experts
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._stand_ins.tape import standing_in
 from gemma4_compat._training import chunks, counting, mlp
 from gemma4_compat._training.captured import layers
 from tests.helpers import ROOT, without

@@ -6,7 +6,7 @@ import gemma4_compat  # isort: skip  (first, as a user would)  # noqa: F401
 
 import sys
 
-from gemma4_compat._reproduction import sharding
+from gemma4_compat._lab import sharding
 from tests.world.gpu import two_gpus
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._reproduction import tiny, tiny_configs
+from gemma4_compat._lab import tiny, tiny_configs
 from tests.patches.training.parts import only
 
 #: How many tokens of the batch of each rank have a label; -1: all.

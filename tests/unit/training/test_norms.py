@@ -86,7 +86,7 @@ def test_checkpointing_padding_and_packing(workspace: Any, tmp_path: Any, packed
 def test_offloaded_layers(workspace: Any, paged: bool) -> None:
     from peft import PeftModel
 
-    from gemma4_compat._offload import streaming
+    from gemma4_compat._offload.transfer import streaming
 
     def trained(model: Any) -> Any:
         model = PeftModel.from_pretrained(model, workspace.adapter("language"), is_trainable=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat._plan import training_step
-from tests.unit.decoding.calls import text
+from tests.unit.generation.calls import text
 
 
 @pytest.mark.parametrize("quantization", [None, "4bit"])

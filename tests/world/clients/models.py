@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 from tests.one_device import modalities
 
 _TOWERS = ("model.vision_tower", "model.audio_tower")

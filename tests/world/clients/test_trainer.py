@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 from tests.world.clients import models
 
 STEPS = 4

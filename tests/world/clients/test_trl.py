@@ -113,7 +113,7 @@ def test_rollouts_replay_with_the_completions_and_losses_of_eager_ones(
 
     import gemma4_compat
     from gemma4_compat._graphs.recording import RECORDERS
-    from gemma4_compat._stand_ins import tape
+    from gemma4_compat._lab.stand_ins import tape
 
     outcomes, counted = [], None
     for replays in (False, True):

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import gemma4_compat  # first, as a user would
-from gemma4_compat._reproduction import tiny, tiny_adapters
-from gemma4_compat._reproduction.workspace import Workspace, difference
+from gemma4_compat._lab import tiny, tiny_adapters
+from gemma4_compat._lab.workspace import Workspace, difference
 from tests.world.gpu.int8_table import short
 
 Found = dict[str, Any]

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 BUILD = (
-    "import gemma4_compat, pathlib, sys; from gemma4_compat._reproduction.workspace import Workspace; "
+    "import gemma4_compat, pathlib, sys; from gemma4_compat._lab.workspace import Workspace; "
     "Workspace.build(pathlib.Path(sys.argv[1]))"
 )
 

@@ -6,7 +6,7 @@ Each prints one line of JSON. ``build`` comes first; ``all_gpu`` writes the answ
 
 from __future__ import annotations
 
-from gemma4_compat._quantization import opt_in
+from gemma4_compat._gemma4.quantization import opt_in
 
 import gemma4_compat  # isort: skip  (first, as a user would; GEMMA4_COMPAT_DISABLE=all gives the unpatched stack)
 
@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks as _placement
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny as _tiny
-from gemma4_compat._reproduction import tiny_models
-from gemma4_compat._reproduction.workspace import Outputs, difference
+from gemma4_compat._gemma4.accelerate import module_hooks as _placement
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny as _tiny
+from gemma4_compat._lab import tiny_models
+from gemma4_compat._lab.workspace import Outputs, difference
 
 GIB = 2**30
 TOWERS = ("model.vision_tower", "model.audio_tower")
@@ -214,10 +214,10 @@ def max_memory(folder: Path) -> dict[str, Any]:
     """
     from peft import PeftModel
 
+    from gemma4_compat._lab.workspace import Workspace
     from gemma4_compat._memory import layout
     from gemma4_compat._memory.blueprint import describe
     from gemma4_compat._memory.formulas import Load
-    from gemma4_compat._reproduction.workspace import Workspace
 
     workspace = Workspace.build(folder / "tiny")
     checkpoint = tiny_models.build_checkpoint(folder / "large-table", per_layer_vocabulary=1 << 16)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._plan import measured
+from gemma4_compat._plan.cards import measured
 from tests.helpers import child
 
 

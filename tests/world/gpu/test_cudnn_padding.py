@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._attention import unseen_keys
-from gemma4_compat._reproduction import tiny, tiny_adapters
-from gemma4_compat._stand_ins import cudnn
+from gemma4_compat._gemma4.attention import unseen_keys
+from gemma4_compat._lab import tiny, tiny_adapters
+from gemma4_compat._lab.stand_ins import cudnn
 
 PATCH = "transformers-cudnn-padding"
 TIMES, LEAST = 3, 1e-3

@@ -19,7 +19,7 @@ from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.compiling import CudaCompiler
 from gemma4_compat._kernels.match import dequantizing
 from gemma4_compat._kernels.specs.nf4_dequantize import BLOCKSIZES, Format, computed
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 
 PATCH = "bitsandbytes-fused-dequantization"
 #: Outputs, inputs: whole blocks of threads and not, a row shorter than a block of values.

@@ -10,7 +10,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._doctor.reproductions import findings
-from gemma4_compat._reproduction import scenarios
+from gemma4_compat._lab import scenarios
 from gemma4_compat.patches.adapters import peft_tied_merge
 from gemma4_compat.patches.multimodal.transformers_quantized_vision import BOUND
 from tests.conftest import is_affected, patch

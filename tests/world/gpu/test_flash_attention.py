@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
+from gemma4_compat._lab import tiny, tiny_configs, tiny_models
 
 KERNELS = {
     "flash_attention_2": "flash_attn",

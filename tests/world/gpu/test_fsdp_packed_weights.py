@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import sharding
+from gemma4_compat._lab import sharding
 
 PATCH = "bitsandbytes-fsdp-packed-weights"
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._gemma4.accelerate import module_hooks
 from tests.conftest import is_affected, patch
-from tests.unit.decoding.calls import (
+from tests.unit.generation.calls import (
     CHANGES,
     NEW,
     PATCH,
@@ -29,8 +29,8 @@ from tests.unit.decoding.calls import (
     switched,
     text,
 )
-from tests.unit.decoding.test_advancing import padded
-from tests.unit.decoding.test_deferral import answer, end_at, same
+from tests.unit.generation.test_deferred_stop import answer, end_at, same
+from tests.unit.generation.test_step_inputs import padded
 from tests.unit.offload import threads
 
 QUANTIZATIONS = (None, "4bit-double", "4bit")
@@ -282,14 +282,14 @@ def test_stops_that_are_read_late(
     models: Models, monkeypatch: pytest.MonkeyPatch, where: str, sampled: dict[str, Any]
 ) -> None:
     """The same tokens and the same random numbers after them, whether the text ends early or at its limit."""
-    from gemma4_compat._graphs import deferral
+    from gemma4_compat._graphs import deferred_stop
 
     if not is_affected(patch("transformers-deferred-stop")):
         pytest.skip("transformers before 5.17 has no deferred stop check")
     late = []
-    defers = deferral.Sampling.defers
-    monkeypatch.setattr(deferral.Sampling, "defers", lambda self: late.append(defers(self)) or late[-1])
-    monkeypatch.setattr(deferral, "WAITING", float("inf"))
+    defers = deferred_stop.Sampling.defers
+    monkeypatch.setattr(deferred_stop.Sampling, "defers", lambda self: late.append(defers(self)) or late[-1])
+    monkeypatch.setattr(deferred_stop, "WAITING", float("inf"))
     model = models(where=where)
     for batch in (1, 3):
         for end in (-1, end_at(model, 9, batch=batch, **sampled)):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._generation.prompts import pieces, prompts
+from gemma4_compat._generation.prompts import buckets, prompts
 from gemma4_compat._graphs import decoder
-from tests.unit.decoding.calls import WINDOW, Models, assert_equal, base, generate, other_media, steps, text
+from tests.unit.generation.calls import WINDOW, Models, assert_equal, base, generate, other_media, steps, text
 
 CELLS = [
     (None, None, "device"),
@@ -70,8 +70,8 @@ def test_pieces_are_near_prompts_that_are_read_at_once(
 ) -> None:
     import torch
 
-    monkeypatch.setattr(pieces, "SIZES", (4, 16))
-    monkeypatch.setattr(pieces, "SMALL", 16)
+    monkeypatch.setattr(buckets, "SIZES", (4, 16))
+    monkeypatch.setattr(buckets, "SMALL", 16)
     model = gemma4_compat.decode_fast(models.fresh("4bit", None, where), any_length=True)
     for length in (5, 12, 17, 33, 40, 6):
         given = text(model, length, batch=2, seed=length)

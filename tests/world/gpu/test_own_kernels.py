@@ -16,7 +16,7 @@ import pytest
 
 import gemma4_compat
 from tests.conftest import is_affected, patch
-from tests.unit.decoding.calls import (
+from tests.unit.generation.calls import (
     CHANGES,
     SCENARIOS,
     Models,
@@ -30,7 +30,7 @@ from tests.unit.decoding.calls import (
     steps,
     text,
 )
-from tests.unit.decoding.test_deferral import answer, end_at, same
+from tests.unit.generation.test_deferred_stop import answer, end_at, same
 from tests.world.gpu.test_graph_decoding import CELLS, PLACEMENTS
 
 #: Tokens that are compared: of the prompt, of a step that runs as it is, of a captured one, of fused ones.
@@ -260,7 +260,7 @@ def test_stops_that_are_read_late(
     models: Models, monkeypatch: pytest.MonkeyPatch, where: str, sampled: dict[str, Any]
 ) -> None:
     """The same tokens and the same random numbers after them as where the host waits for each."""
-    from gemma4_compat._graphs import deferral
+    from gemma4_compat._graphs import deferred_stop
 
     if not is_affected(patch("transformers-deferred-stop")):
         pytest.skip("transformers before 5.17 has no deferred stop check")
@@ -270,7 +270,7 @@ def test_stops_that_are_read_late(
             options = {"batch": batch, "eos_token_id": end, "pad_token_id": 0, **sampled}
             found = []
             for cost in (float("inf"), 0.0):
-                monkeypatch.setattr(deferral, "WAITING", cost)
+                monkeypatch.setattr(deferred_stop, "WAITING", cost)
                 found.append(answer(model, **options))
             assert same(*found)
 

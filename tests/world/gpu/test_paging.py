@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatWarning
-from gemma4_compat._offload import host_memory, module_groups, streaming
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import difference
+from gemma4_compat._offload import host_memory
+from gemma4_compat._offload.transfer import module_groups, streaming
 
 FORWARDS = 1000
 LONGEST = 400_000  # cycles; about 0.2 ms, longer than any kernel or copy of the tiny checkpoint

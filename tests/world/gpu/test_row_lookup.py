@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._offload import host_memory, row_lookup
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._offload import host_memory
+from gemma4_compat._offload.transfer import row_lookup
 
 ROWS, WIDTH = 100_000, 64
 

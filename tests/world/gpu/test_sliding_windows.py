@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from gemma4_compat._attention import windows
-from tests.unit.attention import test_products as products_test
-from tests.unit.attention.test_windows import Gemma4TextAttention, band, enabled, images, padded
+from gemma4_compat._gemma4.attention import windows
+from tests.unit.gemma4.attention import test_products as products_test
+from tests.unit.gemma4.attention.test_windows import Gemma4TextAttention, band, enabled, images, padded
 
 LENGTHS = (16_384, 16_500, 20_001)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.adapters.transformers_dequantized_adapter import PATCH as DEQUANTIZED
 from gemma4_compat.patches.multimodal.transformers_quantized_vision import BOUND
 from gemma4_compat.patches.multimodal.transformers_quantized_vision import PATCH as VISION

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._common import locks
+from gemma4_compat._engine.runtime import locks
 from tests.patches.offload.streamed_models import adapted, assert_as_accelerate_left_it
 from tests.unit.offload import leftovers, threads
 

@@ -11,11 +11,11 @@ import torch
 pytest.importorskip("transformers.modeling_layers")
 
 import gemma4_compat
-from gemma4_compat._attention import products, windows
-from gemma4_compat._models import checkpointing
+from gemma4_compat._gemma4.attention import products, windows
+from gemma4_compat._gemma4.state import checkpointing
 from gemma4_compat._training.captured import layers
 from tests.patches.training.parts import only
-from tests.unit.fast_training.test_train_fast import spied
+from tests.unit.training.test_train_fast import spied
 from tests.world.gpu.test_chunked_mlp import DEVICE, adapted, deterministic
 
 __all__ = ["deterministic"]

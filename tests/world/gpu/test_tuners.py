@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import is_affected, patch
-from tests.unit.adapters.test_tuners_on_split_models import (
+from tests.unit.gemma4.adapters.test_tuners_on_split_models import (
     APART,
     OUTSIDE_LAYERS,
     PREFIXES,

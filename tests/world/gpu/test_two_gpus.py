@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 
 from gemma4_compat._engine import versions
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._lab.workspace import difference
 from tests.conftest import is_affected, patch
 from tests.helpers import ROOT
 from tests.patches.placement.test_transformers_shared_kv import FSDP_AFFECTED
-from tests.unit.decoding import calls
+from tests.unit.generation import calls
 from tests.world.gpu import nearness
 from tests.world.gpu.nearness import distance
 from tests.world.gpu.trainings import TRAININGS, WAYS

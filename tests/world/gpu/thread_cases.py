@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._reproduction.scenarios import relative
-from gemma4_compat._reproduction.workspace import Outputs, difference
+from gemma4_compat._lab.scenarios import relative
+from gemma4_compat._lab.workspace import Outputs, difference
 from tests.world.gpu.scenarios import GIB, TOWERS, all_on_the_host, base, collect, outputs
 
 SPLIT = {**dict.fromkeys(TOWERS, "cpu"), "": 0}

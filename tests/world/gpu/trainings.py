@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._reproduction import tiny, tiny_configs
-from gemma4_compat._reproduction.workspace import Workspace
+from gemma4_compat._lab import tiny, tiny_configs
+from gemma4_compat._lab.workspace import Workspace
 
 STEPS, BATCH, RATE = 2, 4, 1e-3
 #: For each launch: its cases, each the mixed precision and whether layers are checkpointed.

@@ -22,8 +22,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import Outputs, Workspace, difference
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import Outputs, Workspace, difference
 from tests.world.gpu.trainings import TRAININGS, attempt, launched, one
 
 QUANTIZATIONS = (None, "4bit", "4bit-double")

@@ -47,7 +47,7 @@ def outcome(size: str, samples: str) -> dict[str, Any]:
 
 
 def _model(samples: Path) -> dict[str, Any]:
-    from gemma4_compat._reproduction.workspace import Workspace, difference
+    from gemma4_compat._lab.workspace import Workspace, difference
 
     workspace = Workspace(samples)
     from peft import PeftModel

@@ -31,7 +31,7 @@ print("\\n" + json.dumps(found))
 def build_samples(folder: Path) -> None:
     """The tiny checkpoint and its adapters, built by this interpreter."""
     build = (
-        "import sys; from pathlib import Path; from gemma4_compat._reproduction.workspace import Workspace; "
+        "import sys; from pathlib import Path; from gemma4_compat._lab.workspace import Workspace; "
         "Workspace.build(Path(sys.argv[1]))"
     )
     command = [sys.executable, "-c", build, str(folder)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_models
+from gemma4_compat._lab import tiny, tiny_adapters, tiny_models
 from tests.world.readers import models
 
 _HERE = Path(__file__).parent

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._checkpoint import shards
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._gemma4.checkpoint import shards
+from gemma4_compat._lab import tiny
 
 #: A prompt that is longer than the sliding window of the tiny models, 8.
 PROMPT = (2, 5, 17, 33, 80, 101, 9, 44, 7, 61, 3, 12)

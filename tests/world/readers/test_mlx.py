@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny, tiny_adapters
+from gemma4_compat._lab import tiny, tiny_adapters
 from tests.world.readers import models
 from tests.world.readers.conftest import CASES
 

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._reproduction import tiny, tiny_models
-from gemma4_compat._reproduction.workspace import Workspace
+from gemma4_compat._lab import tiny, tiny_models
+from gemma4_compat._lab.workspace import Workspace
 from tests.generated.search.differential.table import KINDS, NotHereError
 
 

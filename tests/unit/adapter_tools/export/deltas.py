@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._adapters import translation
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._gemma4.adapters import translation
+from gemma4_compat._lab import tiny
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 

@@ -13,7 +13,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._adapter_tools.export.job import TARGETS
-from gemma4_compat._reproduction import tiny, tiny_adapters
+from gemma4_compat._lab import tiny, tiny_adapters
 from tests.helpers import ROOT
 from tests.unit.adapter_tools.merge import adapters as made
 from tools.pages.dialects import DIALECTS, Dialect

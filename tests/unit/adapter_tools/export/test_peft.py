@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._lab import tiny
 from tests.helpers import child
 from tests.unit.adapter_tools.merge import adapters as made
 

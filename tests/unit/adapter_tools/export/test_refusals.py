@@ -13,11 +13,11 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._adapter_tools.export import job
-from gemma4_compat._checkpoint import shards
-from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_models
+from gemma4_compat._gemma4.checkpoint import shards
+from gemma4_compat._lab import tiny, tiny_adapters, tiny_models
 from tests.helpers import cut_short
 from tests.unit.adapter_tools.merge import adapters as made
-from tests.unit.adapters.adapter_files import lora, write_adapter
+from tests.unit.gemma4.adapters.adapter_files import lora, write_adapter
 
 READERS = ("vllm", "sglang", "mlx", "gguf")
 MERGE = "gemma4-compat merge BASE ADAPTER OUT"

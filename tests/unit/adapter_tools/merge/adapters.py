@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._checkpoint import shards
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._gemma4.checkpoint import shards
+from gemma4_compat._lab import tiny
 
 LANGUAGE = r".*language_model\.layers\.[024]\..*\.(q_proj|o_proj|down_proj)"
 

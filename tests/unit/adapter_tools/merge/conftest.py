@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat._adapter_tools.merge import check
-from gemma4_compat._checkpoint import shards
+from gemma4_compat._gemma4.checkpoint import shards
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._adapter_tools.merge import check
-from gemma4_compat._checkpoint import folders, shards
+from gemma4_compat._gemma4.checkpoint import folders, shards
 from tests.helpers import cut_short
 
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import cli
 from gemma4_compat._adapter_tools.merge import check, result
-from gemma4_compat._checkpoint import folders
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._gemma4.checkpoint import folders
+from gemma4_compat._lab import tiny
 from tests.unit.adapter_tools.merge.adapters import LANGUAGE, assert_same, digests, make, merged_by_peft, tensors
 
 pytestmark = pytest.mark.full

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._adapter_tools.merge import quantized, result
-from gemma4_compat._checkpoint import folders, shards
-from gemma4_compat._reproduction import tiny_models
+from gemma4_compat._gemma4.checkpoint import folders, shards
+from gemma4_compat._lab import tiny_models
 from tests.unit.adapter_tools.merge.adapters import tensors
 
 
@@ -152,7 +152,7 @@ def test_unknown_names_and_numbers_too_large_for_float16(workspace: Any, tmp_pat
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["4bit", "4bit-double", "8bit"])
 def test_what_is_kept_unquantized_in_a_stored_base_stays_so(workspace: Any, tmp_path: Path, name: str) -> None:
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._lab import tiny
 
     skip = ["model.language_model.layers.0"]
     stored = tmp_path / "stored"

@@ -11,7 +11,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
-from gemma4_compat._checkpoint import shards
+from gemma4_compat._gemma4.checkpoint import shards
 from tests.unit.adapter_tools.merge.adapters import assert_same, broken, digests, reheadered, tensors
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills as POSIX 
 KILLED = """
 import os, signal, sys
 import gemma4_compat
-from gemma4_compat._checkpoint import shards
+from gemma4_compat._gemma4.checkpoint import shards
 as_bytes = shards.as_bytes
 folder, quantize, file = sys.argv[3], sys.argv[4] or None, sys.argv[5]
 def kill(piece):

@@ -12,8 +12,8 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._adapter_tools.merge.weights import DTYPES
-from gemma4_compat._checkpoint import shards
-from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
+from gemma4_compat._gemma4.checkpoint import shards
+from gemma4_compat._lab import tiny, tiny_configs, tiny_models
 from tests.unit.adapter_tools.merge.adapters import LANGUAGE, assert_same, make, merged_by_peft, randomized, tensors
 
 pytestmark = pytest.mark.full

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._adapters.saved import read
-from tests.unit.adapters.adapter_files import write_adapter
+from gemma4_compat._gemma4.adapters.saved import read
+from tests.unit.gemma4.adapters.adapter_files import write_adapter
 
 
 @pytest.fixture

@@ -19,12 +19,12 @@ import transformers
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._adapter_tools.scan.result import tower_of
-from gemma4_compat._adapters.saved import read
-from gemma4_compat._checkpoint import header
-from gemma4_compat._models import build
-from gemma4_compat._reproduction import tiny_adapters
+from gemma4_compat._gemma4.adapters.saved import read
+from gemma4_compat._gemma4.checkpoint import header
+from gemma4_compat._gemma4.models import build
+from gemma4_compat._lab import tiny_adapters
 from tests.unit.adapter_tools.scan.helpers import NAMES, expected_shapes, hits, ids, json_of, scan
-from tests.unit.adapters.adapter_files import PREFIX, write_adapter
+from tests.unit.gemma4.adapters.adapter_files import PREFIX, write_adapter
 
 HAS_UNIFIED = hasattr(transformers, "Gemma4UnifiedConfig")
 

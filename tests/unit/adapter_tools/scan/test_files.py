@@ -15,10 +15,10 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._adapter_tools.scan.result import Problem, tower_of
 from gemma4_compat._adapter_tools.scan.text import scan_text
-from gemma4_compat._checkpoint import header
+from gemma4_compat._gemma4.checkpoint import header
 from tests.helpers import child
-from tests.unit.adapters.adapter_files import LORA, PREFIX, as_in_the_forum_thread, lora, write_adapter
 from tests.unit.engine.test_import_cost import UPSTREAM
+from tests.unit.gemma4.adapters.adapter_files import LORA, PREFIX, as_in_the_forum_thread, lora, write_adapter
 
 TEXT = "model.language_model.layers.{}.self_attn.q_proj"
 

@@ -14,9 +14,9 @@ import peft
 
 import gemma4_compat
 from gemma4_compat import cli
-from gemma4_compat._reproduction import tiny_adapters, tiny_models
+from gemma4_compat._lab import tiny_adapters, tiny_models
 from tests.unit.adapter_tools.scan.helpers import LORA, hits, ids, saved_with, scan
-from tests.unit.adapters.adapter_files import PREFIX
+from tests.unit.gemma4.adapters.adapter_files import PREFIX
 
 
 def test_an_adapter_of_a_larger_model(workspace: Any) -> None:

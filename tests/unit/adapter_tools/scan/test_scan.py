@@ -16,11 +16,11 @@ import transformers
 
 import gemma4_compat
 from gemma4_compat._adapter_tools.scan.result import tower_of
-from gemma4_compat._adapters.saved import read
-from gemma4_compat._models import build
-from gemma4_compat._reproduction import tiny_adapters, tiny_configs
+from gemma4_compat._gemma4.adapters.saved import read
+from gemma4_compat._gemma4.models import build
+from gemma4_compat._lab import tiny_adapters, tiny_configs
 from tests.unit.adapter_tools.scan.helpers import LORA, NAMES, expected_shapes, hits, ids, json_of, saved_with, scan
-from tests.unit.adapters.adapter_files import PREFIX, as_in_the_forum_thread, write_adapter
+from tests.unit.gemma4.adapters.adapter_files import PREFIX, as_in_the_forum_thread, write_adapter
 
 #: transformers that builds keys and values for KV-shared layers, as it did at first
 OWN_KV = "model.language_model.layers.5.self_attn.k_proj"

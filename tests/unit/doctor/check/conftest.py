@@ -1,3 +1,3 @@
 from __future__ import annotations
 
-from tests.unit.decoding.conftest import tapes as tapes
+from tests.unit.generation.conftest import tapes as tapes

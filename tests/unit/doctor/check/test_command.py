@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from gemma4_compat import cli
 from gemma4_compat._doctor.check import prompts, run
-from gemma4_compat._plan import measured
+from gemma4_compat._plan.cards import measured
 from tests.helpers import child
 from tests.unit.commands import helpers
 from tests.unit.doctor.check import samples

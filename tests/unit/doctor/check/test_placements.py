@@ -8,7 +8,7 @@ import pytest
 
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._doctor.check import placements
-from gemma4_compat._plan import measured
+from gemma4_compat._plan.cards import measured
 
 GIB = 1 << 30
 OPTIONS = {"context": 128, "quantize": "4bit", "vision": True, "audio": True}

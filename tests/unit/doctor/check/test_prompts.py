@@ -10,8 +10,8 @@ import torch
 
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._doctor.check import prompts
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny_configs
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny_configs
 
 
 def test_kinds() -> None:

@@ -11,7 +11,7 @@ import pytest
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._doctor.check import report, text
 from gemma4_compat._doctor.check.run import Found, Outcome
-from gemma4_compat._plan import measured
+from gemma4_compat._plan.cards import measured
 from tests.unit.doctor.check import samples
 from tests.unit.doctor.check.samples import GIB, OTHER, SAME, error, found, outcome
 

@@ -9,8 +9,8 @@ import pytest
 
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._doctor.check import machine, survey
-from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny_configs
+from gemma4_compat._gemma4.models import variants
+from gemma4_compat._lab import tiny_configs
 
 
 def surveyed(folder: Path | None, work: Path, **changes: Any) -> tuple[dict[str, Any], list[str]]:

@@ -141,8 +141,8 @@ from pathlib import Path
 from gemma4_compat import _shim
 from gemma4_compat._doctor.reproductions import child, server
 from gemma4_compat._engine import hooks
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import Workspace
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.workspace import Workspace
 from tests.contract.observation import FOR_GPUS
 
 def answer(command, folder):

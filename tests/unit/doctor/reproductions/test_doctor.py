@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import Verdict, _shim, cli
-from gemma4_compat._common import address
 from gemma4_compat._doctor.reproductions import children as _children
 from gemma4_compat._doctor.reproductions import findings
 from gemma4_compat._doctor.reproductions import text as _text
 from gemma4_compat._engine import versions as _versions
-from gemma4_compat._reproduction.workspace import Workspace
+from gemma4_compat._engine.io import address
+from gemma4_compat._lab.workspace import Workspace
 
 IDS = [patch.id for patch in gemma4_compat.patches()]
 

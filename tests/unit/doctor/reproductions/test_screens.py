@@ -12,7 +12,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, PatchState, Reason, Verdict, _shim
 from gemma4_compat._doctor.reproductions import findings
-from gemma4_compat._engine.report import Statuses
+from gemma4_compat._engine.reports.report import Statuses
 from tests.unit.doctor.reproductions import test_doctor
 
 IDS = [patch.id for patch in gemma4_compat.patches()]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._doctor.reproductions import child, children, scenes, show
-from gemma4_compat._reproduction.trained import PLACE, Trained
+from gemma4_compat._lab.trained import PLACE, Trained
 from tests.helpers import ROOT
 
 PATCHES = {patch.id: patch for patch in gemma4_compat.patches()}
@@ -77,7 +77,7 @@ def test_bad_usage(arguments: list[str], said: str) -> None:
 def test_where_the_model_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Gemma4CompatError, match=r"has no model/config\.json"):
         Trained.find(tmp_path)
-    monkeypatch.setattr("gemma4_compat._reproduction.trained.PLACE", "nowhere")
+    monkeypatch.setattr("gemma4_compat._lab.trained.PLACE", "nowhere")
     with pytest.raises(Gemma4CompatError, match="in the repository, not in the installed package: run this in a"):
         Trained.find()
 
@@ -85,7 +85,7 @@ def test_where_the_model_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_an_installed_package_finds_the_model_of_the_checkout_it_is_called_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gemma4_compat._reproduction.trained.__file__", str(tmp_path / "gemma4_compat" / "a" / "b.py"))
+    monkeypatch.setattr("gemma4_compat._lab.trained.__file__", str(tmp_path / "gemma4_compat" / "a" / "b.py"))
     monkeypatch.chdir(ROOT)
     assert Trained.find().folder == ROOT / PLACE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._reproduction import tiny_adapters
+from gemma4_compat._lab import tiny_adapters
 from tests.generated.search.differential.table import EVERYWHERE, LORA, LORAS, Area, Expect
 from tests.generated.search.differential.world import World
 

@@ -8,7 +8,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._models import config_names
+from gemma4_compat._gemma4.models import config_names
 from tests.generated.search.differential.table import CLASSES, Area
 from tests.generated.search.differential.world import World
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._reproduction import tiny, tiny_configs
+from gemma4_compat._lab import tiny, tiny_configs
 from tests.generated.search.differential.table import ALL, CLASSES, EVERYWHERE, Area, Expect
 from tests.generated.search.differential.world import World
 

@@ -137,7 +137,7 @@ def _replayed(world: World) -> Iterator[None]:
         yield
         return
     from gemma4_compat._graphs.recording import RECORDERS
-    from gemma4_compat._stand_ins.tape import standing_in
+    from gemma4_compat._lab.stand_ins.tape import standing_in
 
     with standing_in(RECORDERS):
         yield

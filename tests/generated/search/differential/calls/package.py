@@ -32,7 +32,7 @@ def _standing_in(world: World) -> Any:
     if not world.on:
         return contextlib.nullcontext()
     from gemma4_compat._graphs.recording import RECORDERS
-    from gemma4_compat._stand_ins import tape
+    from gemma4_compat._lab.stand_ins import tape
 
     return tape.standing_in(RECORDERS)
 

@@ -1,0 +1,124 @@
+"""Reading the values of a mask where attention is computed: whether that is possible, and once for all layers.
+
+A CUDA graph cannot read values. So what a layer reads in a mask is noted before it is captured (:func:`noted`), and
+given back during the capture (:func:`told`). The graph then serves masks in which the layer would read the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from gemma4_compat._gemma4.cache import prefill
+from gemma4_compat._gemma4.state import contents
+
+_Found = TypeVar("_Found")
+
+#: Per thread: ``noted``, the tensors to watch and the list of looks at them; ``told``, the looks to answer from.
+_inside = threading.local()
+
+
+@dataclass
+class Look:
+    """What a layer has read in one of the tensors of its call.
+
+    Attributes:
+        place: which of the tensors it is.
+        arguments: those of :func:`once`, without the mask.
+        found: what :func:`once` returned. The kernels that are launched depend on it.
+    """
+
+    place: int
+    arguments: tuple[Any, ...]
+    found: Any
+
+    def finds_the_same(self, tensors: Sequence[Any]) -> bool:
+        """Whether these tensors of another call give the same."""
+        return bool(once(tensors[self.place], *self.arguments) == self.found)
+
+
+@contextlib.contextmanager
+def noted(tensors: Sequence[Any]) -> Iterator[list[Look]]:
+    """Inside, this thread notes what :func:`once` returns for the masks among ``tensors``."""
+    found: list[Look] = []
+    with _as(noted=(tensors, found)):
+        yield found
+
+
+@contextlib.contextmanager
+def told(looks: Sequence[Look]) -> Iterator[None]:
+    """Inside, :func:`once` returns what these looks found, in their order, and reads nothing."""
+    with _as(told=iter(looks)):
+        yield
+
+
+@contextlib.contextmanager
+def _as(**changed: Any) -> Iterator[None]:
+    before = dict(vars(_inside))
+    vars(_inside).update(changed)
+    try:
+        yield
+    finally:
+        vars(_inside).clear()
+        vars(_inside).update(before)
+
+
+def is_real(tensor: Any) -> bool:
+    """Whether it has values, and no subclass makes something else of it."""
+    import torch
+
+    return type(tensor) is torch.Tensor and not tensor.is_meta
+
+
+def is_traced(tensor: Any) -> bool:
+    """Whether something records what is computed, and reading the mask would disturb it. Inside :func:`told`, a
+    capture is no obstacle.
+    """
+    import torch
+
+    return (
+        torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or prefill.is_captured()
+        or (tensor.is_cuda and not hasattr(_inside, "told") and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def once(mask: Any, mark: str, look: Callable[..., _Found], *key: Any) -> _Found:
+    """What ``look`` finds. All layers get the same mask, so it is kept with the mask until that is written to.
+
+    Args:
+        mask: has it as an attribute.
+        mark: the name of the attribute.
+        look: reads the mask; called with it and ``key``. What it returns is compared, so no tensor: see :func:`made`.
+        key: its other arguments.
+
+    Raises:
+        RuntimeError: inside :func:`told`, the layer reads something else than it did before.
+    """
+    answers = getattr(_inside, "told", None)
+    if answers is not None:
+        known: Look | None = next(answers, None)
+        if known is None or known.arguments != (mark, look, *key):
+            raise RuntimeError("attention reads a mask that is no argument of the layer")
+        return known.found  # type: ignore[no-any-return]
+    found = made(mask, mark, look, *key)
+    tensors, looks = getattr(_inside, "noted", None) or ((), list[Look]())
+    looks.extend(Look(place, (mark, look, *key), found) for place, one in enumerate(tensors) if one is mask)
+    return found
+
+
+def made(mask: Any, mark: str, make: Callable[..., _Found], *key: Any) -> _Found:
+    """What ``make`` computes from a mask, kept in the same way. It may be a tensor."""
+    if mask.is_inference():  # it has no version
+        return make(mask, *key)
+    kept, version = getattr(mask, mark, None), (contents.stamp(mask), *key)
+    if kept is None or kept[0] != version:
+        kept = version, make(mask, *key)
+        setattr(mask, mark, kept)
+    found: _Found = kept[1]
+    return found

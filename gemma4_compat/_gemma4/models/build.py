@@ -1,0 +1,119 @@
+"""Building a Gemma 4 on the meta device from a configuration: no weights, no accelerator."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from gemma4_compat._engine.io import arguments, files
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.models import variants
+
+_CLASSES = {
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
+}
+
+
+def on_meta(model: Any) -> tuple[Any, str, str]:
+    """The model on meta, the class name for ``from_pretrained``, and what was assumed.
+
+    Args:
+        model: a folder with a ``config.json``, the id of a cached model, a variant, a configuration, or a model,
+            which is returned unchanged.
+
+    Raises:
+        Gemma4CompatError: it is not a Gemma 4, or there is no configuration for it.
+    """
+    import torch
+    import transformers
+
+    if isinstance(model, torch.nn.Module) and hasattr(model, "config"):
+        return model, str(getattr(model, "name_or_path", "")) or "MODEL", ""
+    assumed = ""
+    if own := isinstance(model, transformers.PretrainedConfig):
+        config, name = model, str(model.name_or_path or "MODEL")
+    else:
+        config, name, assumed = _configuration(_name(model))
+    wanted = _CLASSES.get(config.model_type)
+    if wanted is None:
+        raise Gemma4CompatError(
+            f"{str(model)!r} is a {config.model_type} model, not a Gemma 4; known are {', '.join(sorted(_CLASSES))}"
+        )
+    named = (config.architectures or [wanted])[0]
+    if named.startswith("Gemma4") and hasattr(transformers, named):
+        wanted = named
+    try:
+        with torch.device("meta"):
+            return getattr(transformers, wanted)._from_config(config, dtype=torch.bfloat16), name, assumed
+    except Exception as error:
+        if own:
+            raise
+        raise Gemma4CompatError(
+            f"no model can be built from config.json in {name!r}: {type(error).__name__}: {_line(error)}"
+        ) from error
+
+
+def _name(model: Any) -> str:
+    if isinstance(model, (str, os.PathLike)) and isinstance(text := os.fspath(model), str):
+        return text
+    raise Gemma4CompatError(
+        f"the model is {arguments.shown(model)}; give a folder, an id, a variant ({', '.join(variants.NAMES)}), a "
+        "Gemma 4 configuration, or a transformers model"
+    )
+
+
+def _configuration(model: str) -> tuple[Any, str, str]:
+    from transformers import AutoConfig
+
+    variant = variants.find(model)
+    local = files.exists(Path(model), "folder")
+    if variant is not None and not local and "/" not in model:
+        return variants.config(variant), f"google/gemma-4-{variant}-it", variants.ASSUMED
+    file = Path(model) / "config.json" if local else _cached(model)
+    if local and not (file is not None and files.exists(file)):
+        raise Gemma4CompatError(f"there is no config.json in the folder {model!r}; give the folder of a checkpoint")
+    if file is not None:
+        _check(file)
+    try:
+        # The cache is enough: nothing is downloaded. Code from the folder does not run, and nobody is asked whether
+        # to.
+        return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False), model, ""
+    except ImportError:  # the libraries' fault, not the file's
+        raise
+    except Exception as error:
+        if variant is not None and not local:
+            return variants.config(variant), model, f"{model} is not in the cache: {variants.ASSUMED}"
+        if file is not None:
+            raise Gemma4CompatError(f"the configuration in {model!r} cannot be read: {_line(error)}") from error
+        raise Gemma4CompatError(
+            f"{model!r} is not a folder, not a variant ({', '.join(variants.NAMES)}) and not a model in the cache of "
+            f"the hub; give one of these, or fetch its configuration with: hf download {model} config.json"
+        ) from error
+
+
+def _check(file: Path) -> None:
+    """Refuse a configuration with wrong types, or too many layers, before transformers builds it."""
+    from gemma4_compat._engine.io import json_files
+    from gemma4_compat._engine.io.formats import ModelConfig
+
+    json_files.settings(file, ModelConfig)
+
+
+def _cached(model: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:300]

@@ -1,0 +1,209 @@
+"""Row lookup: an offloaded embedding reads rows from its stored weight instead of onloading the weight.
+
+There are two ways. Both are bit-exact, because the embedding's own forward computes on its device in both:
+
+* *in place*: during the forward, the module's weight is the stored one, addressed from the module's device. On a GPU
+  that is pinned host memory under its device address, and the lookup kernel reads the rows over PCIe: no copy, no
+  synchronization. On the CPU it is the memory-mapped file.
+* *rows*: if the memory cannot be pinned, a weight on disk serves a GPU, or it is stored in another dtype, the tokens
+  come to the host. Their distinct rows are gathered into a small weight on the device, and the tokens are renumbered
+  to match. Only if the embedding is known to use its weight for nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from gemma4_compat._gemma4.accelerate import attached, module_hooks
+from gemma4_compat._offload import host_memory
+from gemma4_compat._offload.transfer import read_ahead
+
+_STATE, _WARNED = attached.LOOKUP, attached.LOOKUP_WARNED
+_log = logging.getLogger("gemma4_compat")
+
+
+class Lookup:
+    """The lookup of one offloaded ``nn.Embedding``.
+
+    Args:
+        module: the embedding; its weight, of shape [rows, width], is on meta.
+        hook: accelerate's hook that offloads it.
+    """
+
+    def __init__(self, module: Any, hook: Any) -> None:
+        import torch
+
+        self.weights_map = hook.weights_map
+        self.device = module_hooks.execution_device(module)
+        self.dtype = module._parameters["weight"].dtype  # the parameter's: the model may have been cast
+        self.meta: Any = None  # the parameter between forwards, while a forward runs
+        self._padding: Any = None
+        self._in_place: Any = None
+        # A tensor created in inference mode could not take part in later training.
+        with torch.inference_mode(False):
+            stored = self._stored = host_memory.stored(hook.weights_map, "weight")
+            if stored.raw.device.type != "cpu":
+                # Dispatched from the accelerator: accelerate's host copy never left it.
+                stored.raw = stored.raw.cpu()
+                if stored.holder is not None:
+                    stored.holder[stored.key] = stored.raw
+            if stored.casts or stored.raw.dtype != self.dtype:
+                return
+            if self.device.type == "cpu":
+                self._in_place = _parameter(stored.raw)
+            elif not stored.on_disk:  # pinning a mapped file would use the memory that "disk" saves
+                memory = host_memory.pin(stored.raw, self.device)
+                view = None if memory is None else memory.view_on(self.device)
+                self._in_place = None if view is None else _parameter(view)
+
+    @property
+    def in_place(self) -> bool:
+        return self._in_place is not None
+
+    def is_current(self, hook: Any, module: Any) -> bool:
+        """Whether the stored weight, its dtype and the execution device are still the same."""
+        return (
+            self.weights_map is hook.weights_map
+            and self.dtype is module._parameters["weight"].dtype
+            and self.device == module_hooks.execution_device(module)
+        )
+
+    def enter(self, module: Any, tokens: Any) -> Any:
+        """Give the module a weight for its forward; returns the tokens that belong to that weight.
+
+        Args:
+            module: the embedding.
+            tokens: integer tensor of any shape, on any device.
+        """
+        import torch
+
+        self.leave(module)
+        meta = module._parameters["weight"]
+        # Gradients of the embeddings are available; those of the weight itself are not.
+        learns = meta.requires_grad and torch.is_grad_enabled()
+        if self.in_place:
+            weight = _parameter(self._in_place, learns=True) if learns else self._in_place
+        else:
+            rows, tokens = gather(self._stored.raw, tokens, self.device, mapped=self._stored.on_disk)
+            weight = _parameter(host_memory.cast(rows, (*self._stored.casts, self.dtype)), learns=learns)
+            # The small weight has no row with that number, which only matters to gradients of the weight.
+            self._padding, module.padding_idx = module.padding_idx, None
+        self.meta, module._parameters["weight"] = meta, weight
+        return tokens
+
+    def leave(self, module: Any) -> None:
+        """Put the meta parameter back. Does nothing outside a forward."""
+        if self.meta is not None:
+            if self._padding is not None:
+                module.padding_idx, self._padding = self._padding, None
+            module._parameters["weight"], self.meta = self.meta, None
+
+    def __deepcopy__(self, _memo: Any) -> None:
+        return None  # a copied module creates its own
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(None), ())
+
+
+def gather(weight: Any, tokens: Any, device: Any, *, mapped: bool = False) -> tuple[Any, Any]:
+    """The rows of a weight on the host that ``tokens`` need, on ``device``, and the tokens renumbered to them.
+
+    Args:
+        weight: [rows, width], on the CPU.
+        tokens: integers of any shape, on any device.
+        device: where both results go.
+        mapped: the weight is mapped from a file.
+
+    Returns:
+        [distinct tokens, width] in the weight's dtype, and the tokens' row numbers in the tokens' shape and dtype.
+    """
+    import torch
+
+    distinct, renumbered = torch.unique(tokens.cpu(), return_inverse=True)
+    if mapped:
+        read_ahead.rows(weight, distinct.tolist())
+    with torch.no_grad():
+        if torch.device(device).type != "cuda":
+            return weight.index_select(0, distinct.long()).to(device), renumbered.to(device, tokens.dtype)
+        rows = host_memory.staging((distinct.numel(), weight.shape[1]), weight.dtype)
+        torch.index_select(weight, 0, distinct.long(), out=rows)
+        return rows.to(device, non_blocking=True), renumbered.to(device, tokens.dtype)
+
+
+def lookup_for(hook: Any, module: Any) -> Lookup | None:
+    """The lookup of an embedding that this hook offloads; None if the module needs its whole weight.
+
+    It needs the whole weight if that is trained, is renormalized in a forward, has its own class (quantized, for
+    example) or is tied to a weight on the device, and if the module has other tensors to onload.
+    """
+    import torch
+
+    found: Lookup | None = vars(hook).get(_STATE)
+    if found is not None:
+        found.leave(module)  # a failed forward left its weight in
+    weight = module._parameters.get("weight")
+    if weight is None or (weight.requires_grad and module.training and torch.is_grad_enabled()):
+        return None
+    if module.max_norm is not None or module_hooks.offload_hook(module) is not hook:
+        return None
+    if found is not None and found.is_current(hook, module):
+        return found
+    if type(weight) is not torch.nn.Parameter or weight.device.type != "meta" or _is_tied_on_device(hook, weight):
+        return None
+    others = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor is not weight]
+    if any(tensor.device.type == "meta" for tensor in others):
+        return None
+    found = vars(hook)[_STATE] = Lookup(module, hook)
+    return found
+
+
+def known(hook: Any) -> Lookup | None:
+    """The lookup that the last forward of this hook's module used; None if it used none."""
+    found: Lookup | None = vars(hook).get(_STATE)
+    return found
+
+
+def current(hook: Any) -> Lookup | None:
+    """The lookup whose weight the hook's module holds right now."""
+    found = known(hook)
+    return None if found is None or found.meta is None else found
+
+
+def reads_rows_only(module: Any) -> bool:
+    """Whether the forward of a hooked embedding only looks up its first argument in its weight.
+
+    Learned positions, for example, look up numbers that they compute from an attention mask.
+    """
+    import torch
+
+    forward = getattr(vars(module).get("_old_forward"), "__func__", None)
+    if forward is torch.nn.Embedding.forward:
+        return True
+    name = f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', '')}"
+    return name.startswith("transformers.models.gemma4") and name.endswith("TextScaledWordEmbedding.forward")
+
+
+def _is_tied_on_device(hook: Any, weight: Any) -> bool:
+    """Whether the weight is tied to one that stays on the hook's device: accelerate then uses that one."""
+    if not hook.tied_params_map or "weight" not in hook.tied_params_names:
+        return False
+    where = host_memory.stored(hook.weights_map, "weight")
+    copies = {} if where.on_disk else hook.tied_params_map.get(where.raw.data_ptr(), {})
+    if not any(str(key) == str(hook.execution_device) for key in copies):
+        return False
+    if not vars(hook).get(_WARNED):
+        vars(hook)[_WARNED] = True
+        size = weight.numel() * weight.element_size() / 2**30
+        _log.warning(
+            "gemma4_compat: an embedding of %s rows is off the accelerator, but the head tied to it computes on %s "
+            "and keeps a copy of %.2f GiB there. Give both the same device_map entry to save one of the two.",
+            *(weight.shape[0], hook.execution_device, size),
+        )
+    return True
+
+
+def _parameter(tensor: Any, *, learns: bool = False) -> Any:
+    import torch
+
+    return torch.nn.Parameter(tensor, requires_grad=learns)

@@ -1,0 +1,204 @@
+"""Attention of wide heads by products: its error, queries that see no key, and what is left to one call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from gemma4_compat._gemma4.attention import products, windows
+from tests.unit.gemma4.attention.test_windows import enabled, whole
+
+__all__ = ["whole"]
+WIDTH, QUERIES, BEFORE = 512, 300, 40
+#: Their distance from float64, of that of one call on a CPU.
+TIMES = 1.4
+
+
+class Gemma4TextAttention:
+    """What the functions read of a full layer."""
+
+    num_key_value_groups, sliding_window, is_causal, training = 2, None, True, True
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cpu": 0})
+    monkeypatch.setattr(products, "_MOST", 64)  # several blocks
+
+
+@pytest.fixture
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many scores each block has that is computed by products, by head."""
+    seen, kept = [], products._Block.shares
+
+    def spied(block: Any) -> Any:
+        seen.append(block.shape[1] // 2 * block.shape[2])
+        return kept(block)
+
+    monkeypatch.setattr(products._Block, "shares", spied)
+    return seen
+
+
+def tensors(before: int = 0, dtype: Any = torch.bfloat16) -> list[Any]:
+    """Two rows of queries, keys and values with the strides that a layer gives them, and a gradient of the outputs."""
+    torch.manual_seed(before)
+    shapes = ((QUERIES, 4), (QUERIES + before, 2), (QUERIES + before, 2))
+    found = [torch.randn(2, length, heads, WIDTH).to(dtype).transpose(1, 2) for length, heads in shapes]
+    return [found[0] * 0.2, *found[1:], torch.randn(2, QUERIES, 4, WIDTH).to(dtype)]
+
+
+def causal(before: int = 0) -> Any:
+    """(1, 1, queries, keys)"""
+    return torch.ones(QUERIES, QUERIES + before, dtype=torch.bool).tril(before)[None, None]
+
+
+def padded() -> Any:
+    """One row on the left, the other on the right."""
+    seen = torch.ones(2, 1, 1, QUERIES, dtype=torch.bool)
+    seen[0, ..., :100], seen[1, ..., -100:] = False, False
+    return causal() & seen
+
+
+def packed() -> Any:
+    text = torch.arange(QUERIES) // 64
+    return causal() & (text[:, None] == text)
+
+
+def with_image() -> Any:
+    mask = causal().clone()
+    mask[..., 30:90, 30:90] = True
+    return mask
+
+
+MASKS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "padded": padded,
+    "packed": packed,
+    "image": with_image,
+    "cached": lambda: causal(BEFORE),
+}
+
+
+def step(attention: Any, given: list[Any], mask: Any, dtype: Any, scaling: float = 1.0) -> list[Any]:
+    """Outputs, and the gradients of queries, keys and values, in float64."""
+    *states, incoming = [one.to(dtype) for one in given]
+    states = [one.detach().requires_grad_() for one in states]
+    found = attention(Gemma4TextAttention(), *states, mask, scaling=scaling, dropout=0.0)[0]
+    found.backward(incoming)
+    return [found.detach().double(), *(one.grad.double() for one in states)]
+
+
+def error(found: Any, right: Any) -> float:
+    return float((found - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_error_is_that_of_one_call(whole: Any, multiplied: list[int], kind: str, dtype: Any) -> None:
+    is_exact(whole, kind, dtype, "cpu")
+    assert multiplied
+
+
+def is_exact(whole: Any, kind: str, dtype: Any, device: str) -> None:
+    mask, scaling = MASKS[kind](), 0.7 if kind == "image" else 1.0
+    mask = None if mask is None else mask.to(device)
+    given = [one.to(device) for one in tensors(BEFORE if kind == "cached" else 0, dtype)]
+    right = step(whole, given, mask, torch.float64, scaling)
+    plain = step(whole, given, mask, dtype, scaling)
+    with enabled():
+        found = step(lambda *args, **kwargs: windows.attention(whole, *args, **kwargs), given, mask, dtype, scaling)
+    for one, other, exact in zip(found, plain, right, strict=True):
+        assert error(one, exact) <= TIMES * error(other, exact)
+    if mask is not None:
+        unseen = ~mask.any(dim=-1)[:, 0]  # (rows, queries)
+        assert not found[0][unseen.expand(2, -1)].any()
+        assert not found[1].transpose(1, 2)[unseen.expand(2, -1)].any()
+
+
+def test_keys_that_no_query_of_a_block_sees_are_left_out(whole: Any, multiplied: list[int]) -> None:
+    given = tensors()
+    with enabled():
+        for mask, part in ((None, 0.65), (packed(), 0.25)):
+            multiplied.clear()
+            step(lambda *args, **kwargs: windows.attention(whole, *args, **kwargs), given, mask, torch.bfloat16)
+            assert sum(multiplied) <= 2 * part * QUERIES * QUERIES  # once more in the backward pass
+
+
+def test_a_mask_is_looked_at_again_when_it_is_written_to(whole: Any, multiplied: list[int]) -> None:
+    given, mask = tensors(), packed()
+    with enabled():
+        step(lambda *args, **kwargs: windows.attention(whole, *args, **kwargs), given, mask, torch.bfloat16)
+        mask[..., -1, 0] = True
+        right = step(whole, given, mask, torch.float64)
+        found = step(lambda *args, **kwargs: windows.attention(whole, *args, **kwargs), given, mask, torch.bfloat16)
+    assert error(found[0], right[0]) < 0.01
+
+
+@pytest.mark.parametrize("reason", ["no switch", "eval", "float32", "a float mask", "dropout", "narrow", "torch.func"])
+def test_what_is_left_to_one_call(
+    whole: Any, multiplied: list[int], monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    given, mask = tensors(dtype=torch.float32 if reason == "float32" else torch.bfloat16), None
+    if reason == "narrow":
+        given = [one[..., :256] for one in given]
+    if reason == "a float mask":
+        mask = torch.zeros(1, 1, QUERIES, QUERIES).masked_fill(~causal(), float("-inf")).to(given[0].dtype)
+    module = Gemma4TextAttention()
+    module.training = reason != "eval"
+    monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", "" if reason == "no switch" else windows.ID)
+
+    def attention(query: Any) -> Any:
+        options = {"scaling": 1.0, "dropout": 0.5 if reason == "dropout" else 0.0}
+        return windows.attention(whole, module, query, *given[1:3], mask, **options)[0]
+
+    found = torch.func.vmap(attention)(given[0][None]) if reason == "torch.func" else attention(given[0])
+    assert found.isfinite().all()
+    assert not multiplied
+
+
+@pytest.mark.parametrize("error", [TypeError("unexpected keyword"), RuntimeError("out_dtype\nneeds CUDA"), None])
+def test_a_device_without_such_products(
+    whole: Any,
+    multiplied: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception | None,
+) -> None:
+    """As ROCm's and torch's before 2.8. It is asked once, and its layers are left to one call."""
+    asked: list[bool] = []
+
+    def multiply(_left: Any, _right: Any, found: Any, *, add: bool = False) -> Any:
+        asked.append(add)
+        if error is not None:
+            raise error
+        return found
+
+    monkeypatch.setattr(products, "work", functools.cache(products.work.__wrapped__))
+    monkeypatch.setattr(products, "_multiply", multiply)
+    given = tensors()
+    plain = step(whole, given, None, torch.bfloat16)
+    with enabled():
+        for _ in range(2):
+            found = step(
+                lambda *args, **kwargs: windows.attention(whole, *args, **kwargs), given, None, torch.bfloat16
+            )
+            assert all(map(torch.equal, found, plain))
+    assert asked == ([False, True] if error is None else [False])
+    assert not multiplied
+    (said,) = [record.getMessage() for record in caplog.records]
+    reason = "they are wrong" if error is None else " ".join(str(error).split())
+    assert said == f"no products of torch.bfloat16 in float32 on cpu, so sdpa computes full layers: {reason}"
+
+
+def test_a_second_derivative_is_an_error(whole: Any) -> None:
+    query, key, value, _ = tensors()
+    query.requires_grad_()
+    with enabled():
+        found = windows.attention(whole, Gemma4TextAttention(), query, key, value, None, scaling=1.0)[0]
+    (gradient,) = torch.autograd.grad(found.float().square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

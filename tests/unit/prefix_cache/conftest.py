@@ -1,0 +1,4 @@
+from __future__ import annotations
+
+from tests.unit.generation.conftest import models as models
+from tests.unit.generation.conftest import tapes as tapes
