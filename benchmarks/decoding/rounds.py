@@ -6,8 +6,8 @@ python benchmarks/decoding/rounds.py --shape E2B --out FILE.json [--where gpu,ho
 
 The model has random weights. Its text without an assistant is decoded first; then a drafter drafts that text, each
 token altered with a given probability, after an assistant of four layers with random weights has drafted as well, so
-that its time counts. Numbers of drafts are fixed, and then ``speculative/draft_length.py`` decides: in a text for which
-nothing is known ("pace"), and in the one after it ("then"). With each fixed number: milliseconds of the graphs
+that its time counts. Numbers of drafts are fixed, and then ``speculative/draft_length.py`` decides: in a text for
+which nothing is known ("pace"), and in the one after it ("then"). With each fixed number: milliseconds of the graphs
 that draft and read, one after the other, and of a round. Every text is compared with the one without an assistant: the
 exit code is 1 if a token differs. The file is written after every row. ``--limit SECONDS`` begins no row later than
 that after a placement was loaded, and lists those that are left out. Where layers are streamed, each step waits for

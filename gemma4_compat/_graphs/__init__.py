@@ -9,7 +9,8 @@
   :mod:`recording`: one captured step, on CUDA. :mod:`fused_steps` captures it again with fewer kernels.
 * :mod:`static_caches`: the tensors of a static cache, whose addresses graphs hold. :mod:`new_caches` makes one and
   :mod:`initializing` fills it without upstream's Python.
-* :mod:`deferred_stop`: when the host waits for a token. :mod:`step_inputs`: the inputs of a step, made from the last one's.
+* :mod:`deferred_stop`: when the host waits for a token. :mod:`step_inputs`: the inputs of a step, made from the last
+  one's.
 """
 
 from __future__ import annotations

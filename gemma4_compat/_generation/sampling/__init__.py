@@ -1,7 +1,7 @@
 """How a token is chosen.
 
-:mod:`fast_processors`: transformers' processors and criteria, called faster. :mod:`sampling_noise`: what tokens are drawn with.
-:mod:`stopping`: where a text ends.
+:mod:`fast_processors`: transformers' processors and criteria, called faster. :mod:`sampling_noise`: what tokens are
+drawn with. :mod:`stopping`: where a text ends.
 """
 
 from __future__ import annotations
