@@ -350,13 +350,3 @@ def _copies(text: Any, rows: int, tokens: int, seen: int, item: int) -> int:
     if text._attn_implementation == "eager":
         return found + EAGER_SCORES * heads * pairs
     return found + 2 * mask_as_numbers(pairs, item)  # and a copy of them
-
-
-def _unused(device: Any) -> int:
-    """Bytes that PyTorch's allocator keeps from the GPU and no tensor has, without what is only cached."""
-    import torch
-
-    if device.type != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    return int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
