@@ -1,5 +1,7 @@
 """What ``generate`` does with graphs: prompts, speculative steps, sampling, and a prefix that is read once.
 
+* :mod:`prompts`, :mod:`speculative`, :mod:`sampling`, :mod:`prefix_cache`: one each.
+
 Called by ``patches/generation``: :mod:`call` is the call that ``generate`` takes for its prompt and its steps,
 :mod:`fast` is :func:`gemma4_compat.decode_fast`.
 """

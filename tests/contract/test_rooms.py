@@ -18,6 +18,8 @@ ROOMS = {
 MOST_FILES = 15
 #: Files in the longest chain of imports inside a room.
 MOST_FLOORS = 8
+#: What Python itself imports by name.
+HOOK = "_doctor/launch/hook"
 #: A folder with fewer modules needs no map.
 MAPPED = 2
 
@@ -43,7 +45,7 @@ def test_there_are_fifteen_rooms() -> None:
 
 
 def test_a_map_names_every_part_of_its_folder() -> None:
-    found = {name: sorted(lost) for name, folder in folders().items() if (lost := missing(folder))}
+    found = {name: sorted(lost) for name, folder in folders().items() if name != HOOK and (lost := missing(folder))}
     assert not found, f"name these in the docstring of the folder's __init__.py: {found}"
 
 
