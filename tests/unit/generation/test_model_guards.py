@@ -25,7 +25,7 @@ from tests.one_device.guards import FEATURES, WAYS, Way
 
 #: What these guards do not decide. The hook on the embeddings is outside of the layers: it changes the kind of their
 #: calls. In the first forward that collects, patches wake up, which replaces functions of classes.
-ELSEWHERE = {("train_fast", "inputs require gradients"), ("reuse_prefix", "a hook that collects")}
+ELSEWHERE = {("train_fast", "inputs require gradients"), *((feature, "a hook that collects") for feature in FEATURES)}
 made = test_guards.made
 
 
