@@ -30,5 +30,5 @@ def test_a_private_name_would_be_found() -> None:
 
 def test_a_load_inside_quantize_offloaded_has_no_flag_for_offloading() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
-    inside = re.compile(r"quantize_offloaded\(\):.*\n(?: .*\n|\n)*? .*llm_int8_enable_fp32_cpu_offload")
+    inside = re.compile(r"quantize\(offloaded=True[^)]*\):.*\n(?: .*\n|\n)*? .*llm_int8_enable_fp32_cpu_offload")
     assert [path.name for path in pages if inside.search(path.read_text(encoding="utf-8"))] == []

@@ -167,7 +167,7 @@ def test_bf16_layers_need_larger_buffers_and_the_refusal_says_so() -> None:
     model = MODEL.offloading(quantized=False)
     plain = layout.smallest_budget(model, LOAD)
     assert plain > LEAST
-    with pytest.raises(Gemma4CompatError, match="quantize_offloaded"):
+    with pytest.raises(Gemma4CompatError, match=r"quantize\(offloaded=True\)"):
         layout.layout(model, {0: plain - MIB}, LOAD)
 
 

@@ -199,7 +199,7 @@ def test_code_for_offloaded_4_bit_layers_says_so(workspace: Any) -> None:
     assert "llm_int8_enable_fp32_cpu_offload" not in plan.code, "not needed, and saved with the model"
     compile(plan.code, "plan", "exec")
     whole = gemma4_compat.plan_device_map("E2B", "80GiB", context=1024)
-    assert "quantize_offloaded" not in whole.code
+    assert "offloaded=True" not in whole.code
     assert "cpu_offload" not in whole.code
 
 
