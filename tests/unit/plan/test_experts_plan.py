@@ -97,10 +97,7 @@ def test_the_code_loads_what_was_planned(
         checkpoint, {"cpu": budget}, context=64, quantize=quantization, quantize_experts=True, cpu=0
     )
     assert plan.experts == quantization
-    contexts = ", ".join(
-        f"gemma4_compat.{name}()" for name in ("quantize_experts", *(("quantize_offloaded",) if split else ()))
-    )
-    assert f"with {contexts}:" in plan.code
+    assert f"with gemma4_compat.quantize({'offloaded=True, ' * split}experts=True):" in plan.code
     model = run(plan)["model"]
     expected = workspace.outputs(loaded(workspace, checkpoint, quantization), text_only=True)
     assert difference(expected, workspace.outputs(model, text_only=True)) == 0.0
@@ -109,11 +106,11 @@ def test_the_code_loads_what_was_planned(
 def test_experts_stay_in_bf16_where_they_fit(checkpoint: str) -> None:
     plan = gemma4_compat.plan_device_map(checkpoint, "1GiB")
     assert plan.experts is None
-    assert "quantize_experts" not in plan.code
+    assert "experts=True" not in plan.code
     assert "quantized as well" not in plan_text(plan)
     dense = gemma4_compat.plan_device_map("E2B", "8GiB", context=64, quantize_experts=True)
     assert dense.experts is None
-    assert "quantize_experts" not in dense.code
+    assert "experts=True" not in dense.code
 
 
 def test_experts_are_quantized_where_those_in_bf16_would_leave_the_card() -> None:
