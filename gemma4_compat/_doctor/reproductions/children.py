@@ -92,7 +92,7 @@ class Forks(processes.Process):
             return crashed(f"no result after {2 * TIMEOUT} s")
 
     def hear(self, event: dict[str, Any] | None) -> None:
-        """Give a result to whoever waits for it."""
+        """Give a result to the thread that waits for it."""
         if event is not None:
             with self._lock:
                 future = self._waiting.pop(event["number"])
