@@ -97,7 +97,17 @@ def _files() -> Path:
 
 
 def _compile(arguments: list[str]) -> None:
-    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-march=native", "-fno-gnu-unique", "-shared", "-fPIC", "-w"]
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-U_FORTIFY_SOURCE",
+        "-ffp-contract=off",
+        "-march=native",
+        "-fno-gnu-unique",
+        "-shared",
+        "-fPIC",
+        "-w",
+    ]
     command = ["g++", *options, *arguments]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
