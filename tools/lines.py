@@ -1,4 +1,4 @@
-"""Lines of Python and CUDA by room of the package and folder of tests, beside what was agreed: ``python -m tools.lines``.
+"""Lines of Python and CUDA by room and folder of tests, beside what was agreed: ``python -m tools.lines``.
 
 Exit status 1: one of them, or the sum, is more than 3 % above. A feature that needs more lines says in its commit what
 it replaces, and ``--write`` agrees to today's.
