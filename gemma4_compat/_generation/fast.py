@@ -114,10 +114,10 @@ def decode_fast(
     decoding.preferred = graphs and reason is None
     if decoding.preferred:
         dormant.activate(embedded.PATCH)
-    own = decoding.preferred and not exact
-    if not graphs or own != decoding.own:
+    custom = decoding.preferred and not exact
+    if not graphs or custom != decoding.custom:
         decoding.clear()
-    decoding.own, decoding.any_length, decoding.assistants = own, own and any_length, own and assistants
+    decoding.custom, decoding.any_length, decoding.assistants = custom, custom and any_length, custom and assistants
     return model
 
 

@@ -118,7 +118,7 @@ class Decoding:
         self.paces: weakref.WeakKeyDictionary[Any, Any] = (
             weakref.WeakKeyDictionary()
         )  # `draft_length.Known`, by assistant
-        self.own = False  # whether kernels may have an arithmetic of their own
+        self.custom = False  # whether custom kernels may run
         self.fuses = True
         self.lock = locks.Lock(locks.DECODING)
         self.memories: list[static_caches.Memory] = []
@@ -177,27 +177,27 @@ class Decoding:
             _log.warning("gemma4_compat: decoding %s: %s", how, text)
 
     def arithmetic(self, device: Any, tokens: int = 1) -> contextlib.AbstractContextManager[Any]:
-        """To be entered around each forward of a step: kernels of our own compute what they can, or PyTorch's do.
+        """To be entered around each forward of a step: custom kernels compute what they can, or PyTorch's do.
 
         ``tokens``: of each sequence; each has the bits that it would have in a step of its own.
         """
-        if not self.own:
+        if not self.custom:
             return contextlib.nullcontext()
-        from gemma4_compat._kernels.match import own
+        from gemma4_compat._kernels.match import custom
 
-        reason = own.unsupported_reason(device)
+        reason = custom.unsupported_reason(device)
         if reason is None:
-            return own.Own(device, tokens)
+            return custom.CustomKernels(device, tokens)
         self.reason_not_fused(reason, "with PyTorch's bits")
         return contextlib.nullcontext()
 
     def reading(self, device: Any, cache: Any) -> contextlib.AbstractContextManager[Any]:
-        """To be entered around each forward of a prompt: kernels of our own may compute its attention."""
-        if not self.own or not static_caches.is_static(cache):
+        """To be entered around each forward of a prompt: custom kernels may compute its attention."""
+        if not self.custom or not static_caches.is_static(cache):
             return contextlib.nullcontext()
-        from gemma4_compat._kernels.match import own, reading
+        from gemma4_compat._kernels.match import custom, reading
 
-        if static_caches.length(cache) < reading.POSITIONS or own.unsupported_reason(device) is not None:
+        if static_caches.length(cache) < reading.POSITIONS or custom.unsupported_reason(device) is not None:
             return contextlib.nullcontext()
         return reading.read(device)
 

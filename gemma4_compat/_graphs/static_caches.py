@@ -105,10 +105,10 @@ def overridden(layers: list[Any], method: str, function: Callable[..., Any]) -> 
 
 def _update_full(layer: Any, _below: Any, keys: Any, values: Any, *_args: Any, **_kwargs: Any) -> tuple[Any, Any]:
     """``StaticSlidingWindowLayer.update`` of a full layer, without the index that it copies from the host."""
-    from gemma4_compat._kernels.match import own
+    from gemma4_compat._kernels.match import custom
 
     new_keys, new_values = keys.to(layer.keys.dtype), values.to(layer.values.dtype)
-    own.operator("shift")(layer.keys, layer.values, new_keys, new_values, False)
+    custom.operator("shift")(layer.keys, layer.values, new_keys, new_values, False)
     layer.cumulative_length_int += 1
     return layer.keys, layer.values
 

@@ -208,7 +208,7 @@ class Kernels:
 
 
 def _is_computed(signature: _Signature) -> bool:
-    """Whether an operation computes what PyTorch does: some only move data, others have an arithmetic of their own."""
+    """Whether an operation computes what PyTorch does: some only move data, others have custom numerics."""
     others = "concatenate", "constant", pointwise.DOT, dense.OPERATION, nf4_gemv.OPERATION
     return signature[0] not in others
 

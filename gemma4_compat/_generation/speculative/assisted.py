@@ -292,7 +292,7 @@ class Text:
         version = id(self._decoding.state.guards), embedding.data_ptr()
         inputs = {**self._state, "noise": self._noise_for(count), "choice": self._drafting, "drafts": count}
         drafting = decoder.of(self._assistant)
-        drafting.own = True
+        drafting.custom = True
         self._decoding.known_assistants.add(self._assistant)
         drafted = self._run(
             *((count, version), inputs),

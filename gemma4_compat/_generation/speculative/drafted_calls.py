@@ -25,7 +25,7 @@ def unsupported_reason(model: Any, ids: Any, config: Any, given: dict[str, Any])
         config: the ``GenerationConfig`` of the call.
         given: the other arguments of ``GenerationMixin._assisted_decoding``.
     """
-    from gemma4_compat._kernels.match import own
+    from gemma4_compat._kernels.match import custom
 
     assistant = given.get("assistant_model")
     looks_up = getattr(config, "prompt_lookup_num_tokens", None) is not None
@@ -41,7 +41,7 @@ def unsupported_reason(model: Any, ids: Any, config: Any, given: dict[str, Any])
     found = _call_reason(config, given) or next((reason for reason, holds in reasons.items() if holds), None)
     if found is None and not looks_up:
         found = _assistant_reason(model, assistant)
-    return found or unsupported.virtual_tokens_reason(model) or own.unsupported_reason(model.device)
+    return found or unsupported.virtual_tokens_reason(model) or custom.unsupported_reason(model.device)
 
 
 def undrafted_reason(model: Any, ids: Any, config: Any, given: dict[str, Any]) -> str | None:

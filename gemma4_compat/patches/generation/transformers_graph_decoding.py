@@ -181,7 +181,7 @@ def prefill(
     if not tokens:
         return at_once()
     memory = room.Room(self, cache, len(input_ids), tokens)
-    estimated = decoding.own and at_once is whole and given is not None
+    estimated = decoding.custom and at_once is whole and given is not None
     return chunks.read(decoding, model_kwargs, memory, at_once, in_chunks, estimated=estimated)
 
 
@@ -230,7 +230,7 @@ def assisted_decoding(original: Original, self: Any, input_ids: Any, *args: Any,
     if args or config is None or config.disable_compile or decoding is None:
         return original(self, input_ids, *args, **kwargs)
     if not decoding.assistants:
-        if decoding.own:
+        if decoding.custom:
             decoding.reason("decode_fast was called without assistants=True", _AS_TRANSFORMERS)
         return original(self, input_ids, **kwargs)
     undrafted = drafted_calls.undrafted_reason(self, input_ids, config, kwargs)

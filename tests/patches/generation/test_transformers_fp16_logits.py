@@ -16,7 +16,7 @@ from gemma4_compat._gemma4.models import variants
 from gemma4_compat._generation.prompts import overflow
 from gemma4_compat._graphs import decoder
 from gemma4_compat._graphs.recording import RECORDERS
-from gemma4_compat._kernels.match import own
+from gemma4_compat._kernels.match import custom
 from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat._lab.stand_ins import tape
 from gemma4_compat.patches.generation.transformers_fp16_logits import PATCH, build_overflowing
@@ -134,8 +134,8 @@ def test_prompts_and_tokens_that_are_replayed(
     workspace: Any, options: dict[str, bool], counted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if options:  # without a GPU there are no kernels, and other arithmetic stands in
-        monkeypatch.setattr(own, "Own", ByRows)
-        monkeypatch.setattr(own, "unsupported_reason", lambda _device: None)
+        monkeypatch.setattr(custom, "CustomKernels", ByRows)
+        monkeypatch.setattr(custom, "unsupported_reason", lambda _device: None)
     model = load(workspace)
     lookup = {"prompt_lookup_num_tokens": 2} if options.get("assistants") else {}
     with tape.standing_in(RECORDERS):
