@@ -56,10 +56,10 @@ def decode_fast(
             the rest of the batch (up to eight rows; 4-bit weights before bitsandbytes 0.50: one). A near-tie between
             two tokens may fall the other way than in PyTorch. docs/DECODING_NUMERICS.md says what these kernels leave
             to PyTorch. A change of ``exact`` releases the graphs.
-        any_length: True to read prompts of text in pieces of a few sizes, which are replayed whatever the length of
+        any_length: True to read prompts of text in buckets of a few sizes, which are replayed whatever the length of
             the prompt. By default a prompt is replayed if one of its length was read before, and its bits are those of
-            a prompt without a replay. Pieces round otherwise, as chunks do (``prefill_chunk_size``, which wins). Where
-            layers are streamed from host memory prompts are read at once all the same.
+            a prompt without a replay. Buckets round differently, as chunks do (``prefill_chunk_size``, which wins).
+            Where layers are streamed from host memory, prompts are read at once anyway.
         assistants: True to replay also what ``generate`` does with ``assistant_model=`` (an assistant of Gemma 4) or
             ``prompt_lookup_num_tokens=``. Tokens, greedy and sampled, are those of the same call without them. How
             many tokens are drafted at once is decided by measuring, in place of ``num_assistant_tokens``; with experts
@@ -90,7 +90,7 @@ def decode_fast(
         )
     if exact and any_length:
         raise Gemma4CompatError(
-            "decode_fast got exact=True and any_length=True, but prompts in pieces do not have the bits of prompts "
+            "decode_fast got exact=True and any_length=True, but prompts in buckets do not have the bits of prompts "
             "that are read at once. Leave out one of the two."
         )
     if exact and assistants:

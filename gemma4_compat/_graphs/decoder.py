@@ -52,14 +52,16 @@ class AdapterStates:
         """Drop all of them, for this reason."""
         self._lost, self.states = Recapture(cause, detail), []
 
-    def check(self, call: Any, *, first: bool = False, settling: bool = False, quiet: bool | None = None) -> State:
+    def check(
+        self, call: Any, *, first: bool = False, settling: bool = False, no_user_code: bool | None = None
+    ) -> State:
         """The state of the model as it is now. See :class:`captured_calls.Guards`."""
-        if quiet is None:
-            quiet = call.decodes and not (first or settling) and deferred_stop.is_quiet(call.model)
+        if no_user_code is None:
+            no_user_code = call.decodes and not (first or settling) and deferred_stop.no_user_code(call.model)
         with idle_hooks.put_back(call.model):  # a thread in a forward has them bypassed
             for index, state in enumerate(self.states):
                 # Only the last one was looked at with the last step.
-                check = state.guards.check_rotating if quiet and not index else state.guards.check_step
+                check = state.guards.check_rotating if no_user_code and not index else state.guards.check_step
                 if check() and not (first and not state.guards.check_all()):
                     if index:
                         self.states = [state, *(other for other in self.states if other is not state)]
@@ -112,8 +114,8 @@ class Decoding:
     def __init__(self, statistics: DecodingStatistics | None = None) -> None:
         self.statistics = statistics or DecodingStatistics()
         self.preferred = False  # to compiling, where transformers would compile
-        self.any_length = False  # whether prompts are read in pieces of a few sizes
-        self.assistants = False  # whether texts with an assistant model are decoded in rounds
+        self.any_length = False  # whether prompts are read in buckets of a few sizes
+        self.assistants = False  # whether texts with an assistant model are decoded in speculative steps
         self.known_assistants: weakref.WeakSet[Any] = weakref.WeakSet()  # models that keep graphs for this one
         self.paces: weakref.WeakKeyDictionary[Any, Any] = (
             weakref.WeakKeyDictionary()

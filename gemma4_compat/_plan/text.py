@@ -220,7 +220,7 @@ def _training(plan: TrainingPlan, width: int, cells: str) -> Iterator[str]:
         f"Training {plan.model} ({plan.model_class}), {stored}: sequences of {plan.max_length} tokens, batch "
         f"{plan.batch}, LoRA of rank {plan.r} on {plan.trained:,} weights, {plan.optim}, {checkpointing} "
         f"checkpointing{', the loss in chunks' if plan.chunked_loss else ''}"
-        f"{', MLPs in pieces' if plan.chunked_mlp else ''}"
+        f"{', MLPs in chunks' if plan.chunked_mlp else ''}"
         f"{', sliding layers by windows' if plan.sliding_windows else ''}"
         f"{', decoder layers replayed' if plan.train_fast else ''}",
         width,

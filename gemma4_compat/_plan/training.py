@@ -97,7 +97,7 @@ def plan_training(
         chunked_loss: whether the loss is in chunks, as :func:`gemma4_compat.train_fast` computes it. None: only if the
             step otherwise does not fit, leaves less than 0.5 GiB, or has more decoder layers streamed; ``reasons``
             says which.
-        chunked_mlp: whether MLPs are in pieces, as ``train_fast`` computes them. None: only if the step otherwise does
+        chunked_mlp: whether MLPs are in chunks, as ``train_fast`` computes them. None: only if the step otherwise does
             not fit or leaves less than 0.5 GiB, with all decoder layers streamed; ``reasons`` says which.
         sliding_windows: whether sliding layers are computed by windows and full ones by matrix products
             (``transformers-sliding-windows``), which a GPU does from 4,096 tokens on. It takes less time, and rounds
@@ -269,7 +269,7 @@ def _placed(
         said = f" {'; '.join(remedies)}." if remedies else ""
         switched = {
             "--no-chunked-loss": "the loss in chunks",
-            "--no-chunked-mlp": "MLPs in pieces",
+            "--no-chunked-mlp": "MLPs in chunks",
             "--no-sliding-windows": "sliding layers by windows",
         }
         ways = "".join(f" and {what}" for option, what in switched.items() if option in changes)

@@ -61,7 +61,7 @@ class Step:
         optim: one of :data:`OPTIMIZERS`, as ``TrainingArguments.optim`` names them.
         chunked_loss: the loss is in chunks, as ``train_fast`` computes it.
         activation_offloading: what checkpointing keeps is in host memory until the backward pass needs it.
-        chunked_mlp: MLPs are computed in pieces, as ``train_fast`` does.
+        chunked_mlp: MLPs are computed in chunks, as ``train_fast`` does.
         sliding_windows: attention is by windows and products, as after ``train_fast`` on a GPU.
         train_fast: decoder layers are replayed, as after ``train_fast``, in sequences of one length.
     """

@@ -126,7 +126,7 @@ def plan_training(
         bool | None,
         typer.Option(
             "--chunked-mlp/--no-chunked-mlp",
-            help="Compute MLPs in pieces; default: if it does not fit without.",
+            help="Compute MLPs in chunks; default: if it does not fit without.",
         ),
     ] = None,
     sliding_windows: Annotated[

@@ -18,7 +18,7 @@ PATCHES = {patch.id for patch in gemma4_compat.patches()}
 #: Modules whose hooks last as long as a call: they are listed without a declaration. The last one's are of its
 #: reproduction.
 FOR_A_CALL = {
-    "_generation.speculative.rounds",
+    "_generation.speculative.speculative_steps",
     "_gemma4.models.padding_row",
     "_gemma4.cache.shared_kv",
     "patches.adapters.peft_adapter_names",

@@ -63,7 +63,7 @@ def read(
         decoding: of the model.
         model_kwargs: as ``_prefill`` gets them.
         room: its memory.
-        at_once: reads it in one forward, or in pieces.
+        at_once: reads it in one forward, or in buckets.
         in_chunks: reads it in chunks of that many tokens.
         estimated: whether an estimate is enough to read chunks; otherwise memory must have run out.
 

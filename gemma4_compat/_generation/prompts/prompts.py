@@ -82,8 +82,8 @@ class Prompt(steps.Step):
             return None
         return cls(decoding, model, steps.without_token_types(inputs), cache, static_caches.tensors(cache))
 
-    def _ways(self) -> tuple[Any, ...]:
-        found = [static_caches.way(layer, self.tokens) for layer in self.sliding]
+    def _update_modes(self) -> tuple[Any, ...]:
+        found = [static_caches.update_mode(layer, self.tokens) for layer in self.sliding]
         return (*found, self.hides_nothing, self.inputs[self.reads].shape[:2], static_caches.length(self.cache))
 
     def numerics(self) -> Any:

@@ -1,4 +1,4 @@
-"""Custom kernels in place of PyTorch's and bitsandbytes', with their numerics: attention (:mod:`attention`) and products
+"""Custom kernels in place of PyTorch's and bitsandbytes', with new numerics: attention (:mod:`attention`) and products
 (:mod:`dense`, and :mod:`nf4_gemv` for 4-bit weights).
 
 :class:`CustomKernels` sees the functions of ``torch`` that a forward calls, and calls operators of this package for

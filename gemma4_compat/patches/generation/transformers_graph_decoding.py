@@ -13,8 +13,8 @@ bit-identical; after a while small kernels are fused if that keeps the bits. Aft
 without ``exact=True``, kernels of this package compute attention and products; after either, prompts are replayed as
 well, by their lengths, with the same bits, and one that does not fit into memory is read in chunks. If a prompt has
 images or sounds, the text model's part is replayed. After ``decode_fast(assistants=True)``, calls with an assistant
-model or prompt lookup are decoded in rounds that are replayed, with the tokens of calls without; where no draft could
-have them (experts, a cache that holds the beginning of the text), nothing is drafted. Weights, hooks, adapters and the
+model or prompt lookup are decoded in speculative steps that are replayed, with the tokens of calls without; where no
+draft could have them (experts, a cache that holds the beginning of the text), nothing is drafted. Weights, hooks, adapters and the
 cache are checked before each replay. A new static cache is a copy of an unused one while the configuration stays as it
 was (transformers 5.19 and newer). A call after ``decode_fast`` that returns its cache returns a dynamic one, as
 without. Models that transformers compiles itself are left to it, unless ``decode_fast`` asked for a replay. What
@@ -222,8 +222,8 @@ def beam_search(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any
 
 @PATCH.replaces("transformers.generation.utils", "GenerationMixin._assisted_decoding")
 def assisted_decoding(original: Original, self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    """After ``decode_fast(assistants=True)``, in rounds that are replayed. Where none could have drafts, as without an
-    assistant; where rounds cannot do what the call asks for, as before. The log says why.
+    """After ``decode_fast(assistants=True)``, in speculative steps that are replayed. Where none could have drafts, as
+    without an assistant; where they cannot do what the call asks for, as before. The log says why.
     """
     config = kwargs.get("generation_config")
     decoding = decoder.of(self) if decoder.is_preferred(self) else None

@@ -76,7 +76,7 @@ def overflowing(workspace: Any) -> Any:
 @pytest.fixture
 def half(overflowing: Any) -> Any:
     """A model in float16 that overflows, and whose user was not told."""
-    vars(overflowing).pop(overflow._TOLD, None)
+    vars(overflowing).pop(overflow._WARNED, None)
     return overflowing
 
 
@@ -141,7 +141,7 @@ def test_prompts_and_tokens_that_are_replayed(
     with tape.standing_in(RECORDERS):
         gemma4_compat.decode_fast(model, **options)
         for _ in range(3):
-            vars(model).pop(overflow._TOLD, None)
+            vars(model).pop(overflow._WARNED, None)
             assert len(ask(model, **lookup)) == 1
     assert getattr(decoder.of(model).statistics, counted)
 
@@ -276,7 +276,7 @@ def test_greedy_decoding_waits_for_nothing_before_its_end(half: Any, monkeypatch
     monkeypatch.setattr(overflow.Watch, "say", lambda self: (seen.append(-streamer.tokens), say(self)))
     assert len(ask(half, streamer=streamer, eos_token_id=None)) == 1
     assert seen == [NEW, -NEW]
-    vars(half).pop(overflow._TOLD)
+    vars(half).pop(overflow._WARNED)
     with pytest.raises(RuntimeError, match=ERROR):
         ask(half, do_sample=True)
     assert len(seen) == 3
@@ -287,8 +287,8 @@ def test_an_assistant_in_float16_is_no_reason_to_doubt_the_model(workspace: Any)
     right, wrong = workspace.load().half(), load(workspace)
     (said,) = ask(right, assistant_model=wrong)
     assert "computes in float16" in said
-    assert overflow._TOLD in vars(wrong)
-    assert overflow._TOLD not in vars(right)
+    assert overflow._WARNED in vars(wrong)
+    assert overflow._WARNED not in vars(right)
 
 
 def test_a_compiled_model(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:

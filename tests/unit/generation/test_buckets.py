@@ -1,4 +1,4 @@
-"""Prompts in pieces of a few sizes: ``decode_fast(any_length=True)``."""
+"""Prompts in buckets of a few sizes: ``decode_fast(any_length=True)``."""
 
 from __future__ import annotations
 

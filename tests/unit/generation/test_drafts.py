@@ -173,8 +173,8 @@ def test_two_tokens_have_the_distribution_of_plain_sampling(case: str, drafter: 
             read = {"scores": scores, "states": torch.zeros(1, DRAFTS + 1, 1), "held": torch.tensor(0)}
             own = noise[place : place + DRAFTS + 1]
             found = speculative_steps.accept(whole, text, read, drafted, own)
-            assert drafter != "perfect" or case == "repetition penalty" or int(found["told"][0, -1]) == DRAFTS
-            text = torch.cat([text, found["told"][:, : int(found["grown"])]], dim=1)
+            assert drafter != "perfect" or case == "repetition penalty" or int(found["verdict"][0, -1]) == DRAFTS
+            text = torch.cat([text, found["verdict"][:, : int(found["grown"])]], dim=1)
         key = tuple(text[0, PROMPT : PROMPT + 2].tolist())
         seen[key] = seen.get(key, 0) + 1
     statistic, freedom = chi_square(seen, expected, ROUNDS)

@@ -90,7 +90,7 @@ def test_undoing_brings_pytorchs_bits_back(models: Models, monkeypatch: pytest.M
 
 
 def test_padding_and_pieces(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks with padding; in chunks and in pieces."""
+    """Masks with padding; in chunks and in buckets."""
     shapes = counted(monkeypatch)
     for options in ({}, {"any_length": True}):
         model = fast(models, **options)

@@ -55,14 +55,14 @@ def test_one_line_says_what_is_on(workspace: Any, caplog: pytest.LogCaptureFixtu
     model = workspace.load_text()
     assert said(caplog, model) == (
         "train_fast: on: the loss in chunks (outputs.logits is None), sliding layers by windows, full layers by "
-        "products, decoder layers as CUDA graphs in batches of up to 2,048 tokens; not MLPs in pieces: 2,048 tokens "
-        "are one piece."
+        "products, decoder layers as CUDA graphs in batches of up to 2,048 tokens; not MLPs in chunks: 2,048 tokens "
+        "are one chunk."
     )
     assert said(caplog, model, max_tokens=4096, loss=False, windows=False, products=False, graphs=False) == (
-        "train_fast: on: nothing; not MLPs in pieces: the model is on cpu."
+        "train_fast: on: nothing; not MLPs in chunks: the model is on cpu."
     )
     assert said(caplog, model, mlp=7, products=False, graphs=False) == (
-        "train_fast: on: the loss in chunks (outputs.logits is None), MLPs in pieces, sliding layers by windows."
+        "train_fast: on: the loss in chunks (outputs.logits is None), MLPs in chunks, sliding layers by windows."
     )
 
 
@@ -162,7 +162,7 @@ def test_memory_asks_for_pieces(
         found = (free - (2 << 20), 0) if value is None else value
         monkeypatch.setattr(torch.cuda, name, lambda _device, found=found: found)
     line = said(caplog, model, max_tokens=8192)
-    assert ("MLPs in pieces, " in line) is pieces
+    assert ("MLPs in chunks, " in line) is pieces
     assert ("a step of 8,192 tokens takes about" in line) is not pieces
     most = layers.MAX_TOKENS if pieces else 8192
     assert f"graphs in batches of up to {most:,} tokens" in line

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from gemma4_compat import Gemma4CompatWarning  # noqa: E402
 from gemma4_compat._plan.training_step import storage_counter  # noqa: E402
-from gemma4_compat._training import pieces  # noqa: E402
+from gemma4_compat._training import mlp_chunks  # noqa: E402
 
 ROWS, WIDTH, WIDE = 37, 16, 96
 #: Of a norm. The plain module in 16 bits is off by up to 0.01 from float64.
@@ -45,7 +45,7 @@ def data(dtype: Any = torch.float32, *, shape: tuple[int, ...] = (1, ROWS), **op
 
 def in_pieces(mlp: Any, inputs: Any, tokens: int = 5, **options: Any) -> Any:
     trained = tuple(weight for weight in mlp.parameters() if weight.requires_grad)
-    return pieces.apply(mlp, inputs, tokens=tokens, trained=trained, module=mlp, **options)
+    return mlp_chunks.apply(mlp, inputs, tokens=tokens, trained=trained, module=mlp, **options)
 
 
 def step(function: Callable[..., Any], mlp: Any, inputs: Any, gradient: Any) -> list[Any]:
@@ -83,11 +83,11 @@ def test_outputs_and_gradients(dtype: Any, shape: tuple[int, ...], tokens: int) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_over_many_pieces_are_no_further_from_float64_than_one_product(dtype: Any) -> None:
     mlp, inputs, gradient = data(dtype, shape=(4, 200))
-    found = {name: step(way, mlp, inputs, gradient) for name, way in (("plain", plain), ("pieces", in_pieces))}
+    found = {name: step(way, mlp, inputs, gradient) for name, way in (("plain", plain), ("chunks", in_pieces))}
     truth = step(plain, mlp.double(), inputs.detach().double().requires_grad_(), gradient.double())
     for index, right in enumerate(truth):
         if right is not None:
-            assert off(found["pieces"][index], right) <= 1.2 * off(found["plain"][index], right)
+            assert off(found["chunks"][index], right) <= 1.2 * off(found["plain"][index], right)
 
 
 @pytest.mark.parametrize("frozen", ["inputs", "weights", "both"])
@@ -122,7 +122,7 @@ def peak(function: Callable[..., Any], rows: int) -> int:
 
 
 def test_the_intermediates_of_one_piece_exist_at_once() -> None:
-    """Live bytes on the CPU: twice the tokens, twice the memory; in pieces, only that of inputs and outputs."""
+    """Live bytes on the CPU: twice the tokens, twice the memory; in chunks, only that of inputs and outputs."""
     rows, tokens = 1024, 64
     states = rows * WIDTH * 4
     assert peak(plain, 2 * rows) == pytest.approx(2 * peak(plain, rows), rel=0.05)
@@ -180,7 +180,7 @@ def test_autocast_is_that_of_the_forward(dtype: Any) -> None:
         if other is not None:
             assert one.dtype == other.dtype == torch.float32
             assert off(one, other) <= BOUND[dtype]
-    with torch.autocast("cpu", dtype=dtype):  # a weight that was cast for a piece still has its gradient afterwards
+    with torch.autocast("cpu", dtype=dtype):  # a weight that was cast for a chunk still has its gradient afterwards
         in_pieces(mlp, inputs)
         again = step(plain, mlp, inputs, gradient.to(dtype))
     assert all(off(one, other) <= BOUND[dtype] for one, other in zip(again[1:], right[1:]) if other is not None)
@@ -208,7 +208,7 @@ def test_gradients_of_gradients(dropout: float) -> None:
         return [*first, *third, *torch.autograd.grad(sum(one.square().sum() for one in third), weights)]
 
     right, several = penalty(plain), functools.partial(in_pieces, tokens=ROWS if dropout else 5)
-    pieces._tell.cache_clear()
+    mlp_chunks._tell.cache_clear()
     with pytest.warns(Gemma4CompatWarning, match=r"create_graph=True.*chunked_mlp\(model, enabled=False\)"):
         found = penalty(several)
     assert all(off(one, other) < 1e-5 for one, other in zip(found, right, strict=True))
