@@ -95,8 +95,8 @@ def decode_fast(
         )
     if exact and assistants:
         raise Gemma4CompatError(
-            "decode_fast got exact=True and assistants=True, but PyTorch gives a token other bits if it reads several "
-            "at once. Leave out one of the two."
+            "decode_fast got exact=True and assistants=True, but in PyTorch a token differs bitwise if "
+            "several are read at once. Leave out one of the two."
         )
     if not graphs and (any_length or assistants):
         raise Gemma4CompatError(

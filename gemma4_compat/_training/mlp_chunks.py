@@ -142,7 +142,7 @@ def _wide(gradient: Any) -> Any:
 def _parts(inputs: Any, tokens: int, wanted: bool) -> Iterator[tuple[slice, Any]]:
     """Where each chunk is among the tokens, and its inputs, (n, features), a leaf that has a gradient if ``wanted``.
 
-    So it is in the forward: without a gradient bitsandbytes runs other kernels, with other bits.
+    So it is in the forward: without a gradient bitsandbytes runs other kernels, which differ bitwise.
     """
     rows = inputs.detach().reshape(-1, inputs.shape[-1])
     count = -(-len(rows) // tokens)

@@ -1,8 +1,8 @@
 """Prompts of any length by the graphs of a few sizes, ``decode_fast(any_length=True)``.
 
-All tokens but the last are read in buckets, each padded on the right to a power of two. What it does to the cache depends
-on numbers in tensors only: how many of its tokens are real, and where the window of a sliding layer comes
-from. So one graph serves a size, whatever the cache holds. KV-shared layers do not run, as nobody reads their results.
+All tokens but the last are read in buckets, each padded on the right to a power of two. What it does to the
+cache depends on numbers in tensors only: how many of its tokens are real, and where a sliding layer's window starts.
+So one graph serves a size, whatever the cache holds. KV-shared layers do not run, as nobody reads their results.
 The last token is read as a decoded one.
 """
 

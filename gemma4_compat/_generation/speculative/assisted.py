@@ -222,7 +222,7 @@ class Text:
         if not same:
             for view, copy in zip(changed, copies):
                 view.copy_(copy)
-            found_out = f"{count + 1} tokens at once have other bits than one by one"
+            found_out = f"{count + 1} tokens at once differ bitwise from one by one"
             self._decoding.reason(found_out, "decoding without drafts")
             self._pace = draft_length.Pace(0)
 

@@ -54,7 +54,7 @@ def undrafted_reason(model: Any, ids: Any, config: Any, given: dict[str, Any]) -
         return None
     reasons = {
         # A try would not find that out: it depends on which experts the tokens of a speculative step share.
-        "experts give a token other bits beside others": bool(
+        "experts: a token differs bitwise beside others": bool(
             getattr(model.config.get_text_config(), "enable_moe_block", False)
         ),
         "a logits processor remembers the tokens that it has seen": any(

@@ -291,7 +291,7 @@ def test_rows_with_other_bits_are_found_out(
     for _ in range(2):
         same(expected, ask(model, given, new=40, assistant_model=assistant))
     assert counted(model).drafted == 0
-    assert [reason for reason in counted(model).reasons if reason.endswith("other bits than one by one")]
+    assert [reason for reason in counted(model).reasons if reason.endswith("differ bitwise from one by one")]
     assert "decoding without drafts: " in caplog.text
 
 

@@ -218,7 +218,7 @@ def test_experts_have_the_text_without_an_assistant(where: str, tmp_path: Path) 
             assert torch.equal(found, expected[-1])
             assert counted(model).replayed > before.replayed
             assert counted(model).rounds == 0
-        assert counted(model).reasons == ("experts give a token other bits beside others",)
+        assert counted(model).reasons == ("experts: a token differs bitwise beside others",)
     assert all(map(torch.equal, expected, expected[-3:]))
 
 
