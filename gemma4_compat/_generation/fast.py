@@ -39,7 +39,7 @@ def decode_fast(
     needs no minute of compiling. ``model.generation_config`` stays as it is, and a copy of the model decodes without
     replays.
 
-    A prompt that does not fit into the memory that is left is read in chunks, which round otherwise; with ``exact``
+    A prompt that does not fit into the memory that is left is read in chunks, which round differently; with ``exact``
     only after a forward ran out of memory. ``prefill_chunk_size`` wins.
 
     A model that cannot be replayed is left as it is, and a warning in the log says why: 8-bit weights, weights on

@@ -160,7 +160,7 @@ def replays(place: Place, memories: Memories) -> tuple[bool, str]:
         return False, f"{taken}, and would not leave {size_text(MARGIN)} free"
     if streamed[True]:
         return False, f"{taken}, and {streamed[True]} decoder layers would be streamed"
-    return True, f"short steps wait for Python, and replays do not; {taken}, for sequences of one length"
+    return True, f"short steps are CPU-bound, and replays are not; {taken}, for sequences of one length"
 
 
 def capture_reason(memory: StepMemory) -> str:

@@ -107,7 +107,7 @@ def plan_training(
             sequences of one length. None: in steps of up to 2,048 tokens whose layers can be replayed, if the graphs
             fit with no decoder layer streamed. A step in which no layer can be replayed goes without; ``reasons`` says
             why.
-        activation_offloading: what checkpointing keeps is in host memory until the backward pass needs it
+        activation_offloading: checkpointed activations are in host memory until the backward pass needs it
             (transformers' ``offload``, from 5.17 on).
         quantize: how the base is stored: "4bit", "4bit-double" or None.
         quantize_experts: store experts in 4 bits; False: in bf16, as upstream does. None: in 4 bits if the base is,

@@ -211,7 +211,7 @@ def long_steps_section() -> str:
     for _, run in runs:
         for name, found in run["bits"].items():
             what = "the same step again" if name == "again" else LONG_STEPS[name].removeprefix("and ")
-            same = "with the same bits" if found["loss_equal"] else "rounded otherwise"
+            same = "with the same bits" if found["loss_equal"] else "rounded differently"
             equal = f"{found['gradients_equal']} of {found['gradients']} have the same bits"
             apart = f"; together they differ by {found['apart']:.2g} of their norm." if found["apart"] else "."
             rows.append(f"- {run['shape']}, {what}: a loss {same}; of gradients, {equal}{apart}")

@@ -213,7 +213,7 @@ def test_offloaded_layers(
     assert all(module_hooks.is_offloaded(module) for module in offloaded)
 
 
-def test_only_training_with_more_tokens_than_a_piece_is_in_pieces(
+def test_only_training_with_more_tokens_than_a_chunk_is_in_chunks(
     workspace: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -327,7 +327,7 @@ def test_undoing_it_before_and_after_a_dispatch(workspace: Any, monkeypatch: pyt
     assert not any("chunked" in item.patch for item in gemma4_compat.statistics(model).attached if item.kind == "mark")
 
 
-def test_copies_are_in_pieces_and_pickles_are_not(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_in_chunks_and_pickles_are_not(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = only(workspace.load_text(), mlp=TOKENS).train()
     given = batch(workspace, text_only=True)
     used = counted(monkeypatch)

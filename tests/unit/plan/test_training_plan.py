@@ -211,7 +211,7 @@ def test_graphs_take_what_they_took_on_a_gpu(variant: str, length: int) -> None:
 def test_offloaded_checkpoints_take_no_memory_but_where_they_are_needed(workspace: Any) -> None:
     """As with transformers' ``offload``, each layer's hidden states are there once more while it is computed again."""
     if not training_step.can_offload():
-        pytest.skip("this transformers does not offload what checkpointing keeps")
+        pytest.skip("this transformers does not offload checkpointed activations")
     step = {"max_length": 512, "r": 2, "chunked_loss": True}
     plain, away = (of(workspace.checkpoint, activation_offloading=offloads, **step) for offloads in (False, True))
     text = build.on_meta(str(workspace.checkpoint))[0].config.get_text_config()
@@ -488,7 +488,7 @@ def test_a_plan_chooses_pieces_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_windows_are_used_where_layers_would_be_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or where the step does not fit; else you have to ask, because gradients are rounded otherwise."""
+    """Or where the step does not fit; else you have to ask, because gradients are rounded differently."""
     cut = training._described("E2B", "4bit")[0]
     step = {"adapter": 0, "optimizer": 0, "forward": 0, "sizes": ()}
     memories = {
@@ -645,7 +645,7 @@ def test_a_plan_replays_layers_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_train_fast_leaves_a_plan_leaves(workspace: Any, offloading: bool) -> None:
     """Its own words say why."""
     if offloading and not training_step.can_offload():
-        pytest.skip("this transformers does not offload what checkpointing keeps")
+        pytest.skip("this transformers does not offload checkpointed activations")
     kept = of(workspace.checkpoint, max_length=16, r=2, activation_offloading=offloading, train_fast=True).graphs
     if not checkpointing.is_in_forward():
         assert kept.reasons[0].startswith("checkpointing is on, and needs transformers 5.23")

@@ -150,9 +150,9 @@ def test_plans_count_what_is_recorded(variant: str, tokens: int) -> None:
     assert (found.backward + found.optimizer, found.adapter) == PLANNED[variant, tokens]
 
 
-@pytest.mark.parametrize(("missing", "pieces"), [(0, False), (1, True)])
-def test_memory_asks_for_pieces(
-    workspace: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, missing: int, pieces: bool
+@pytest.mark.parametrize(("missing", "chunked"), [(0, False), (1, True)])
+def test_memory_asks_for_chunked(
+    workspace: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, missing: int, chunked: bool
 ) -> None:
     """Graphs then serve short batches only. What PyTorch holds and does not use is free."""
     model = workspace.load_text()
@@ -162,9 +162,9 @@ def test_memory_asks_for_pieces(
         found = (free - (2 << 20), 0) if value is None else value
         monkeypatch.setattr(torch.cuda, name, lambda _device, found=found: found)
     line = said(caplog, model, max_tokens=8192)
-    assert ("MLPs in chunks, " in line) is pieces
-    assert ("a step of 8,192 tokens takes about" in line) is not pieces
-    most = layers.MAX_TOKENS if pieces else 8192
+    assert ("MLPs in chunks, " in line) is chunked
+    assert ("a step of 8,192 tokens takes about" in line) is not chunked
+    most = layers.MAX_TOKENS if chunked else 8192
     assert f"graphs in batches of up to {most:,} tokens" in line
     assert vars(layers.decoder_layers(model)[0])[attached.TRAINING]._max_tokens == most
     gemma4_compat.train_fast(model, enabled=False)
