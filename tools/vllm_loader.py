@@ -1,6 +1,6 @@
 """vLLM's own Gemma 4 module tree and weight loading, executed from its source without its kernels.
 
-vLLM computes with kernels of its own, and its package installs with its own torch. Its text model's file and its
+vLLM computes with its kernels, and its package installs with its own torch. Its text model's file and its
 loader's helpers are plain Python. They are imported here; every other module of vLLM is a stand-in: parallel layers
 hold a weight of the right shape, and load into it with a check of shapes. So what the file builds and asks for is
 vLLM's, and the strict check is that of its ``DefaultModelLoader``.

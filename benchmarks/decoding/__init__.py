@@ -1,1 +1,1 @@
-"""Decoding by replay: speed, bits, memory; its kernels; cards with fewer multiprocessors."""
+"""Decoding by replay: speed, bits, memory; its kernels; cards with fewer SMs."""

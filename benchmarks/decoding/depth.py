@@ -1,4 +1,4 @@
-"""How fast does a model decode deep in a text: the shim's own kernels, PyTorch's bits, the release before, llama.cpp?
+"""How fast does a model decode deep in a text: custom kernels, PyTorch's bits, the release before, llama.cpp?
 
 python benchmarks/decoding/depth.py --shape E2B --out FILE.json [--contexts 64,2048,8192,32768]
     [--cases gpu,host,gpu+lora,host+lora,streamed] [--ways before,exact,own] [--parts first,speed,profile,check]

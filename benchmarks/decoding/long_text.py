@@ -1,4 +1,4 @@
-"""Does own arithmetic decode one long text with memory flat, and the same tokens however long the cache is?
+"""Do the custom kernels decode one long text with memory flat, and the same tokens however long the cache is?
 
 python benchmarks/decoding/long_text.py --shape E2B --out FILE.json [--tokens 10000]
 

@@ -1,11 +1,11 @@
-"""How long does a replayed decoding step take on a card with fewer multiprocessors, and is that what `plan` models?
+"""How long does a replayed decoding step take on a card with fewer SMs, and is that what `plan` models?
 
 python benchmarks/decoding/multiprocessors.py --shape E2B --out FILE.json [--counts 132,64,32,16] [--rounds N]
     [--ways before,own]
 python benchmarks/decoding/multiprocessors.py --fit
 
 Random weights in the real shape, 4-bit with double quantization, everything on the card, batch 1, greedy, a static
-cache; with a LoRA adapter, too, on the first count and the last. Each count of multiprocessors has a process of its
+cache; with a LoRA adapter, too, on the first count and the last. Each count of SMs has a process of its
 own, whose work a CUDA green context (torch 2.9) keeps on so many: kernels, graphs, caches and clocks are the card's
 own, its memory is as fast as so many can read it, which is measured beside it. The first count should be all of them.
 
@@ -45,7 +45,7 @@ from benchmarks.small_card.models import PROMPT
 
 TOKENS = 100
 TURN: Order = {"way": "replayed", "tokens": TOKENS, "settled": 5}
-#: A product takes all multiprocessors, so it slows down as they get fewer; to this share of it at least.
+#: A product takes all SMs, so it slows down as they get fewer; to this share of it at least.
 BOUNDED = 0.75
 LIMIT_S = 100
 
@@ -56,7 +56,7 @@ _context: Any = None
 
 
 def bound(order: Order) -> Data:
-    """Keep what this process computes on so many multiprocessors; how fast they read, write and multiply."""
+    """Keep what this process computes on so many SMs; how fast they read, write and multiply."""
     global _context
     import torch
 
@@ -114,7 +114,7 @@ def _product() -> float:
 
 
 def _clock() -> float | None:
-    """The highest clock of the multiprocessors, in MHz."""
+    """The highest clock of the SMs, in MHz."""
     query = ["nvidia-smi", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits"]
     said = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20).stdout.split()
     return float(said[0]) if said else None
@@ -217,7 +217,7 @@ def measured(arguments: Any, options: list[str], deadline: float) -> Data:
 
 
 def check_bounds(result: Data) -> None:
-    """Whether a captured product took as much longer as it has fewer multiprocessors."""
+    """Whether a captured product took as much longer as it has fewer SMs."""
     known = {
         int(count): entry["product_s"]
         for count, cases in result["counts"].items()
@@ -232,7 +232,7 @@ def check_bounds(result: Data) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = common.parser(__doc__, sorted(models.SHAPES), minutes=3.0)
-    parser.add_argument("--counts", default="132,64,32,16", help="of multiprocessors (132,64,32,16)")
+    parser.add_argument("--counts", default="132,64,32,16", help="of SMs (132,64,32,16)")
     parser.add_argument("--host", action="store_true", help="the first count with table and towers on the host, too")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each (4)")
     parser.add_argument("--ways", default="", help=f"of {', '.join(depth_measure.WAYS)}, in turns")

@@ -18,7 +18,7 @@ START = speed.Speed(layer=1e-4, quantized=4e9, experts=1e9, memory=0.8, adapted=
 #: Tokens of the static cache in a turn of the other benchmarks: their prompt and what is generated.
 CONTEXT = 164
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-#: What the constants are fitted to: a card that is kept to some of its multiprocessors, and all of one of that kind.
+#: What the constants are fitted to: a card that is kept to some of its SMs, and all of one of that kind.
 FITTED = (
     "2026-11-26-h100-multiprocessors/multiprocessors-*.json",
     "2026-11-26-h100-depth/depth-E?B.json",
@@ -41,7 +41,7 @@ def rows(patterns: Sequence[str]) -> list[Data]:
 def bounded(run: Data) -> Iterator[tuple[Data, Data]]:
     """Each case of a run of multiprocessors.py as a row, and as it is in the result.
 
-    Memory is as its vendor states it, for so many multiprocessors by the share of what all of them read.
+    Memory is as its vendor states it, for so many SMs by the share of what all of them read.
     """
     sheet = data_sheet(run)
     most = max(entry["gb_s"] for found in run["counts"].values() for entry in found.values())

@@ -71,7 +71,7 @@ def signatures() -> Iterator[tuple[Any, ...]]:
 
 
 def computed(device: Any, attention: Any) -> dict[str, Any]:
-    """What own arithmetic gives, by name: products and attention of fixed random numbers."""
+    """What the custom kernels give, by name: products and attention of fixed random numbers."""
     import torch
 
     products = own_products.Products(device)

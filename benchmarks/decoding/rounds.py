@@ -325,13 +325,13 @@ def stand_in() -> contextlib.AbstractContextManager[Any]:
     stack = contextlib.ExitStack()
     if not torch.cuda.is_available():
         from gemma4_compat._graphs import recording
-        from gemma4_compat._kernels.match import own
+        from gemma4_compat._kernels.match import custom
         from gemma4_compat._lab.stand_ins import tape
         from tests.unit.kernels.by_rows import ByRows
 
         stack.enter_context(tape.standing_in(recording.RECORDERS))
-        stack.enter_context(mock.patch.object(own, "Own", ByRows))
-        stack.enter_context(mock.patch.object(own, "unsupported_reason", return_value=None))
+        stack.enter_context(mock.patch.object(custom, "CustomKernels", ByRows))
+        stack.enter_context(mock.patch.object(custom, "unsupported_reason", return_value=None))
     return stack
 
 

@@ -183,10 +183,10 @@ def altered(text: Any, dice: random.Random) -> Any:
 
 def computed_by_width() -> contextlib.AbstractContextManager[Any]:
     """Inside, PyTorch computes the tokens of a round at once, with the bits of single ones."""
-    from gemma4_compat._kernels.match import own
+    from gemma4_compat._kernels.match import custom
     from tests.unit.kernels.by_rows import ByWidth
 
-    return mock.patch.object(own, "Own", ByWidth)
+    return mock.patch.object(custom, "CustomKernels", ByWidth)
 
 
 def said(model: Any, given: Data, **options: Any) -> Any:

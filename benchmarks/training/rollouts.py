@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--shape", required=True, choices=sorted(models.SHAPES))
     parser.add_argument("--json", type=Path, help="write the result here too")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--own", action="store_true", help="decode_fast's own arithmetic in place of exact=True")
+    parser.add_argument("--own", action="store_true", help="decode_fast's custom kernels in place of exact=True")
     arguments = parser.parse_args()
     result = measured(arguments.shape, arguments.steps, own=arguments.own)
     print(json.dumps(result, indent=1))

@@ -140,31 +140,31 @@ class Decoder:
             return self._model_reads(inputs)
 
     def read_piece(self, inputs: dict[str, Any], real: int, *, first: bool) -> bool:
-        """Read a piece of a prompt. False, and nothing has run, if the ``first`` one shows that it cannot be done.
+        """Read a bucket of a prompt. False, and nothing has run, if the ``first`` one shows that it cannot be done.
 
         Args:
-            inputs: of a :class:`buckets.Piece`.
+            inputs: of a :class:`buckets.Bucket`.
             real: how many tokens are no padding.
             first: whether it is the first one of its prompt.
         """
         decoding, model = self._decoding, self.model
-        piece = buckets.Piece(decoding, model, inputs, cache_names.cache_in(inputs), real)
-        if piece.unsupported_reason is not None or (first and decoding.prompts.refuses(piece)):
+        bucket = buckets.Bucket(decoding, model, inputs, cache_names.cache_in(inputs), real)
+        if bucket.unsupported_reason is not None or (first and decoding.prompts.refuses(bucket)):
             return False
-        if self.alone(functools.partial(prompts.run, piece, first=self._first)) is not None:
+        if self.alone(functools.partial(prompts.run, bucket, first=self._first)) is not None:
             self._first = False
             return True
         if first and next(unsupported.prompt_reasons(model), None) is not None:
             return False
         with decoding.lock.held():
             prompts.make_room(decoding, model, inputs)
-        with piece.numerics():
-            piece.forward(piece.inputs)
-        self.alone(functools.partial(prompts.has_run, piece))
+        with bucket.numerics():
+            bucket.forward(bucket.inputs)
+        self.alone(functools.partial(prompts.has_run, bucket))
         return True
 
     def largest_piece(self, rows: int, cache: Any) -> int:
-        """Tokens of the largest piece of a prompt of so many rows: as much as there was room for, the first time that
+        """Tokens of the largest bucket of a prompt of so many rows: as much as there was room for, the first time that
         a cache was as long as this one.
         """
         known, key = self._decoding.largest_pieces, (rows, static_caches.length(cache))

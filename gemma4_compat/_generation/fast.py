@@ -39,7 +39,7 @@ def decode_fast(
     needs no minute of compiling. ``model.generation_config`` stays as it is, and a copy of the model decodes without
     replays.
 
-    A prompt that does not fit into the memory that is left is read in chunks, which round otherwise; with ``exact``
+    A prompt that does not fit into the memory that is left is read in chunks, which round differently; with ``exact``
     only after a forward ran out of memory. ``prefill_chunk_size`` wins.
 
     A model that cannot be replayed is left as it is, and a warning in the log says why: 8-bit weights, weights on
@@ -56,10 +56,10 @@ def decode_fast(
             the rest of the batch (up to eight rows; 4-bit weights before bitsandbytes 0.50: one). A near-tie between
             two tokens may fall the other way than in PyTorch. docs/DECODING_NUMERICS.md says what these kernels leave
             to PyTorch. A change of ``exact`` releases the graphs.
-        any_length: True to read prompts of text in pieces of a few sizes, which are replayed whatever the length of
+        any_length: True to read prompts of text in buckets of a few sizes, which are replayed whatever the length of
             the prompt. By default a prompt is replayed if one of its length was read before, and its bits are those of
-            a prompt without a replay. Pieces round otherwise, as chunks do (``prefill_chunk_size``, which wins). Where
-            layers are streamed from host memory prompts are read at once all the same.
+            a prompt without a replay. Buckets round differently, as chunks do (``prefill_chunk_size``, which wins).
+            Where layers are streamed from host memory, prompts are read at once anyway.
         assistants: True to replay also what ``generate`` does with ``assistant_model=`` (an assistant of Gemma 4) or
             ``prompt_lookup_num_tokens=``. Tokens, greedy and sampled, are those of the same call without them. How
             many tokens are drafted at once is decided by measuring, in place of ``num_assistant_tokens``; with experts
@@ -90,13 +90,13 @@ def decode_fast(
         )
     if exact and any_length:
         raise Gemma4CompatError(
-            "decode_fast got exact=True and any_length=True, but prompts in pieces do not have the bits of prompts "
+            "decode_fast got exact=True and any_length=True, but prompts in buckets do not have the bits of prompts "
             "that are read at once. Leave out one of the two."
         )
     if exact and assistants:
         raise Gemma4CompatError(
-            "decode_fast got exact=True and assistants=True, but PyTorch gives a token other bits if it reads several "
-            "at once. Leave out one of the two."
+            "decode_fast got exact=True and assistants=True, but in PyTorch a token differs bitwise if "
+            "several are read at once. Leave out one of the two."
         )
     if not graphs and (any_length or assistants):
         raise Gemma4CompatError(
@@ -114,10 +114,10 @@ def decode_fast(
     decoding.preferred = graphs and reason is None
     if decoding.preferred:
         dormant.activate(embedded.PATCH)
-    own = decoding.preferred and not exact
-    if not graphs or own != decoding.own:
+    custom = decoding.preferred and not exact
+    if not graphs or custom != decoding.custom:
         decoding.clear()
-    decoding.own, decoding.any_length, decoding.assistants = own, own and any_length, own and assistants
+    decoding.custom, decoding.any_length, decoding.assistants = custom, custom and any_length, custom and assistants
     return model
 
 

@@ -78,12 +78,12 @@ class Guards(Protocol):
     states: list[State]
 
     def check(
-        self, call: Any, *, first: bool = False, settling: bool = False, quiet: bool | None = None
+        self, call: Any, *, first: bool = False, settling: bool = False, no_user_code: bool | None = None
     ) -> State | None:
         """The state of the model of a call now; None if nothing is to be captured.
 
         ``first``: also look at what rarely changes. ``settling``: the first call of its signature has just run.
-        ``quiet``: no code but libraries' has run since the last look; None if the call knows.
+        ``no_user_code``: no code but libraries' has run since the last look; None if the call knows.
         """
 
     def rest_holds(self, call: Any) -> bool:
@@ -234,7 +234,7 @@ class CapturedCalls:
 
         Only where no user's code has run since.
         """
-        state = self._guards.check(call, quiet=True)
+        state = self._guards.check(call, no_user_code=True)
         known = None if state is None else state.calls[self]
         if known is None or graph not in known.graphs or not call.has_settings():
             return None

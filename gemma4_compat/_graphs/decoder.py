@@ -52,14 +52,16 @@ class AdapterStates:
         """Drop all of them, for this reason."""
         self._lost, self.states = Recapture(cause, detail), []
 
-    def check(self, call: Any, *, first: bool = False, settling: bool = False, quiet: bool | None = None) -> State:
+    def check(
+        self, call: Any, *, first: bool = False, settling: bool = False, no_user_code: bool | None = None
+    ) -> State:
         """The state of the model as it is now. See :class:`captured_calls.Guards`."""
-        if quiet is None:
-            quiet = call.decodes and not (first or settling) and deferred_stop.is_quiet(call.model)
+        if no_user_code is None:
+            no_user_code = call.decodes and not (first or settling) and deferred_stop.no_user_code(call.model)
         with idle_hooks.put_back(call.model):  # a thread in a forward has them bypassed
             for index, state in enumerate(self.states):
                 # Only the last one was looked at with the last step.
-                check = state.guards.check_rotating if quiet and not index else state.guards.check_step
+                check = state.guards.check_rotating if no_user_code and not index else state.guards.check_step
                 if check() and not (first and not state.guards.check_all()):
                     if index:
                         self.states = [state, *(other for other in self.states if other is not state)]
@@ -112,13 +114,13 @@ class Decoding:
     def __init__(self, statistics: DecodingStatistics | None = None) -> None:
         self.statistics = statistics or DecodingStatistics()
         self.preferred = False  # to compiling, where transformers would compile
-        self.any_length = False  # whether prompts are read in pieces of a few sizes
-        self.assistants = False  # whether texts with an assistant model are decoded in rounds
+        self.any_length = False  # whether prompts are read in buckets of a few sizes
+        self.assistants = False  # whether texts with an assistant model are decoded in speculative steps
         self.known_assistants: weakref.WeakSet[Any] = weakref.WeakSet()  # models that keep graphs for this one
         self.paces: weakref.WeakKeyDictionary[Any, Any] = (
             weakref.WeakKeyDictionary()
         )  # `draft_length.Known`, by assistant
-        self.own = False  # whether kernels may have an arithmetic of their own
+        self.custom = False  # whether custom kernels may run
         self.fuses = True
         self.lock = locks.Lock(locks.DECODING)
         self.memories: list[static_caches.Memory] = []
@@ -177,27 +179,27 @@ class Decoding:
             _log.warning("gemma4_compat: decoding %s: %s", how, text)
 
     def arithmetic(self, device: Any, tokens: int = 1) -> contextlib.AbstractContextManager[Any]:
-        """To be entered around each forward of a step: kernels of our own compute what they can, or PyTorch's do.
+        """To be entered around each forward of a step: custom kernels compute what they can, or PyTorch's do.
 
         ``tokens``: of each sequence; each has the bits that it would have in a step of its own.
         """
-        if not self.own:
+        if not self.custom:
             return contextlib.nullcontext()
-        from gemma4_compat._kernels.match import own
+        from gemma4_compat._kernels.match import custom
 
-        reason = own.unsupported_reason(device)
+        reason = custom.unsupported_reason(device)
         if reason is None:
-            return own.Own(device, tokens)
+            return custom.CustomKernels(device, tokens)
         self.reason_not_fused(reason, "with PyTorch's bits")
         return contextlib.nullcontext()
 
     def reading(self, device: Any, cache: Any) -> contextlib.AbstractContextManager[Any]:
-        """To be entered around each forward of a prompt: kernels of our own may compute its attention."""
-        if not self.own or not static_caches.is_static(cache):
+        """To be entered around each forward of a prompt: custom kernels may compute its attention."""
+        if not self.custom or not static_caches.is_static(cache):
             return contextlib.nullcontext()
-        from gemma4_compat._kernels.match import own, reading
+        from gemma4_compat._kernels.match import custom, reading
 
-        if static_caches.length(cache) < reading.POSITIONS or own.unsupported_reason(device) is not None:
+        if static_caches.length(cache) < reading.POSITIONS or custom.unsupported_reason(device) is not None:
             return contextlib.nullcontext()
         return reading.read(device)
 

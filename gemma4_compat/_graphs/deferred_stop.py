@@ -37,14 +37,14 @@ class Sampling:
         streamer: what gets the tokens.
 
     Attributes:
-        quiet: no code but transformers' runs in this thread between two steps.
+        no_user_code: no code but transformers' runs in this thread between two steps.
         replays: steps are replayed, as far as is known before the first.
         ours: its stop check is deferred because we asked for it.
         deferred: from now on, stops are read one step late.
     """
 
     def __init__(self, functions: list[Any], *, samples: bool, alone: bool = True, streamer: Any = None) -> None:
-        self.quiet = all(map(is_pure, functions)) and (streamer is None or _is_transformers(streamer))
+        self.no_user_code = all(map(is_pure, functions)) and (streamer is None or _is_transformers(streamer))
         self.replays = self.ours = self.deferred = False
         self._functions, self._samples, self._alone = functions, samples, alone
         self._launched: collections.deque[float] = collections.deque(maxlen=_TIMED + 1)
@@ -100,10 +100,10 @@ def current() -> Sampling | None:
     return getattr(_running, "sampling", None)
 
 
-def is_quiet(model: Any) -> bool:
+def no_user_code(model: Any) -> bool:
     """Whether no code but libraries' runs in this thread between two steps of a ``generate`` of this model."""
     running = current()
-    return running is not None and running.quiet and type(model).__module__.startswith("transformers.")
+    return running is not None and running.no_user_code and type(model).__module__.startswith("transformers.")
 
 
 def is_libraries(function: Any) -> bool:

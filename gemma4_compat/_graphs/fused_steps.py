@@ -172,7 +172,7 @@ def fused(
         before.restore()
         recording.replay()
         if not _are_equal(_copies(found), expected) or not after.holds():
-            raise NotFused("a fused step had other bits")
+            raise NotFused("a fused step differs bitwise")
     except BaseException:
         before.restore()
         raise

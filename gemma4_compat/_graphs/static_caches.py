@@ -57,14 +57,14 @@ def sliding(cache: Any) -> list[Any]:
     return [layer for layer in holding(cache) if type(layer).__name__ == "StaticSlidingWindowLayer"]
 
 
-def is_full(layer: Any) -> bool:
-    """Whether a sliding layer drops a token for each one it gets: the second way of its update."""
+def window_full(layer: Any) -> bool:
+    """Whether a sliding layer drops a token for each one it gets: the second mode of its update."""
     return bool(layer.cumulative_length_int >= layer.max_cache_len)
 
 
-def way(layer: Any, tokens: int) -> tuple[str, int]:
+def update_mode(layer: Any, tokens: int) -> tuple[str, int]:
     """How the update of a sliding layer by several tokens goes, and the number in Python that it reads then."""
-    if is_full(layer):
+    if window_full(layer):
         return "full", 0
     held = int(layer.cumulative_length_int)
     return ("fills", held) if held + tokens > layer.max_cache_len else ("fits", 0)
@@ -90,7 +90,7 @@ def capturable(cache: Any, tokens: int = 1) -> Iterator[None]:
 @contextlib.contextmanager
 def shifted(cache: Any) -> Iterator[None]:
     """Inside, an update of one token moves the rows of full sliding layers by :mod:`shifting`, with the same bits."""
-    with overridden(list(filter(is_full, sliding(cache))), "update", _update_full):
+    with overridden(list(filter(window_full, sliding(cache))), "update", _update_full):
         yield
 
 
@@ -105,10 +105,10 @@ def overridden(layers: list[Any], method: str, function: Callable[..., Any]) -> 
 
 def _update_full(layer: Any, _below: Any, keys: Any, values: Any, *_args: Any, **_kwargs: Any) -> tuple[Any, Any]:
     """``StaticSlidingWindowLayer.update`` of a full layer, without the index that it copies from the host."""
-    from gemma4_compat._kernels.match import own
+    from gemma4_compat._kernels.match import custom
 
     new_keys, new_values = keys.to(layer.keys.dtype), values.to(layer.values.dtype)
-    own.operator("shift")(layer.keys, layer.values, new_keys, new_values, False)
+    custom.operator("shift")(layer.keys, layer.values, new_keys, new_values, False)
     layer.cumulative_length_int += 1
     return layer.keys, layer.values
 
@@ -157,7 +157,7 @@ def _append(
 
     if not layer.is_initialized:
         layer.lazy_initialization(keys, values)
-    # Padding beyond the end goes to the last slot, which is not in use: a prompt has a last token after all pieces.
+    # Padding beyond the end goes to the last slot, which is not in use: a prompt has a last token after all buckets.
     slots = (
         torch.arange(keys.shape[-2], device=keys.device)
         .add_(layer.cumulative_length)
@@ -300,7 +300,7 @@ class Memory:
         assert found is not None
         self.tensors = found
         self.addresses = addresses(found)
-        self.windows: Any = None  # a `draft_windows.Windows`, once texts were decoded in rounds
+        self.windows: Any = None  # a `draft_windows.Windows`, once texts were decoded in speculative steps
         self._cache = weakref.ref(cache)
         self._initialized: dict[int, initializing.Initialized | None] = {}  # by layer, once one took its tensors
 

@@ -43,7 +43,7 @@ class Inputs:
         self._tokens, self._positions = static["input_ids"], static["position_ids"]
         layers = static_caches.sliding(cache)
         self._next = int(layers[0].cumulative_length_int)  # the position of the next token
-        lengths = [int(layer.max_cache_len) for layer in layers if not static_caches.is_full(layer)]
+        lengths = [int(layer.max_cache_len) for layer in layers if not static_caches.window_full(layer)]
         self._growing = [mask for name, mask in masks.items() if name == _FULL or lengths]
         self._shifting = [mask for name, mask in masks.items() if name == _SLIDING and not lengths]
         self.left = min([mask.shape[-1] for mask in self._growing] + lengths, default=0) - self._next

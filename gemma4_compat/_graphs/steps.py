@@ -107,7 +107,7 @@ class Step(Call):
 
     def _ways(self) -> tuple[Any, ...]:
         """What the update of each sliding layer depends on, which is not in a tensor."""
-        return tuple(map(static_caches.is_full, self.sliding))
+        return tuple(map(static_caches.window_full, self.sliding))
 
     def has_settings(self) -> bool:
         """Whether the settings of torch are still those of its signature."""

@@ -94,7 +94,7 @@ def _draws(name: str, value: Any) -> bool:
 
 
 def prompt_reasons(model: Any) -> Iterator[str]:
-    """Why a prompt is not to be read in pieces: somebody may look at what its forwards compute."""
+    """Why a prompt is not to be read in buckets: somebody may look at what its forwards compute."""
     modules = modules_of_a_step(model)
     for module in modules:
         if has_own_forward(module):

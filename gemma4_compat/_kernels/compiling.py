@@ -139,7 +139,7 @@ class CudaCompiler:
 
     @staticmethod
     def unsupported_reason() -> str | None:
-        """Rules out releases without these functions, and AMD's GPUs, whose operations have other bits."""
+        """Rules out releases without these functions, and AMD's GPUs, whose operations differ bitwise."""
         import torch
 
         if torch.version.cuda is None:

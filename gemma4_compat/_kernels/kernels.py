@@ -110,7 +110,7 @@ class Kernels:
             try:
                 why = COMPILERS[self._device.type].unsupported_reason()
                 if why is None and not has_same_bits():
-                    why = f"{what} has other bits on {self._device}"
+                    why = f"{what} differs bitwise on {self._device}"
             except torch.OutOfMemoryError:
                 raise
             except (OSError, RuntimeError) as error:
@@ -125,7 +125,7 @@ class Kernels:
             return False  # only this time
 
     def accepts(self, signature: _Signature) -> bool:
-        """Whether no trial gave other bits than PyTorch's."""
+        """Whether every trial was bitwise equal to PyTorch."""
         return self._same.get(signature, True)
 
     def is_prepared(self, text: str) -> bool:
@@ -208,7 +208,7 @@ class Kernels:
 
 
 def _is_computed(signature: _Signature) -> bool:
-    """Whether an operation computes what PyTorch does: some only move data, others have an arithmetic of their own."""
+    """Whether an operation computes what PyTorch does: some only move data, others have custom numerics."""
     others = "concatenate", "constant", pointwise.DOT, dense.OPERATION, nf4_gemv.OPERATION
     return signature[0] not in others
 

@@ -66,7 +66,7 @@ class Load:
         audio: whether inputs have audio (30 s per sequence).
         attention: "sdpa" or "eager".
         assistant: bytes of the weights of an assistant that drafts; 0: none does.
-        drafts: bytes that graphs of rounds with its drafts keep; 0: with ``fast``, texts are not decoded in rounds.
+        drafts: bytes that graphs of its speculative steps keep; 0: with ``fast``, texts are decoded without them.
         fast: decode with ``gemma4_compat.decode_fast``: a static cache, and a step replayed as a CUDA graph.
         own_attention: with ``fast``, kernels of this package compute the attention of prompts that has a mask, without
             copies, where the cache is long enough (``flash.POSITIONS``). They serve its heads.
@@ -223,7 +223,7 @@ def graph(
 
 
 def draft_rows(slots: int) -> int:
-    """Rows of a sliding layer of so many positions, for rounds with drafts: rejected drafts are overwritten there."""
+    """Rows of a sliding layer of so many positions, for speculative steps: rejected drafts are overwritten there."""
     return slots + max(64, slots // 4)
 
 

@@ -8,7 +8,7 @@ which block goes where, is in ``_memory``.
 * :mod:`training_step`: a step's memory, counted by running one, with some layers of each kind (:mod:`equal_layers`).
   :mod:`switches`: which of its options a training plan chooses.
 * :mod:`prompt_kernels`: whether attention of prompts is counted without the copies that PyTorch makes.
-* :mod:`assistants`: what an assistant takes, and rounds with its drafts.
+* :mod:`assistants`: what an assistant takes, and its speculative steps.
 * :mod:`speed`: tokens per second on a card, from a model. :mod:`cards`: as somebody measured them.
 * :mod:`text`, :mod:`code`: a plan as text and as Python.
 """

@@ -1,4 +1,4 @@
-"""What an assistant takes: its weights, and the memory of rounds with drafts (``decode_fast(assistants=True)``)."""
+"""What an assistant takes: its weights, and the memory of speculative steps (``decode_fast(assistants=True)``)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def class_of(model_class: str) -> str:
 
 
 def unsupported_reason(blueprint: Blueprint) -> str:
-    """Why texts with an assistant are not decoded in rounds by replay; empty if they are."""
+    """Why texts with an assistant are not decoded in speculative steps by replay; empty if they are."""
     return "" if blueprint.experts is None else "the model has experts"
 
 
@@ -49,10 +49,10 @@ def weights(blueprint: Blueprint) -> int:
 
 
 def rows(blueprint: Blueprint) -> int:
-    """Bytes in graphs for the tokens of a round after the first, and for the random numbers of sampling.
+    """Bytes in graphs for the tokens of a speculative step after the first, and for the random numbers of sampling.
 
     The logits of each token, of the assistant as well, are most of it; the graph of each number of drafts has its own
-    random numbers, a row for each token, and those of two rounds are drawn before.
+    random numbers, a row for each token, and those of two speculative steps are drawn before.
     """
     logits = speculative_steps.MAX_TOKENS * MEASURED.logits * blueprint.vocabulary
     drawn = 4 * speculative_steps.MAX_TOKENS + sum(2 * count + 1 for count in draft_length.COUNTS)

@@ -258,10 +258,10 @@ class TrainingPlan:
         gradient_checkpointing: whether activations are computed again in the backward pass.
         optim: the optimizer, as ``TrainingArguments.optim`` names it.
         chunked_loss: whether the loss is in chunks (``gemma4_compat.train_fast``).
-        chunked_mlp: whether MLPs are computed in pieces (``gemma4_compat.train_fast``).
+        chunked_mlp: whether MLPs are computed in chunks (``gemma4_compat.train_fast``).
         sliding_windows: whether sliding layers are computed by windows, and full ones by matrix products.
         train_fast: whether decoder layers are replayed, as with ``gemma4_compat.train_fast``.
-        activation_offloading: whether what checkpointing keeps is in host memory.
+        activation_offloading: whether checkpointed activations are in host memory.
         trained: number of the adapter's weights.
         weights: the part of the base that stays on the accelerator.
         buffers: for streamed layers.

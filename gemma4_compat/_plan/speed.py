@@ -21,13 +21,13 @@ class Speed:
 
     Attributes:
         layer: seconds that the kernels of a decoder layer take in addition to reading weights.
-        quantized: bytes of 4-bit weights that one multiprocessor multiplies by per second, for each GHz of its clock.
+        quantized: bytes of 4-bit weights that one SM multiplies by per second, for each GHz of its clock.
         experts: the same for 4-bit experts.
         memory: share of the memory's bandwidth at which weights are read.
         adapted: seconds that a LoRA adapter adds to a decoder layer.
 
-    Fitted on 2026-11-26 to steps with the kernels of ``decode_fast`` on H100s limited to 28 to 132 of their
-    multiprocessors, and checked with the 12B, which is not in the fit: docs/BENCHMARKS.md lists each of them with its
+    Fitted on 2026-11-26 to steps with the kernels of ``decode_fast`` on H100s limited to 28 to 132 of their SMs,
+    and checked with the 12B, which is not in the fit: docs/BENCHMARKS.md lists each of them with its
     error. ``experts`` is fitted to one row and includes everything that a mixture of experts takes in addition to its
     weights. A per-layer table in host memory made a difference of 1 %, so the model has none.
     """
@@ -200,7 +200,7 @@ def _cached(layer: Block, context: int, item: int) -> int:
 def seconds(done: Work, card: Card, speed: Speed = SPEED) -> float:
     """Seconds of one replayed step with everything on ``card``.
 
-    Layers run one after the other on any card. 4-bit weights and experts take as long as the multiprocessors or the
+    Layers run one after the other on any card. 4-bit weights and experts take as long as the SMs or the
     memory do, whichever is longer. Everything else is read at the speed of the memory.
     """
     computed = card.multiprocessors * card.ghz

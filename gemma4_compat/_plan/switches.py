@@ -15,7 +15,7 @@ from gemma4_compat._memory.formulas import TrainingLoad
 from gemma4_compat._memory.use import Use
 from gemma4_compat._plan.training_step import Step, StepMemory
 from gemma4_compat._training import loss as chunks_of
-from gemma4_compat._training import mlp as pieces_of
+from gemma4_compat._training import mlp as mlp_of
 from gemma4_compat._training.captured import layers
 
 #: Bytes that a step leaves free where it can: neither what kernels use internally nor fragmentation is counted.
@@ -25,7 +25,7 @@ Place = tuple[Blueprint, int | str, int]
 #: What a step takes without a switch and with it.
 Memories = Mapping[bool, StepMemory]
 #: The patches of switches that have one.
-_PATCHES = {"chunked_loss": chunks_of.ID, "chunked_mlp": pieces_of.ID, "sliding_windows": windows.ID}
+_PATCHES = {"chunked_loss": chunks_of.ID, "chunked_mlp": mlp_of.ID, "sliding_windows": windows.ID}
 
 
 def chosen(
@@ -40,7 +40,7 @@ def chosen(
         measured: what a step takes.
     """
     reasons: dict[str, str] = {}
-    # Windows save time, so they come before pieces, and once more after them: a step may need both.
+    # Windows save time, so they come before chunks, and once more after them: a step may need both.
     # Graphs take memory, so they come last.
     for switch in ("chunked_loss", "sliding_windows", "chunked_mlp", "sliding_windows", "train_fast"):
         if switch not in free or getattr(step, switch):
@@ -80,8 +80,8 @@ def turned(step: Step, switch: str) -> Step:
 def unsupported_reason(step: Step, switch: str) -> str:
     """Why a switch does nothing in this step, on a GPU; empty if it does something."""
     tokens = step.max_length * step.batch
-    if switch == "chunked_mlp" and tokens <= pieces_of.TOKENS:
-        return f"{tokens:,} tokens are one piece"
+    if switch == "chunked_mlp" and tokens <= mlp_of.TOKENS:
+        return f"{tokens:,} tokens are one chunk"
     if switch == "sliding_windows" and step.max_length < windows.LEAST_ON_GPU:
         return f"not used on a GPU below {windows.LEAST_ON_GPU:,} tokens"
     if switch == "train_fast" and tokens > layers.MAX_TOKENS and not step.train_fast:
@@ -135,15 +135,15 @@ def _needed(streamed: Mapping[bool, int], memories: Memories) -> str:
 
 
 def mlp(place: Place, memories: Memories) -> tuple[bool, str]:
-    """Whether MLPs are computed in pieces, and why.
+    """Whether MLPs are computed in chunks, and why.
 
-    Layers are streamed first: a piece costs a forward, a copy hides.
+    Layers are streamed first: a chunk costs a forward, a copy hides.
     """
     saved = size_text(memories[False].peak - memories[True].peak)
     cut, device, budget = place
     room = budget - MARGIN
     if room > 0 and layout.fits(cut, {device: room}, TrainingLoad(step=memories[False].peak)):
-        return False, f"the intermediates of all tokens fit; in pieces the step would take {saved} less, and more time"
+        return False, f"the intermediates of all tokens fit; in chunks the step would take {saved} less, and more time"
     return True, f"otherwise the step takes {saved} more, and would not leave {size_text(MARGIN)} free"
 
 
@@ -160,7 +160,7 @@ def replays(place: Place, memories: Memories) -> tuple[bool, str]:
         return False, f"{taken}, and would not leave {size_text(MARGIN)} free"
     if streamed[True]:
         return False, f"{taken}, and {streamed[True]} decoder layers would be streamed"
-    return True, f"short steps wait for Python, and replays do not; {taken}, for sequences of one length"
+    return True, f"short steps are CPU-bound, and replays are not; {taken}, for sequences of one length"
 
 
 def capture_reason(memory: StepMemory) -> str:

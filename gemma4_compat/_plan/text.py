@@ -175,7 +175,7 @@ def _assistant(plan: Plan, width: int) -> Iterator[str]:
         text += ": weights, a second window of sliding layers, and graphs. How many tokens it drafts is measured as it"
         text += " runs, and it stops where drafts do not pay."
     elif plan.fast:
-        text += ". With it, transformers decodes without replays: experts give a token other bits beside others."
+        text += ". With it, transformers decodes without replays: with experts, a token differs bitwise beside others."
     else:
         text += ", and transformers decodes with it as without this package."
     yield from textwrap.wrap(text, width, break_on_hyphens=False)
@@ -220,7 +220,7 @@ def _training(plan: TrainingPlan, width: int, cells: str) -> Iterator[str]:
         f"Training {plan.model} ({plan.model_class}), {stored}: sequences of {plan.max_length} tokens, batch "
         f"{plan.batch}, LoRA of rank {plan.r} on {plan.trained:,} weights, {plan.optim}, {checkpointing} "
         f"checkpointing{', the loss in chunks' if plan.chunked_loss else ''}"
-        f"{', MLPs in pieces' if plan.chunked_mlp else ''}"
+        f"{', MLPs in chunks' if plan.chunked_mlp else ''}"
         f"{', sliding layers by windows' if plan.sliding_windows else ''}"
         f"{', decoder layers replayed' if plan.train_fast else ''}",
         width,

@@ -97,7 +97,7 @@ def plan_training(
         chunked_loss: whether the loss is in chunks, as :func:`gemma4_compat.train_fast` computes it. None: only if the
             step otherwise does not fit, leaves less than 0.5 GiB, or has more decoder layers streamed; ``reasons``
             says which.
-        chunked_mlp: whether MLPs are in pieces, as ``train_fast`` computes them. None: only if the step otherwise does
+        chunked_mlp: whether MLPs are in chunks, as ``train_fast`` computes them. None: only if the step otherwise does
             not fit or leaves less than 0.5 GiB, with all decoder layers streamed; ``reasons`` says which.
         sliding_windows: whether sliding layers are computed by windows and full ones by matrix products
             (``transformers-sliding-windows``), which a GPU does from 4,096 tokens on. It takes less time, and rounds
@@ -107,7 +107,7 @@ def plan_training(
             sequences of one length. None: in steps of up to 2,048 tokens whose layers can be replayed, if the graphs
             fit with no decoder layer streamed. A step in which no layer can be replayed goes without; ``reasons`` says
             why.
-        activation_offloading: what checkpointing keeps is in host memory until the backward pass needs it
+        activation_offloading: checkpointed activations are in host memory until the backward pass needs it
             (transformers' ``offload``, from 5.17 on).
         quantize: how the base is stored: "4bit", "4bit-double" or None.
         quantize_experts: store experts in 4 bits; False: in bf16, as upstream does. None: in 4 bits if the base is,
@@ -269,7 +269,7 @@ def _placed(
         said = f" {'; '.join(remedies)}." if remedies else ""
         switched = {
             "--no-chunked-loss": "the loss in chunks",
-            "--no-chunked-mlp": "MLPs in pieces",
+            "--no-chunked-mlp": "MLPs in chunks",
             "--no-sliding-windows": "sliding layers by windows",
         }
         ways = "".join(f" and {what}" for option, what in switched.items() if option in changes)

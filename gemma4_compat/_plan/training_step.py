@@ -60,8 +60,8 @@ class Step:
         gradient_checkpointing: compute the activations of a decoder layer again in the backward pass.
         optim: one of :data:`OPTIMIZERS`, as ``TrainingArguments.optim`` names them.
         chunked_loss: the loss is in chunks, as ``train_fast`` computes it.
-        activation_offloading: what checkpointing keeps is in host memory until the backward pass needs it.
-        chunked_mlp: MLPs are computed in pieces, as ``train_fast`` does.
+        activation_offloading: checkpointed activations are in host memory until the backward pass needs it.
+        chunked_mlp: MLPs are computed in chunks, as ``train_fast`` does.
         sliding_windows: attention is by windows and products, as after ``train_fast`` on a GPU.
         train_fast: decoder layers are replayed, as after ``train_fast``, in sequences of one length.
     """
@@ -345,7 +345,7 @@ def _check(step: Step) -> None:
         if getattr(step, name) < 1:
             raise Gemma4CompatError(f"{name} is {getattr(step, name)}; it must be at least 1")
     if step.activation_offloading and not step.gradient_checkpointing:
-        raise Gemma4CompatError("activation_offloading is about what checkpointing keeps; it needs checkpointing")
+        raise Gemma4CompatError("activation_offloading moves checkpointed activations; it needs checkpointing")
     if step.activation_offloading and not can_offload():
         raise Gemma4CompatError("activation_offloading needs transformers 5.17 or newer")
     if step.optim not in OPTIMIZERS:

@@ -4,12 +4,12 @@
 * :mod:`head`: calling a head for several chunks; offloaded weights are onloaded only once.
 * :mod:`sharded`: a head that FSDP shards as its own unit.
 * :mod:`loss`: a model's forward with labels.
-* :mod:`pieces`: a module that computes each token by itself, a few tokens at a time, forward and backward.
+* :mod:`mlp_chunks`: a module that computes each token by itself, a few tokens at a time, forward and backward.
 * :mod:`mlp`: the MLPs of a model; it also asks for the next three.
-* :mod:`norms`: the norms of text layers in pieces, which keep 16-bit inputs instead of float32 copies.
+* :mod:`norms`: the norms of text layers in chunks, which keep 16-bit inputs instead of float32 copies.
 * :mod:`shared_states`: no second graph of keys and values that layers share.
 * :mod:`per_layer`: no gradient of input embeddings through per-layer inputs, where nobody reads it.
-* :mod:`whole`: why a module is not computed in pieces.
+* :mod:`whole`: why a module is not computed in chunks.
 * :mod:`captured`: steps of layers as CUDA graphs. :mod:`counting`: what the graphs of a model keep, for plans.
 * :mod:`fast`: :func:`gemma4_compat.train_fast`. :mod:`parts`: which parts other than graphs it turns on.
 * :mod:`inner`: a forward replaced inside of accelerate's hook.

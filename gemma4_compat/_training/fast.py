@@ -50,7 +50,7 @@ def train_fast(
             ``model.eval()``, as in ``Trainer.evaluate`` without ``compute_metrics``.
         mlp: compute MLPs and norms a few tokens at a time, which costs one more forward of the MLPs in each step.
             "auto": if a batch of ``max_tokens`` would not fit into the memory that is free on the GPU now; graphs then
-            replay batches of up to 2,048 tokens. A number: the tokens of a piece, in place of 2,048.
+            replay batches of up to 2,048 tokens. A number: the tokens of a chunk, in place of 2,048.
         windows: compute sliding layers by windows, from 4,096 tokens on (E2B, E4B on a CPU: 2,048). "auto": yes.
         products: compute full layers by matrix products, in 16 bits on a GPU, from 4,096 tokens on. "auto": yes.
         graphs: replay each decoder layer as CUDA graphs. A layer is captured in the fourth call with tensors of the

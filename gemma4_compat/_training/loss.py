@@ -16,7 +16,7 @@ from gemma4_compat._training import chunks, head, sharded
 
 ID = "transformers-chunked-loss"
 _TRAINING, _ALWAYS, _NEVER = "training", "always", "never"
-ATTRIBUTE, _TOLD = attached.CHUNKED_LOSS, attached.CHUNKED_LOSS_TOLD  # the first is one of the three
+ATTRIBUTE, _WARNED = attached.CHUNKED_LOSS, attached.CHUNKED_LOSS_WARNED  # the first is one of the three
 _IGNORED = -100
 _EAGER: list[Callable[..., Any]] = []  # `_mean`, run eagerly between the graphs of torch.compile
 
@@ -43,7 +43,7 @@ def leave(model: Any) -> None:
 
 def forget(model: Any) -> None:
     """Take the mark off; GEMMA4_COMPAT_ENABLE decides."""
-    for name in (ATTRIBUTE, _TOLD):
+    for name in (ATTRIBUTE, _WARNED):
         vars(walk.unwrapped(model)).pop(name, None)
 
 
@@ -87,9 +87,9 @@ def _unsupported_reason(model: Any, given: dict[str, Any]) -> str | None:
 
 
 def _tell(model: Any, reason: str) -> None:
-    told = vars(model).setdefault(_TOLD, set())
-    if reason not in told:
-        told.add(reason)
+    warned = vars(model).setdefault(_WARNED, set())
+    if reason not in warned:
+        warned.add(reason)
         notice.warn_user(
             f"the loss of {type(model).__name__} is not computed in chunks, and the logits of all tokens take their "
             f"memory: {reason}. Call train_fast(model, loss=False) if this is intended."

@@ -1,4 +1,4 @@
-"""The MLPs of a model's text layers in pieces, as ``train_fast`` asks for them; norms go with them."""
+"""The MLPs of a model's text layers in chunks, as ``train_fast`` asks for them; norms go with them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gemma4_compat._engine import dormant
 from gemma4_compat._engine.io import notice
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.accelerate import attached
-from gemma4_compat._training import head, norms, per_layer, pieces, shared_states, whole
+from gemma4_compat._training import head, mlp_chunks, norms, per_layer, shared_states, whole
 
 ID = whole.ID
-#: Tokens of a piece. With fewer, other parts of a layer are the peak; each piece dequantizes the weights again.
+#: Tokens of a chunk. With fewer, other parts of a layer are the peak; each chunk dequantizes the weights again.
 TOKENS = 2048
 ATTRIBUTE = attached.CHUNKED_MLP
 _NAMES = ("Gemma4TextMLP", "Gemma4UnifiedTextMLP")
@@ -21,13 +21,13 @@ _told: set[str] = set()
 
 
 def unavailable(model: Any) -> str | None:
-    """Why the MLPs of a model cannot be computed in pieces; None if they can."""
+    """Why the MLPs of a model cannot be computed in chunks; None if they can."""
     dormant.activate(ID)
     return None if all(whole.is_on(one, "TextMLP") for one in _mlps(model)) else f"the patch {ID} is off"
 
 
 def ask(model: Any, tokens: int | None = None) -> None:
-    """Have the MLPs and norms in ``model`` compute in pieces, without checking whether the patch is applied."""
+    """Have the MLPs and norms in ``model`` compute in chunks, without checking whether the patch is applied."""
     tokens = TOKENS if tokens is None else tokens
     for mlp in _mlps(model):
         setattr(mlp, ATTRIBUTE, tokens)
@@ -62,7 +62,7 @@ def _mlps(model: Any) -> Iterator[Any]:
 
 
 def forward(mlp: Any, original: Callable[..., Any], x: Any) -> Any:
-    """An MLP's forward: (..., hidden) -> (..., hidden), in pieces if that was asked for and something trains."""
+    """An MLP's forward: (..., hidden) -> (..., hidden), in chunks if that was asked for and something trains."""
     import torch
 
     tokens = vars(mlp).get(ATTRIBUTE)
@@ -75,11 +75,11 @@ def forward(mlp: Any, original: Callable[..., Any], x: Any) -> Any:
         if reason not in _told:
             _told.add(reason)
             notice.warn_user(
-                f"MLPs are not computed in pieces, and take the memory of all tokens: {reason}. Call "
+                f"MLPs are not computed in chunks, and take the memory of all tokens: {reason}. Call "
                 "train_fast(model, mlp=False) if this is intended."
             )
         return original(x)
-    return pieces.apply(
+    return mlp_chunks.apply(
         original,
         x,
         tokens=tokens,

@@ -1,7 +1,7 @@
-"""The norms of a model's text layers in pieces, which :mod:`mlp` asks for.
+"""The norms of a model's text layers in chunks, which :mod:`mlp` asks for.
 
 An RMSNorm computes in float32, and autograd keeps the float32 copy of 16-bit inputs, twice as large, until the
-backward pass. Here only the inputs are kept, and float32 exists for one piece at a time. A norm computes each row by
+backward pass. Here only the inputs are kept, and float32 exists for one chunk at a time. A norm computes each row by
 itself, so outputs and gradients have upstream's bits.
 """
 
@@ -13,17 +13,17 @@ from typing import Any
 
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.accelerate import attached
-from gemma4_compat._training import head, inner, pieces, whole
+from gemma4_compat._training import head, inner, mlp_chunks, whole
 
 ATTRIBUTE = attached.CHUNKED_NORM
-#: Bytes of a piece in float32; its backward pass has five such tensors at a time. A piece has more than 512 rows:
+#: Bytes of a chunk in float32; its backward pass has five such tensors at a time. A chunk has more than 512 rows:
 #: torch's CUDA kernels may add the numbers of a row in another order if there are fewer rows.
 BYTES = 64 << 20
 _MODELS = ("Gemma4TextModel", "Gemma4UnifiedTextModel")
 
 
 def ask(model: Any, tokens: int) -> None:
-    """Have the norms of text layers compute in pieces in training with more than ``tokens`` tokens."""
+    """Have the norms of text layers compute in chunks in training with more than ``tokens`` tokens."""
     for norm in found(model):
         setattr(norm, ATTRIBUTE, tokens)
         ours = functools.partial(forward, norm)
@@ -47,7 +47,7 @@ def found(model: Any) -> Iterator[Any]:
 
 
 def forward(norm: Any, original: Callable[..., Any], hidden_states: Any) -> Any:
-    """A norm's forward: (..., features) -> (..., features), in pieces if that was asked for and saves memory.
+    """A norm's forward: (..., features) -> (..., features), in chunks if that was asked for and saves memory.
 
     Norms whose weight is trained are left whole: its gradient is a sum over rows.
     """
@@ -61,7 +61,7 @@ def forward(norm: Any, original: Callable[..., Any], hidden_states: Any) -> Any:
         return original(hidden_states)
     if head.trained(norm) or whole.is_traced() or not whole.is_on(norm, "RMSNorm") or whole.unsupported_reason(norm):
         return original(hidden_states)
-    return pieces.apply(
+    return mlp_chunks.apply(
         original,
         hidden_states,
         tokens=max(1, BYTES // (4 * shape[-1])),

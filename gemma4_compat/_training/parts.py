@@ -23,7 +23,7 @@ _AUTO, _ALWAYS = "auto", "always"
 _IDS = {"loss": loss.ID, "mlp": mlp.ID, "windows": windows.ID, "products": windows.ID}
 _SAID = {
     "loss": "the loss in chunks (outputs.logits is None)",
-    "mlp": "MLPs in pieces",
+    "mlp": "MLPs in chunks",
     "windows": "sliding layers by windows",
     "products": "full layers by products",
 }
@@ -36,7 +36,7 @@ class Chosen:
     Attributes:
         on: the parts.
         off: why "auto" left others off.
-        is_short: memory asked for MLPs in pieces.
+        is_short: memory asked for MLPs in chunks.
     """
 
     on: set[str] = field(default_factory=set)
@@ -112,15 +112,15 @@ def forget(model: Any) -> None:
 
 
 def asks_for_pieces(model: Any, tokens: int) -> tuple[bool, str]:
-    """Whether MLPs should be computed in pieces in steps of so many tokens; and why not."""
+    """Whether MLPs should be computed in chunks in steps of so many tokens; and why not."""
     import torch
 
     if tokens <= mlp.TOKENS:
-        return False, f"{tokens:,} tokens are one piece"
+        return False, f"{tokens:,} tokens are one chunk"
     layer = layers.decoder_layers(model)[0]
     device = module_hooks.hook_device(layer.input_layernorm) or layer.input_layernorm.weight.device
     if getattr(layer, "enable_moe_block", False):
-        return False, "experts take more, and are never in pieces"
+        return False, "experts take more, and are never in chunks"
     if device.type != "cuda":
         return False, f"the model is on {device}"
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

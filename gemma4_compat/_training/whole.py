@@ -1,4 +1,4 @@
-"""Why a module of a text layer must be computed as a whole, not in pieces."""
+"""Why a module of a text layer must be computed as a whole, not in chunks."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def plan_training(
         bool | None,
         typer.Option(
             "--chunked-mlp/--no-chunked-mlp",
-            help="Compute MLPs in pieces; default: if it does not fit without.",
+            help="Compute MLPs in chunks; default: if it does not fit without.",
         ),
     ] = None,
     sliding_windows: Annotated[
@@ -147,7 +147,7 @@ def plan_training(
         bool,
         typer.Option(
             "--activation-offloading/--no-activation-offloading",
-            help="Keep what checkpointing keeps in host memory (transformers 5.17 or newer).",
+            help="Keep checkpointed activations in host memory (transformers 5.17 or newer).",
         ),
     ] = False,
     quantize: Annotated[str, typer.Option("--quantize", help="4bit, 4bit-double or none.")] = "4bit",

@@ -153,7 +153,7 @@ def checkpoints_section() -> str:
 
 
 def mlp_pieces_section() -> str:
-    """Peaks and speeds of steps with whole MLPs and with MLPs in pieces."""
+    """Peaks and speeds of steps with whole MLPs and with MLPs in chunks."""
     rows = []
     for shape in ("E2B", "E4B"):
         file = ROOT / "benchmarks" / "results" / "2026-11-27-h100" / f"mlp_pieces-{shape}.json"
@@ -162,14 +162,14 @@ def mlp_pieces_section() -> str:
         peaks = (f"{cell['memory']['peak_gib']:.2f}" for cell in (whole, pieces))
         speeds = [cell["sequence"] / statistics.median(cell["seconds"]) for cell in (whole, pieces)]
         rows.append(f"| {shape} | {whole['sequence']:,} | {' | '.join(peaks)} | {speeds[0]:,.0f} | {speeds[1]:,.0f} |")
-    heads = "| model | tokens | whole, GiB | in pieces, GiB | whole, tokens a second | in pieces, tokens a second |"
+    heads = "| model | tokens | whole, GiB | in chunks, GiB | whole, tokens a second | in chunks, tokens a second |"
     return "\n".join((heads, "|---|---:|---:|---:|---:|---:|", *rows))
 
 
 #: What each way of benchmarks/training/long_steps.py adds to the one before.
 LONG_STEPS = {
     "chunked": "loss in chunks",
-    "mlp": "and MLPs in pieces",
+    "mlp": "and MLPs in chunks",
     "pieces": "and the rest of `mlp=True`",
     "offload": "and checkpoints in host memory",
     "windows": "`mlp=True` and sliding windows",
@@ -211,7 +211,7 @@ def long_steps_section() -> str:
     for _, run in runs:
         for name, found in run["bits"].items():
             what = "the same step again" if name == "again" else LONG_STEPS[name].removeprefix("and ")
-            same = "with the same bits" if found["loss_equal"] else "rounded otherwise"
+            same = "with the same bits" if found["loss_equal"] else "rounded differently"
             equal = f"{found['gradients_equal']} of {found['gradients']} have the same bits"
             apart = f"; together they differ by {found['apart']:.2g} of their norm." if found["apart"] else "."
             rows.append(f"- {run['shape']}, {what}: a loss {same}; of gradients, {equal}{apart}")

@@ -227,13 +227,13 @@ def _differs(way: str, wrong: list[dict[str, Any]]) -> str:
     tokens = [answer["tokens_equal"] + 1 for answer in wrong if answer["tokens_equal"] < answer["tokens"]]
     said = f"tokens from the {_ordinal(min(tokens))} on" if tokens else "no token"
     what = _prompts(wrong)
-    told = {
-        "eager": f"other bits for {what}",
-        "fast": f"other bits in replayed steps for {what}",
-        "own kernels": f"other bits of own kernels for {what}",
+    verdicts = {
+        "eager": f"differs bitwise for {what}",
+        "fast": f"replayed steps differ bitwise for {what}",
+        "own kernels": f"custom kernels differ bitwise for {what}",
         "fast against eager": f"replayed steps differ from eager ones for {what}",
     }
-    return f"{told[way]}: logits by {largest:.3g}, {said}"
+    return f"{verdicts[way]}: logits by {largest:.3g}, {said}"
 
 
 def _verdict(report: dict[str, Any], problems: list[str]) -> str:

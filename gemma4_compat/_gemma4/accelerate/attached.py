@@ -290,8 +290,8 @@ CHUNKED_LOSS = _mark(
     *("chunked_loss", "transformers-chunked-loss", "a model"),
     "When its loss is computed in chunks: 'training', 'always' or 'never'.",
 )
-CHUNKED_LOSS_TOLD = _mark(
-    *("chunked_loss_told", "transformers-chunked-loss", "a model"),
+CHUNKED_LOSS_WARNED = _mark(
+    *("chunked_loss_warned", "transformers-chunked-loss", "a model"),
     "Why its loss was not computed in chunks, as already warned about.",
 )
 TRAINING = _mark(
@@ -350,12 +350,12 @@ LOOKED_UP = _mark(
     *("looked_up", "transformers-chunked-mlp", "input embeddings"),
     "They were looked up in a table that is not trained.",
 )
-UNFED_TOWERS_TOLD = _mark(
-    *("unfed_towers_told", "transformers-unfed-towers", "a DistributedDataParallel module"),
+UNFED_TOWERS_WARNED = _mark(
+    *("unfed_towers_warned", "transformers-unfed-towers", "a DistributedDataParallel module"),
     "The warning about towers without input was given.",
 )
-OVERFLOW_TOLD = _mark(
-    *("overflow_told", "transformers-fp16-logits", "a model that computes in float16"),
+OVERFLOW_WARNED = _mark(
+    *("overflow_warned", "transformers-fp16-logits", "a model that computes in float16"),
     "The warning about logits that are not numbers was given.",
 )
 SHARED_WEIGHTS = _mark(

@@ -1,7 +1,7 @@
 """Reading the values of a mask where attention is computed: whether that is possible, and once for all layers.
 
-A CUDA graph cannot read values. So what a layer reads in a mask is noted before it is captured (:func:`noted`), and
-given back during the capture (:func:`told`). The graph then serves masks in which the layer would read the same.
+A CUDA graph cannot read values. So what a layer reads in a mask is recorded before the capture, and replayed during it
+(:func:`record_reads`, :func:`replay_reads`). The graph then serves masks in which the layer would read the same.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from gemma4_compat._gemma4.state import contents
 
 _Found = TypeVar("_Found")
 
-#: Per thread: ``noted``, the tensors to watch and the list of looks at them; ``told``, the looks to answer from.
+#: Per thread: ``recorded``, the tensors to watch and the list of their reads; ``replayed``, the reads to answer from.
 _inside = threading.local()
 
 
 @dataclass
-class Look:
+class MaskRead:
     """What a layer has read in one of the tensors of its call.
 
     Attributes:
@@ -41,17 +41,17 @@ class Look:
 
 
 @contextlib.contextmanager
-def noted(tensors: Sequence[Any]) -> Iterator[list[Look]]:
-    """Inside, this thread notes what :func:`once` returns for the masks among ``tensors``."""
-    found: list[Look] = []
-    with _as(noted=(tensors, found)):
+def record_reads(tensors: Sequence[Any]) -> Iterator[list[MaskRead]]:
+    """Inside, this thread records what :func:`once` returns for the masks among ``tensors``."""
+    found: list[MaskRead] = []
+    with _as(recorded=(tensors, found)):
         yield found
 
 
 @contextlib.contextmanager
-def told(looks: Sequence[Look]) -> Iterator[None]:
-    """Inside, :func:`once` returns what these looks found, in their order, and reads nothing."""
-    with _as(told=iter(looks)):
+def replay_reads(reads: Sequence[MaskRead]) -> Iterator[None]:
+    """Inside, :func:`once` returns what these reads returned, in their order, and reads nothing."""
+    with _as(replayed=iter(reads)):
         yield
 
 
@@ -74,8 +74,8 @@ def is_real(tensor: Any) -> bool:
 
 
 def is_traced(tensor: Any) -> bool:
-    """Whether something records what is computed, and reading the mask would disturb it. Inside :func:`told`, a
-    capture is no obstacle.
+    """Whether something records what is computed, and reading the mask would disturb it. A capture is
+    no obstacle inside :func:`replay_reads`.
     """
     import torch
 
@@ -84,7 +84,7 @@ def is_traced(tensor: Any) -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
         or prefill.is_captured()
-        or (tensor.is_cuda and not hasattr(_inside, "told") and torch.cuda.is_current_stream_capturing())
+        or (tensor.is_cuda and not hasattr(_inside, "replayed") and torch.cuda.is_current_stream_capturing())
     )
 
 
@@ -98,17 +98,17 @@ def once(mask: Any, mark: str, look: Callable[..., _Found], *key: Any) -> _Found
         key: its other arguments.
 
     Raises:
-        RuntimeError: inside :func:`told`, the layer reads something else than it did before.
+        RuntimeError: inside :func:`replay_reads`, the layer reads something else than it did before.
     """
-    answers = getattr(_inside, "told", None)
+    answers = getattr(_inside, "replayed", None)
     if answers is not None:
-        known: Look | None = next(answers, None)
+        known: MaskRead | None = next(answers, None)
         if known is None or known.arguments != (mark, look, *key):
             raise RuntimeError("attention reads a mask that is no argument of the layer")
         return known.found  # type: ignore[no-any-return]
     found = made(mask, mark, look, *key)
-    tensors, looks = getattr(_inside, "noted", None) or ((), list[Look]())
-    looks.extend(Look(place, (mark, look, *key), found) for place, one in enumerate(tensors) if one is mask)
+    tensors, reads = getattr(_inside, "recorded", None) or ((), list[MaskRead]())
+    reads.extend(MaskRead(place, (mark, look, *key), found) for place, one in enumerate(tensors) if one is mask)
     return found
 
 

@@ -1,8 +1,8 @@
 """Prompts of any length by the graphs of a few sizes, ``decode_fast(any_length=True)``.
 
-All tokens but the last are read in pieces, each padded on the right to a power of two. What a piece does to the cache
-depends on numbers in tensors only: how many of its tokens are real, and where the window of a sliding layer comes
-from. So one graph serves a size, whatever the cache holds. KV-shared layers do not run, as nobody reads their results.
+All tokens but the last are read in buckets, each padded on the right to a power of two. What it does to the
+cache depends on numbers in tensors only: how many of its tokens are real, and where a sliding layer's window starts.
+So one graph serves a size, whatever the cache holds. KV-shared layers do not run, as nobody reads their results.
 The last token is read as a decoded one.
 """
 
@@ -18,16 +18,16 @@ from gemma4_compat._generation.prompts.prompts import MASKS, MAX_TOKENS, RECORDE
 from gemma4_compat._graphs import static_caches
 from gemma4_compat._offload.transfer import streaming
 
-#: Tokens of a piece, for each row.
+#: Tokens of a bucket, for each row.
 SIZES = (32, 64, 128, 256, 512, 1024, 2048)
-#: Pieces of up to so many tokens take little memory; above, a second piece is better than much padding.
+#: Buckets of up to so many tokens take little memory; above, a second bucket is better than much padding.
 SMALL = 512
-#: Caches for pieces are as long as a multiple of this, or of a sixteenth of what is needed: graphs serve one length.
+#: Caches for buckets are as long as a multiple of this, or of a sixteenth of what is needed: graphs serve one length.
 UNIT = 1024
 _OWN = ("window", "real")  # inputs that the model does not get
 
 
-class Piece(Prompt):
+class Bucket(Prompt):
     """A forward of some tokens of a prompt and of padding after them, whose logits nobody reads.
 
     Args:
@@ -49,7 +49,7 @@ class Piece(Prompt):
             return self.model(**given)
 
     def _ways(self) -> tuple[Any, ...]:
-        return ("piece",)
+        return ("bucket",)
 
 
 def read(given: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
@@ -99,14 +99,14 @@ def _is_plain(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) 
     if any(getattr(config, name, False) for config in configs for name in RECORDED):
         return False
     if any(map(streaming.is_streamed, model.get_decoder().layers)):
-        return False  # each piece would bring the layers from the host
+        return False  # each bucket would bring the layers from the host
     return is_text(model_kwargs) and text._attn_implementation == "sdpa"
 
 
 def cut(tokens: int, largest: int) -> Iterator[tuple[int, int, int]]:
-    """Begin, end and padded size of each piece of a row, of at most ``largest`` tokens.
+    """Begin, end and padded size of each bucket of a row, of at most ``largest`` tokens.
 
-    More than :data:`SMALL` tokens that would fill less than three quarters of a piece are two pieces.
+    More than :data:`SMALL` tokens that would fill less than three quarters of a bucket are two buckets.
     """
     start = 0
     while start < tokens:
@@ -120,7 +120,7 @@ def cut(tokens: int, largest: int) -> Iterator[tuple[int, int, int]]:
 
 
 def sizes(rows: int) -> list[int]:
-    """The sizes of pieces of so many rows, the largest first: long ones have :data:`prompts.MAX_TOKENS` in all."""
+    """The sizes of buckets of so many rows, the largest first: long ones have :data:`prompts.MAX_TOKENS` in all."""
     return [size for size in reversed(SIZES) if size <= SMALL or size * rows <= MAX_TOKENS]
 
 
@@ -132,7 +132,7 @@ def _padded(tokens: Any, size: int) -> Any:
 
 
 def _inputs(model: Any, cache: Any, ids: Any, positions: Any, mask: Any, held: int, real: int) -> dict[str, Any]:
-    """The inputs of a piece.
+    """The inputs of a bucket.
 
     Args:
         model: of transformers.
@@ -141,7 +141,7 @@ def _inputs(model: Any, cache: Any, ids: Any, positions: Any, mask: Any, held: i
         positions: the same.
         mask: (batch, tokens), 0 for padding on the left; None without padding.
         held: see ``cache``.
-        real: tokens of the piece.
+        real: tokens of the bucket.
     """
     import torch
 

@@ -1,6 +1,6 @@
 """A prompt in chunks, after ``decode_fast``, where the memory that is left does not hold one that is read at once.
 
-Chunks round otherwise than one forward. So they are read where an estimate says that one forward does not fit, unless
+Chunks round differently from one forward. So they are read only if one forward is estimated not to fit, unless
 the bits are to be PyTorch's, and in any case where it has run out of memory. The cache then holds again what it held.
 """
 
@@ -63,7 +63,7 @@ def read(
         decoding: of the model.
         model_kwargs: as ``_prefill`` gets them.
         room: its memory.
-        at_once: reads it in one forward, or in pieces.
+        at_once: reads it in one forward, or in buckets.
         in_chunks: reads it in chunks of that many tokens.
         estimated: whether an estimate is enough to read chunks; otherwise memory must have run out.
 
@@ -112,7 +112,7 @@ def _tell(decoding: decoder.Decoding, size: int, why: str) -> None:
     """Say that chunks are read: once for a model as a warning, later at level DEBUG."""
     level = logging.DEBUG if decoding.statistics.prompts_in_chunks else logging.WARNING
     decoding.statistics.prompts_in_chunks += 1
-    text = "gemma4_compat: a prompt is read in chunks of %d tokens, which round otherwise (docs/DECODING.md): %s"
+    text = "gemma4_compat: a prompt is read in chunks of %d tokens, which round differently (docs/DECODING.md): %s"
     _log.log(level, text, size, why)
 
 

@@ -17,7 +17,7 @@ from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._gemma4.models import autocast, family
 from gemma4_compat._gemma4.quantization import config as quantization
 
-_TOLD = attached.OVERFLOW_TOLD
+_WARNED = attached.OVERFLOW_WARNED
 _running = threading.local()
 
 
@@ -44,9 +44,9 @@ class Watch:
         """Warn if the logits were not numbers. Waits for the device."""
         import torch
 
-        if self.overflowed is None or _TOLD in vars(self.model) or not self.overflowed:
+        if self.overflowed is None or _WARNED in vars(self.model) or not self.overflowed:
             return
-        vars(self.model)[_TOLD] = True
+        vars(self.model)[_WARNED] = True
         notice.warn_user(
             "the logits of this prompt are NaN or infinite, so the generated tokens mean nothing. "
             f"{type(self.model).__name__} computes in float16 ({', '.join(reason.what for reason in self._reasons)}), "
@@ -60,7 +60,7 @@ def reasons(model: Any) -> list[Reason]:
     """Why a Gemma 4 computes in float16; none if it does not, if it is another model, or if its user was told."""
     import torch
 
-    if not family.is_gemma4_config(model.config) or _TOLD in vars(model):
+    if not family.is_gemma4_config(model.config) or _WARNED in vars(model):
         return []
     found = []
     if model.dtype == torch.float16:

@@ -82,8 +82,8 @@ class Prompt(steps.Step):
             return None
         return cls(decoding, model, steps.without_token_types(inputs), cache, static_caches.tensors(cache))
 
-    def _ways(self) -> tuple[Any, ...]:
-        found = [static_caches.way(layer, self.tokens) for layer in self.sliding]
+    def _update_modes(self) -> tuple[Any, ...]:
+        found = [static_caches.update_mode(layer, self.tokens) for layer in self.sliding]
         return (*found, self.hides_nothing, self.inputs[self.reads].shape[:2], static_caches.length(self.cache))
 
     def numerics(self) -> Any:
@@ -264,7 +264,7 @@ def has_room(
 def computes_attention(
     decoding: Decoding, model: Any, cache: Any, heads: Collection[tuple[int, int, int]] = ()
 ) -> bool:
-    """Whether kernels of our own compute the attention of prompts that are read into this cache and have a mask.
+    """Whether custom kernels compute the attention of prompts that are read into this cache and have a mask.
 
     Args:
         decoding: of the model.
@@ -273,7 +273,7 @@ def computes_attention(
         heads: query heads, key-value heads and their width, of which kernels are tried if they have not been; without
             any, those that have been are known.
     """
-    if not decoding.own or cache is None or not static_caches.is_static(cache):
+    if not decoding.custom or cache is None or not static_caches.is_static(cache):
         return False
     from gemma4_compat._kernels.match import reading  # with torch
 

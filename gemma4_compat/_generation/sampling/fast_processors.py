@@ -101,9 +101,9 @@ class TopTokens:
 
 
 def _operator(name: str) -> Any:
-    from gemma4_compat._kernels.match import own
+    from gemma4_compat._kernels.match import custom
 
-    return own.operator(name)
+    return custom.operator(name)
 
 
 def _takes_two(processor: Any) -> bool:

@@ -1,10 +1,10 @@
 """``generate`` with an assistant model or prompt lookup, after ``decode_fast(assistants=True)``.
 
-The prompt is read as without an assistant. Then the text grows by rounds (:mod:`speculative_steps`): some drafts,
-which the model reads together with the newest token. :mod:`pace` says how many; none if they do not pay.
+The prompt is read as without an assistant. Then the text grows by :mod:`speculative_steps`: some drafts, which the
+model reads together with the newest token. :mod:`draft_length` says how many; none if they do not pay.
 
-Where no user's code runs between two tokens, a round is read late: the next one is launched before, from the state
-that the device has. What was launched when the text turns out to have ended is dropped.
+Where no user's code runs between two tokens, a step is read late: the next one is launched before, from the state that
+the device has. What was launched when the text turns out to have ended is dropped.
 
 A number of drafts is tried before its first use: as many tokens are decoded one by one, and then read at once. If a
 bit of the model's states, keys or values differs, there are no drafts: the text would not be that of single tokens.
@@ -29,7 +29,7 @@ from gemma4_compat._graphs import decoder, deferred_stop, static_caches
 
 
 class Text:
-    """A text that is decoded in rounds.
+    """A text that is decoded in speculative steps.
 
     Args:
         model: of transformers.
@@ -49,7 +49,7 @@ class Text:
         self._choice = speculative_steps.Choice(bool(config.do_sample), (), processors)
         #: Whether a graph may choose tokens.
         self._in_graph = self._drafting.processors == processors
-        self._quiet = deferred_stop.is_quiet(model)
+        self._no_user_code = deferred_stop.no_user_code(model)
         self._noise = Noise(ids.device) if config.do_sample else None
         self._stop = Stop(given["stopping_criteria"], config.max_length)
         most, self._lookup = speculative_steps.MAX_TOKENS - 1, None
@@ -62,7 +62,7 @@ class Text:
         self._pace = draft_length.Pace(most, self._known)
         self._counted = [decoder.of(one).statistics for one in dict.fromkeys((model, drafter))]
         self._last: dict[Any, tuple[Any, Any]] = {}  # steps and their graphs, by what they are replayed for
-        self._launched: list[speculative_steps.Launched] = []  # rounds that were not read, in order
+        self._launched: list[speculative_steps.Launched] = []  # speculative steps that were not read, in order
         self._checked: set[int] = set()  # ids of models that were looked at in full
         self._rounds, self._read_at = 0, 0.0
         self._done = False
@@ -99,7 +99,7 @@ class Text:
         return self._text()
 
     def _begin(self, newest: Any, vocabulary: int) -> None:
-        """After the prompt: take the windows, and note what the first round starts from."""
+        """After the prompt: take the windows, and note what the first speculative step starts from."""
         import torch
 
         self._vocabulary = vocabulary
@@ -112,10 +112,10 @@ class Text:
         self._state = {"newest": newest, "held": torch.full((), self._held, device=newest.device)}
         self._nothing = newest[:, :0]
 
-    # Rounds
+    # Speculative steps
 
     def _round(self) -> None:
-        """A round with as many drafts as :mod:`pace` says, or the first try of so many."""
+        """A speculative step with as many drafts as :mod:`draft_length` says, or the first try of so many."""
         wanted = self._wanted()
         if self._done:
             return
@@ -130,7 +130,7 @@ class Text:
         self._settle(leave=int(self._is_late()))
 
     def _wanted(self) -> int:
-        """How many drafts the next round has. What was launched is read if that depends on it."""
+        """How many drafts the next speculative step has. What was launched is read if that depends on it."""
         replayable = self._decoding.state is not None  # not, for one, under autocast
         wanted = self._pace.next() if replayable and "hidden" in self._state else 0
         if (wanted and self._lookup is not None) or not self._fits(wanted):
@@ -138,23 +138,23 @@ class Text:
         return wanted if self._fits(wanted) and self._is_ready(wanted) else 0
 
     def _fits(self, drafts: int) -> bool:
-        """Whether a round with so many drafts has room, and belongs to the text, however many before were right."""
+        """Whether a step with so many drafts has room, and belongs to the text, however many before were right."""
         _, most = self._bounds()
         within = not self._launched or self._windows.has_room(most + drafts + 1)
         return within and most + drafts + 1 <= self._limit
 
     def _graphs(self, drafts: int) -> list[Any]:
-        """Those that rounds with so many drafts have replayed in this text."""
+        """Those that speculative steps with so many drafts have replayed in this text."""
         return [graph for key, (_, graph) in self._last.items() if drafts == (key if isinstance(key, int) else key[0])]
 
     def _are_fused(self, drafts: int) -> bool:
         return all(graph.progress.is_over for graph in self._graphs(drafts))
 
     def _is_ready(self, drafts: int) -> bool:
-        """Whether a round with so many drafts may be next.
+        """Whether a speculative step with so many drafts may be next.
 
         Only graphs that are all fused, or all not, can be compared. Those that are behind are fused as soon as their
-        kernels are compiled; until then, rounds have the graphs of the other kind.
+        kernels are compiled; until then, speculative steps have the graphs of the other kind.
         """
         kinds = self._graphs(0), self._graphs(drafts)
         plain, drafting = self._are_fused(0), self._are_fused(drafts)
@@ -172,9 +172,9 @@ class Text:
         return self._held + len(tokens), self._held + sum(tokens)
 
     def _is_late(self) -> bool:
-        """Whether a round is read after the next one was launched, as in :mod:`deferral`."""
+        """Whether a speculative step is read after the next one was launched, as in :mod:`deferred_stop`."""
         waiting = self._rounds * deferred_stop.WAITING
-        return self._quiet and self._in_graph and self._known.seconds.get(0, float("inf")) <= waiting
+        return self._no_user_code and self._in_graph and self._known.seconds.get(0, float("inf")) <= waiting
 
     def _unusual(self) -> list[float]:
         """What changes with a capture, a step without a graph, and a look at all of a model, which take long."""
@@ -222,15 +222,15 @@ class Text:
         if not same:
             for view, copy in zip(changed, copies):
                 view.copy_(copy)
-            found_out = f"{count + 1} tokens at once have other bits than one by one"
+            found_out = f"{count + 1} tokens at once differ bitwise from one by one"
             self._decoding.reason(found_out, "decoding without drafts")
             self._pace = draft_length.Pace(0)
 
     def _launch(self, drafts: Any, begun: float, before: list[float]) -> None:
-        """A round with these drafts, (1, n), from where the text ends on the device.
+        """A speculative step with these drafts, (1, n), from where the text ends on the device.
 
         Args:
-            drafts: of the round.
+            drafts: of the speculative step.
             begun: when it began, in seconds.
             before: :meth:`_unusual` then.
         """
@@ -246,10 +246,10 @@ class Text:
         fused = self._are_fused(tokens - 1)
         self._known.note_fused(tokens - 1, fused=fused)
         says = before if fused or not self._are_fused(0) else None
-        self._launched.append(speculative_steps.Launched(tokens - 1, found["told"], found["grown"], begun, says))
+        self._launched.append(speculative_steps.Launched(tokens - 1, found["verdict"], found["grown"], begun, says))
 
     def _settle(self, *, leave: int = 0) -> None:
-        """Read what was launched, except the newest ``leave`` rounds; nothing after the end of the text."""
+        """Read what was launched, except the newest ``leave`` speculative steps; nothing after the end of the text."""
         while len(self._launched) > leave and not self._done:
             self._read(self._launched.pop(0))
         if self._done:
@@ -264,7 +264,7 @@ class Text:
         counted.rounds, counted.drafted = counted.rounds + 1, counted.drafted + one.drafts
         counted.accepted += right
         self._pace.note(one.drafts, right, seconds if one.before == self._unusual() else None)
-        self._add(one.told, chosen[: right + 1])
+        self._add(one.verdict, chosen[: right + 1])
 
     def _verified(self, drafts: Any, state: dict[str, Any], held: tuple[int, int], noise: Any) -> dict[str, Any]:
         """What the model returns for the newest token of a state, and drafts after it."""
@@ -292,7 +292,7 @@ class Text:
         version = id(self._decoding.state.guards), embedding.data_ptr()
         inputs = {**self._state, "noise": self._noise_for(count), "choice": self._drafting, "drafts": count}
         drafting = decoder.of(self._assistant)
-        drafting.own = True
+        drafting.custom = True
         self._decoding.known_assistants.add(self._assistant)
         drafted = self._run(
             *((count, version), inputs),
@@ -306,7 +306,7 @@ class Text:
 
         def run() -> Any:
             found = None
-            if last is not None and self._quiet:
+            if last is not None and self._no_user_code:
                 step, graph = last
                 step.renew(inputs)
                 found = step.decoding.steps.again(step, graph)

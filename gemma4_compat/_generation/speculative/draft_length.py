@@ -1,4 +1,4 @@
-"""How many drafts a round has: what gives the most tokens a second, by the rounds and texts before."""
+"""How many drafts a speculative step has: what gives the most tokens a second, by the steps and texts before."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import statistics
 
 #: Numbers of drafts that are tried. Each has graphs of its own.
 COUNTS = (2, 4, 7)
-#: Rounds without drafts that are timed before the first one with drafts.
+#: Steps without drafts that are timed before the first one with drafts.
 FIRST = 2
-#: While drafts do not pay: rounds without drafts before some are tried again, at first and at most; the same at the
-#: beginning of a text, where they did not pay in the one before; and how many rounds have them then.
+#: While drafts do not pay: steps without drafts before some are tried again, at first and at most; the same at the
+#: beginning of a text, where they did not pay in the one before; and how many steps have them then.
 PAUSE, LONGEST_PAUSE, BEGINNING, ATTEMPT = 64, 1024, 16, 2
-#: After so many rounds with drafts, one without: what it takes grows with the text.
+#: After so many steps with drafts, one without: what it takes grows with the text.
 AGAIN = 64
-#: Timed rounds of which the median counts.
+#: Timed steps of which the median counts.
 _TIMED = 9
-#: What counts of the rounds before, after each round; and after a pause, since when the text may have become another.
+#: What counts of the steps before, after each step; and after a pause, since when the text may have become another.
 _KEPT, _KEPT_OF_PAUSE = 0.98, 0.3
 #: As many drafts of the texts before count at most.
 _OF_TEXTS = 8.0
-#: Before any was seen: the share of drafts that are right, as if of so many, and what a draft adds to a round without.
+#: Before any was seen: the share of drafts that are right, as if of so many, and what a draft adds to a step without.
 _RIGHT, _SEEN, _ADDED = 0.6, 3.0, 0.06
-#: Rounds with drafts before a number of drafts is tried that was not timed.
+#: Steps with drafts before a number of drafts is tried that was not timed.
 _BEFORE_ANOTHER = 4
 
 
@@ -31,19 +31,19 @@ class Known:
 
     Attributes:
         right, seen: drafts, if all before them were right, and how many of them were; the newest count most.
-        rounds: with drafts.
-        seconds: of a round, by its number of drafts: medians.
+        steps: with drafts.
+        seconds: of a step, by its number of drafts: medians.
     """
 
     def __init__(self) -> None:
-        self.right, self.seen, self.rounds = _RIGHT * _SEEN, _SEEN, 0
+        self.right, self.seen, self.steps = _RIGHT * _SEEN, _SEEN, 0
         self.seconds: dict[int, float] = {}
         self._timed: dict[int, collections.deque[float]] = {}
         self._fused: dict[int, bool] = {}
 
     @property
     def begun(self) -> bool:
-        """Whether enough rounds without drafts were timed."""
+        """Whether enough steps without drafts were timed."""
         return len(self._timed.get(0, ())) >= FIRST
 
     def note(self, drafts: int, right: int, seconds: float | None) -> None:
@@ -54,14 +54,14 @@ class Known:
             self.seconds[drafts] = statistics.median(timed)
         if drafts:
             self.keep(_KEPT)
-            self.right, self.seen, self.rounds = (
+            self.right, self.seen, self.steps = (
                 self.right + right,
                 self.seen + min(right + 1, drafts),
-                self.rounds + 1,
+                self.steps + 1,
             )
 
     def note_fused(self, drafts: int, *, fused: bool) -> None:
-        """Whether the graphs of such a round are fused. If that has changed, what was timed is of no use."""
+        """Whether the graphs of such a step are fused. If that has changed, what was timed is of no use."""
         if self._fused.get(drafts, fused) != fused:
             self._timed.pop(drafts, None)
             self.seconds.pop(drafts, None)
@@ -73,10 +73,10 @@ class Known:
 
 
 class Pace:
-    """Decides on the drafts of each round of one text. A round may be noted after the next one was decided on.
+    """Decides on the drafts of each step of one text. A step may be noted after the next one was decided on.
 
     Args:
-        most: drafts of a round.
+        most: drafts of a step.
         known: of the texts before.
     """
 
@@ -85,10 +85,10 @@ class Pace:
         self._known = Known() if known is None else known
         self._known.keep(min(1.0, _OF_TEXTS / self._known.seen))
         self._pause, self._waited = PAUSE, PAUSE - BEGINNING
-        self._drafting = self._attempt = 0  # rounds with drafts since one without, and left of an attempt
+        self._drafting = self._attempt = 0  # steps with drafts since one without, and left of an attempt
 
     def next(self) -> int:
-        """How many drafts the next round has."""
+        """How many drafts the next step has."""
         found = self._next() if self._counts and self._known.begun else 0
         self._drafting = self._drafting + 1 if found else 0
         return found
@@ -109,12 +109,12 @@ class Pace:
         return max(timed, key=lambda count: self._speed(count, _RIGHT), default=self._counts[0])
 
     def note(self, drafts: int, right: int, seconds: float | None) -> None:
-        """After a round.
+        """After a step.
 
         Args:
             drafts: that it had.
             right: how many of them were right.
-            seconds: that it took; None if it did what other rounds do not, such as a capture.
+            seconds: that it took; None if it did what other steps do not, such as a capture.
         """
         self._known.note(drafts, right, seconds)
 
@@ -122,7 +122,7 @@ class Pace:
         """The number of drafts that gives the most tokens a second; 0 if drafts do not pay."""
         share = self._known.right / self._known.seen
         counts = self._counts
-        if 0 < self._known.rounds < _BEFORE_ANOTHER:
+        if 0 < self._known.steps < _BEFORE_ANOTHER:
             counts = [count for count in counts if count in self._known.seconds] or counts
         best = max(counts, key=lambda count: self._speed(count, share))
         return best if self._speed(best, share) > self._speed(0, share) else 0
@@ -132,7 +132,7 @@ class Pace:
         return sum(share**place for place in range(drafts + 1)) / max(self._time(drafts), 1e-9)
 
     def _time(self, drafts: int) -> float:
-        """Seconds of a round; of one that was not timed, the least that those that were let expect."""
+        """Seconds of a step; of one that was not timed, the least that those that were let expect."""
         seconds = self._known.seconds
         if drafts in seconds:
             return seconds[drafts]

@@ -1,8 +1,8 @@
-"""Sliding layers for rounds with drafts: a window and some room, so that rejected drafts are overwritten.
+"""Sliding layers for speculative steps with drafts: a window and some room, so that rejected drafts are overwritten.
 
 A full sliding layer of a static cache drops its first row for each new one, and nothing brings that row back. Here the
-rows of such layers have memory of their own, in the order of the text, from the position ``base`` on. A round writes
-the rows of its tokens after those that are held; the next round overwrites those of rejected drafts, so that taking
+rows of such layers have memory of their own, in the order of the text, from the position ``base`` on. A step writes
+the rows of its tokens after those that are held; the next step overwrites those of rejected drafts, so that taking
 them back is only a matter of what the host counts. Where there is no more room, the last window moves to the front.
 
 The keys of a token are contiguous and in order, as they are in the layer itself: :mod:`attention` has the same bits.
@@ -65,7 +65,7 @@ class Windows:
         self._move_base(max(held - self.slots, 0))
 
     def make_room(self, held: int, tokens: int) -> None:
-        """Before a round with so many tokens: move the last window to the front if there is no room for them."""
+        """Before a step with so many tokens: move the last window to the front if there is no room for them."""
         if self.has_room(held + tokens):
             return
         start = held - self.slots - self.begin

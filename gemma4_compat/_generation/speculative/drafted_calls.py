@@ -1,4 +1,4 @@
-"""Which calls with an assistant model or prompt lookup are decoded in rounds, and which as without an assistant."""
+"""Which calls with an assistant model or prompt lookup are decoded in speculative steps, and which without."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WITH_A_STATE = ("SynthIDTextWatermarkLogitsProcessor",)
 
 
 def unsupported_reason(model: Any, ids: Any, config: Any, given: dict[str, Any]) -> str | None:
-    """Why a text cannot be decoded in rounds; None if nothing is known to be in the way.
+    """Why a text cannot be decoded in speculative steps; None if nothing is known to be in the way.
 
     Args:
         model: of transformers, after ``decode_fast``.
@@ -25,7 +25,7 @@ def unsupported_reason(model: Any, ids: Any, config: Any, given: dict[str, Any])
         config: the ``GenerationConfig`` of the call.
         given: the other arguments of ``GenerationMixin._assisted_decoding``.
     """
-    from gemma4_compat._kernels.match import own
+    from gemma4_compat._kernels.match import custom
 
     assistant = given.get("assistant_model")
     looks_up = getattr(config, "prompt_lookup_num_tokens", None) is not None
@@ -41,7 +41,7 @@ def unsupported_reason(model: Any, ids: Any, config: Any, given: dict[str, Any])
     found = _call_reason(config, given) or next((reason for reason, holds in reasons.items() if holds), None)
     if found is None and not looks_up:
         found = _assistant_reason(model, assistant)
-    return found or unsupported.virtual_tokens_reason(model) or own.unsupported_reason(model.device)
+    return found or unsupported.virtual_tokens_reason(model) or custom.unsupported_reason(model.device)
 
 
 def undrafted_reason(model: Any, ids: Any, config: Any, given: dict[str, Any]) -> str | None:
@@ -53,15 +53,15 @@ def undrafted_reason(model: Any, ids: Any, config: Any, given: dict[str, Any]) -
     if _call_reason(config, given) or not ids.numel():
         return None
     reasons = {
-        # A try would not find that out: it depends on which experts the tokens of a round share.
-        "experts give a token other bits beside others": bool(
+        # A try would not find that out: it depends on which experts the tokens of a speculative step share.
+        "experts: a token differs bitwise beside others": bool(
             getattr(model.config.get_text_config(), "enable_moe_block", False)
         ),
         "a logits processor remembers the tokens that it has seen": any(
             fast_processors.is_class(one, name) for one in given["logits_processor"] for name in _WITH_A_STATE
         ),
         "no token can be taken back from a static cache": is_given(cache) and static_caches.is_static(cache),
-        # Rounds need a cache of their own, and transformers' loop rounds in another way.
+        # Speculative steps need a cache of their own, and transformers' loop rounds in another way.
         "the cache holds the beginning of the text": is_given(cache) and bool(cache.get_seq_length()),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -1,8 +1,8 @@
-"""A round of decoding with drafts: an assistant drafts tokens, and the model reads them at once.
+"""A speculative step of decoding with drafts: an assistant drafts tokens, and the model reads them at once.
 
 Both are steps that are captured and replayed as those of one token are. The model's forward also decides, on the
-device, how many drafts are right, and returns what the next round starts from; the host reads one small tensor, while
-the next round is running already.
+device, how many drafts are right, and returns what the next step starts from; the host reads one small tensor, while
+the next one is running already.
 
 A token is chosen from the model's scores as without drafts. Sampling takes, as ``torch.multinomial`` does, the largest
 quotient of a probability and an exponentially distributed number, and each place of the text has its own row of such
@@ -24,7 +24,7 @@ from gemma4_compat._generation.sampling import fast_processors
 from gemma4_compat._generation.speculative.draft_windows import Windows
 from gemma4_compat._graphs import decoder, signatures, static_caches, steps
 
-#: Tokens of a round: kernels of this package compute so many, each as if it were the only one.
+#: Tokens of a speculative step: kernels of this package compute so many, each as if it were the only one.
 MAX_TOKENS = 8
 #: transformers' processors that read scores only, so that a graph may have them.
 _OF_SCORES = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper")
@@ -102,7 +102,7 @@ def reads_scores_only(processor: Any) -> bool:
 
 
 def accept(choice: Choice, ids: Any, read: dict[str, Any], drafts: Any, noise: Any) -> dict[str, Any]:
-    """What a round gives, on the device.
+    """What a speculative step gives, on the device.
 
     Args:
         choice: of tokens.
@@ -113,7 +113,7 @@ def accept(choice: Choice, ids: Any, read: dict[str, Any], drafts: Any, noise: A
         noise: (tokens, vocabulary) or None.
 
     Returns:
-        ``told``, (1, tokens + 1): the chosen tokens, then how many drafts are right; ``newest``, (1, 1): the last
+        ``verdict``, (1, tokens + 1): the chosen tokens, then how many drafts are right; ``newest``, (1, 1): the last
         token of the text from now on; ``hidden``, (1, 1, width): the model's last state before it; ``grown``: by how
         many tokens the text has grown; ``held``, how many tokens are held from now on; ``states``.
     """
@@ -123,7 +123,7 @@ def accept(choice: Choice, ids: Any, read: dict[str, Any], drafts: Any, noise: A
     right = (chosen[:, :-1] == drafts).long().cumprod(dim=-1).sum(dim=-1, keepdim=True)
     grown = right.sum() + 1
     return {
-        "told": torch.cat((chosen, right), dim=1),
+        "verdict": torch.cat((chosen, right), dim=1),
         "newest": chosen.gather(1, right),
         "hidden": read["states"].index_select(1, right[0]),
         "grown": grown,
@@ -133,27 +133,27 @@ def accept(choice: Choice, ids: Any, read: dict[str, Any], drafts: Any, noise: A
 
 
 class Launched:
-    """A round that runs on the device.
+    """A speculative step that runs on the device.
 
     Args:
         drafts: that it has.
-        told: as :func:`accept` returns it.
+        verdict: as :func:`accept` returns it.
         grown: the same.
         begun: when it began, in seconds.
-        before: what differs afterwards if it did what other rounds do not; None if its time says nothing.
+        before: what differs afterwards if it did what other speculative steps do not; None if its time says nothing.
     """
 
-    def __init__(self, drafts: int, told: Any, grown: Any, begun: float, before: list[float] | None) -> None:
+    def __init__(self, drafts: int, verdict: Any, grown: Any, begun: float, before: list[float] | None) -> None:
         import torch
 
-        self.drafts, self.told, self.grown, self.begun, self.before = drafts, told, grown, begun, before
-        self._host, self._event = told.to("cpu", non_blocking=True), None
-        if told.device.type == "cuda":
+        self.drafts, self.verdict, self.grown, self.begun, self.before = drafts, verdict, grown, begun, before
+        self._host, self._event = verdict.to("cpu", non_blocking=True), None
+        if verdict.device.type == "cuda":
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(told.device))
+            self._event.record(torch.cuda.current_stream(verdict.device))
 
     def read(self) -> list[int]:
-        """``told``, once the device has it."""
+        """``verdict``, once the device has it."""
         if self._event is not None:
             self._event.synchronize()
         found: list[int] = self._host[0].tolist()

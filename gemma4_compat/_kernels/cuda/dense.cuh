@@ -1,5 +1,5 @@
 // Products of a few rows with weights that are not quantized, for one or more weights in one launch. Sums are in float,
-// and only the result is rounded. Launched by specs/dense.py; proved by tests/unit/kernels/test_own.py.
+// and only the result is rounded. Launched by specs/dense.py; proved by tests/unit/kernels/test_custom.py.
 #pragma once
 #include "prelude.cuh"
 

@@ -5,7 +5,7 @@
 //
 // Kernels: `bounds` finds the valid keys of each query. `attend` computes; `sum` adds up its parts, if there are some.
 // A block computes M rows, the query heads of consecutive tokens that share keys, against NK keys at a time (a tile).
-// Queries, keys and values are in shared memory, in words of 16 bytes whose place within 128 bytes depends on the row,
+// Queries, keys and values are in shared memory, in 128-bit words whose place within 128 bytes depends on the row,
 // so that the eight rows a tensor core asks for are in different banks. Scores: WR parts of the warps divide rows, WK
 // keys, and in wide heads WC the dimensions, whose sums they exchange. Values: each warp adds up 64 dimensions of its
 // rows. Keys are on their way while values are multiplied, and values while keys are.

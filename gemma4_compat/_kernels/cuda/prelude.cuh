@@ -1,4 +1,4 @@
-// What every kernel needs: dtypes and their roundings, words of 16 bytes, waiting for the kernel before.
+// What every kernel needs: dtypes and their roundings, 128-bit loads, waiting for the kernel before.
 //
 // Included by every program (_kernels/programs.py). Tests: those of each kernel, in tests/unit/kernels.
 // bfloat16 is rounded as in c10::BFloat16.
@@ -154,7 +154,7 @@ struct Bool {
 template <typename A, typename B> struct Same { enum { value = false }; };
 template <typename A> struct Same<A, A> { enum { value = true }; };
 
-// Words of 16 bytes, number by number. Recursion, not loops: the numbers are in registers from the beginning, and the
+// 128-bit words, number by number. Recursion, not loops: the numbers are in registers from the beginning, and the
 // compiler keeps the order in which they are written here.
 // The numbers of a word.
 template <typename T, int K = 0>

@@ -31,7 +31,7 @@ from gemma4_compat._kernels.fuse.pointwise import (
 from gemma4_compat._kernels.programs import Kernel, kinds
 
 NAME = "fused"
-#: Words of 16 bytes of weights of short products that a thread reads before the kernel in front has ended, at most:
+#: 128-bit loads of weights of short products that a thread issues before the kernel in front has ended, at most:
 #: four registers each.
 WORDS = 24
 

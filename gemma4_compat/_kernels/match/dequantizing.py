@@ -55,7 +55,7 @@ def weight(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any,
         scales: as for :func:`nf4_dequantize.kernel_of`.
 
     Returns:
-        None if bitsandbytes has to dequantize it: the kernel does not suit, or has other bits on this device.
+        None if bitsandbytes has to dequantize it: the kernel does not suit, or differs bitwise on this device.
     """
     import torch
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemma4_compat._kernels.fuse import pointwise, row_kernels
 from gemma4_compat._kernels.fuse.pointwise import Call, Load, Number, Operand, Part, Value
-from gemma4_compat._kernels.match import own
+from gemma4_compat._kernels.match import custom
 from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs import dense, expert_rows, nf4_exact, nf4_gemv, several, shifting
 
@@ -77,13 +77,13 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         product = nf4_exact.match(op, args, kwargs) if "products" in KINDS else None
         if product is not None and self._sink.accepts(product.format.signature):
             return self._defer_product(product, nf4_exact)
-        if op is own.operator("dense"):
+        if op is custom.operator("dense"):
             return self._defer_dense(*args)
-        if op is own.operator("product"):
+        if op is custom.operator("product"):
             return self._defer_product(nf4_gemv.match(*args, **kwargs), nf4_gemv)
-        if op is own.operator("shift") and args[0].device == self._device:
+        if op is custom.operator("shift") and args[0].device == self._device:
             return self._shift(op, args)
-        alone = op is own.operator("means")  # of each token
+        alone = op is custom.operator("means")  # of each token
         call = pointwise.mean(*args) if alone else pointwise.match(op, args, kwargs)
         if call is not None and (call.name != pointwise.MEAN or "rows" in KINDS):
             found = self._defer(call, op, args, kwargs)
@@ -152,7 +152,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             return self._defer_product(dense.product(given, weight, bias), dense)
         if _storage(given) in self._pending:
             self.flush()
-        value = own.dot(given, weight, bias)
+        value = custom.dot(given, weight, bias)
         result = torch.empty(value.shape, dtype=value.dtype, device=self._device)
         self._add(value, result)
         return result

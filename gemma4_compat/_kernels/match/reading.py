@@ -17,7 +17,7 @@ from gemma4_compat._engine import dormant
 from gemma4_compat._engine.runtime.selftest import SelfTests
 from gemma4_compat._gemma4.attention import windows
 from gemma4_compat._gemma4.state import contents
-from gemma4_compat._kernels.match import own
+from gemma4_compat._kernels.match import custom
 from gemma4_compat._kernels.specs import attention, flash
 
 #: Whether kernels of this package may compute attention with a mask, by the width of a head, and that of prompts which
@@ -46,7 +46,7 @@ def read(device: Any) -> contextlib.AbstractContextManager[Any]:
     return windows.each_inside(Reading(device))
 
 
-class Reading(own.Own):
+class Reading(custom.CustomKernels):
     """Inside, these kernels compute calls of attention of a prompt.
 
     Args:
@@ -126,7 +126,7 @@ def _passes(call: flash.Call) -> bool:
     device = call.query.device
     if (
         flash.tiling(call.query.shape[3], flash.shared_memory(device)) is None
-        or own.unsupported_reason(device) is not None
+        or custom.unsupported_reason(device) is not None
     ):
         return False
 
@@ -158,7 +158,7 @@ def _trial(call: flash.Call) -> str | None:
     assert tried is not None  # as the call
     try:
         launched, found = flash.kernels(tried, layout=flash.layout_of(call))
-        own.launch(device, *launched)
+        custom.launch(device, *launched)
         wide = [tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (query, key, value)]
         scores = (wide[0].double() @ wide[1].double().mT * tried.scale).masked_fill(~mask, float("-inf"))
         expected = scores.softmax(-1) @ wide[2].double()

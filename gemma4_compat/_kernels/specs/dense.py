@@ -1,4 +1,4 @@
-"""Products of a few rows with weights that are not quantized, in an arithmetic of their own: LoRA's A and B, the head.
+"""Products of a few rows with weights that are not quantized, with custom numerics: LoRA's A and B, the head.
 
 Each row of the input is multiplied as if it were the only one, so a sequence has the same bits whatever else is in its
 batch; cuBLAS chooses another kernel for each number of rows. Products are exact and sums are in ``float``; only the
@@ -41,7 +41,7 @@ class Format(NamedTuple):
         inputs: of each row.
         small: whether a block takes a row of the weight.
         bias: whether there is one.
-        aligned: whether input and weight can be read in words of 16 bytes. The bits are the same.
+        aligned: whether input and weight can be read in 128-bit loads. The bits are the same.
     """
 
     given: Any

@@ -29,7 +29,7 @@ MAX_WEIGHTS = 4
 #: Rows of the weight that a warp multiplies at once, and inputs: a chunk has one scale.
 TILE, CHUNK = 16, 64
 _LONG, _FEW = 4096, 2048  # inputs and rows of weights that occupy a GPU only if their blocks have more warps
-#: Warps of a multiprocessor: if there is more to do, a block multiplies several tiles, one after the other.
+#: Warps of an SM: if there is more to do, a block multiplies several tiles, one after the other.
 _WARPS = 16
 
 

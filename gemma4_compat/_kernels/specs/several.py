@@ -25,7 +25,7 @@ def text_of(
         fields: C types and names of what the function is given of a weight; None for what is absent. The last is the
             output.
         weights: how many.
-        bounds: of launches: threads, and if need be blocks of a multiprocessor.
+        bounds: of launches: threads, and if need be blocks of an SM.
     """
     name = function.partition("::")[0]
     present = [field for field in fields if field is not None]

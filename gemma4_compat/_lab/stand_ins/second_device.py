@@ -178,7 +178,7 @@ class _Factories(TorchDispatchMode):  # type: ignore[misc]
 
 
 class _SameKernels(TorchFunctionMode):  # type: ignore[misc]
-    """Uses the CPU's attention: on unknown devices PyTorch composes it from other operations, with other bits.
+    """Uses the CPU's attention: on unknown devices PyTorch composes it from other operations, which differ bitwise.
 
     Also lets ``.data =`` move a parameter between devices, as between a CPU and a GPU, and marks numbers.
     """

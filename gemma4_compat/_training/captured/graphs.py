@@ -137,7 +137,7 @@ class Graph:
         is_read: whether a later layer reads what this one hands on.
 
     Attributes:
-        looks: what the layer has found in masks. The graph serves calls in whose masks it finds the same.
+        reads: what the layer has found in masks. The graph serves calls in whose masks it finds the same.
         form: of a :class:`Step`.
         differentiable: which of the tensors in it require gradients.
         expected: which of them get one where the backward pass is replayed.
@@ -164,7 +164,7 @@ class Graph:
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._asked = [tensor.requires_grad for tensor in tensors]
         leaves = self._leaves(tensors)
-        with tracing.noted(leaves) as self.looks:
+        with tracing.record_reads(leaves) as self.reads:
             tried = Step.of(run, leaves, self._autocast)
         self.form, self.differentiable = tried.form, [one.requires_grad for one in tried.outputs]
         self.expected = [
@@ -189,7 +189,7 @@ class Graph:
         return [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(tensors, self._asked)]
 
     def _step(self, run: Run) -> Step:
-        with tracing.told(self.looks):
+        with tracing.replay_reads(self.reads):
             return Step.of(run, self._leaves([buffer.tensor for buffer in self._inputs]), self._autocast)
 
     def _run_forward(self, run: Run) -> None:

@@ -56,7 +56,7 @@ class LayerCall(calls.Call):
 
     def is_served_by(self, graph: Any) -> bool:
         """Whether the layer finds the same in its masks."""
-        return all(look.finds_the_same(self.tensors) for look in graph.looks)
+        return all(read.finds_the_same(self.tensors) for read in graph.reads)
 
     def has_room(self, known: Known) -> bool:
         """A few are captured, and none of them makes room for another."""
@@ -189,7 +189,7 @@ class Training:
         return found
 
     def check(
-        self, call: Any, *, first: bool = False, settling: bool = False, quiet: bool | None = None
+        self, call: Any, *, first: bool = False, settling: bool = False, no_user_code: bool | None = None
     ) -> State | None:
         """The layers as they were when the step began: they are looked at then."""
         return next(iter(self.states), None)

@@ -42,8 +42,10 @@ def sample(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     alone = not kwargs.get("synced_gpus")  # otherwise processes have to agree on the number of steps
     with deferred_stop.sampling(functions, samples=samples, alone=alone, streamer=kwargs.get("streamer")):
         running = deferred_stop.current()
-        quiet = running is not None and running.quiet and alone and not kwargs["generation_config"].is_assistant
-        if quiet and call.may_replay(self, cache_names.cache_in(kwargs)) and step_inputs.serves(self):
+        no_user_code = (
+            running is not None and running.no_user_code and alone and not kwargs["generation_config"].is_assistant
+        )
+        if no_user_code and call.may_replay(self, cache_names.cache_in(kwargs)) and step_inputs.serves(self):
             kwargs |= fast_processors.quickened(kwargs)
             self = step_inputs.Loop(self, call.Decoder)
         return original(self, *args, **kwargs)

@@ -13,13 +13,13 @@ bit-identical; after a while small kernels are fused if that keeps the bits. Aft
 without ``exact=True``, kernels of this package compute attention and products; after either, prompts are replayed as
 well, by their lengths, with the same bits, and one that does not fit into memory is read in chunks. If a prompt has
 images or sounds, the text model's part is replayed. After ``decode_fast(assistants=True)``, calls with an assistant
-model or prompt lookup are decoded in rounds that are replayed, with the tokens of calls without; where no draft could
-have them (experts, a cache that holds the beginning of the text), nothing is drafted. Weights, hooks, adapters and the
-cache are checked before each replay. A new static cache is a copy of an unused one while the configuration stays as it
-was (transformers 5.19 and newer). A call after ``decode_fast`` that returns its cache returns a dynamic one, as
-without. Models that transformers compiles itself are left to it, unless ``decode_fast`` asked for a replay. What
-cannot be captured (8-bit layers, weights on disk, user hooks, several devices) runs as before, and the log says why.
-``disable_compile=True`` turns it off.
+model or prompt lookup are decoded in speculative steps that are replayed, with the tokens of calls without; where no
+draft could have them (experts, a cache that holds the beginning of the text), nothing is drafted. Weights, hooks,
+adapters and the cache are checked before each replay. A new static cache is a copy of an unused one while the
+configuration stays as it was (transformers 5.19 and newer). A call after ``decode_fast`` that returns its cache
+returns a dynamic one, as without. Models that transformers compiles itself are left to it, unless ``decode_fast``
+asked for a replay. What cannot be captured (8-bit layers, weights on disk, user hooks, several devices) runs as
+before, and the log says why. ``disable_compile=True`` turns it off.
 
 Remove when: transformers decodes quantized and offloaded models with a static cache faster than one Python call per
 kernel.
@@ -181,7 +181,7 @@ def prefill(
     if not tokens:
         return at_once()
     memory = room.Room(self, cache, len(input_ids), tokens)
-    estimated = decoding.own and at_once is whole and given is not None
+    estimated = decoding.custom and at_once is whole and given is not None
     return chunks.read(decoding, model_kwargs, memory, at_once, in_chunks, estimated=estimated)
 
 
@@ -222,15 +222,15 @@ def beam_search(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any
 
 @PATCH.replaces("transformers.generation.utils", "GenerationMixin._assisted_decoding")
 def assisted_decoding(original: Original, self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    """After ``decode_fast(assistants=True)``, in rounds that are replayed. Where none could have drafts, as without an
-    assistant; where rounds cannot do what the call asks for, as before. The log says why.
+    """After ``decode_fast(assistants=True)``, in speculative steps that are replayed. Where none could have drafts, as
+    without an assistant; where they cannot do what the call asks for, as before. The log says why.
     """
     config = kwargs.get("generation_config")
     decoding = decoder.of(self) if decoder.is_preferred(self) else None
     if args or config is None or config.disable_compile or decoding is None:
         return original(self, input_ids, *args, **kwargs)
     if not decoding.assistants:
-        if decoding.own:
+        if decoding.custom:
             decoding.reason("decode_fast was called without assistants=True", _AS_TRANSFORMERS)
         return original(self, input_ids, **kwargs)
     undrafted = drafted_calls.undrafted_reason(self, input_ids, config, kwargs)

@@ -1,21 +1,21 @@
-"""The MLPs of a Gemma 4 model can be computed in pieces in training, without the intermediates of all tokens.
+"""The MLPs of a Gemma 4 model can be computed in chunks in training, without the intermediates of all tokens.
 
 Symptom: silent: training on long texts ends in ``torch.OutOfMemoryError`` although gradient checkpointing is on and
 the loss is in chunks. While a layer is computed again, gate, activation, product and their gradients of all tokens
-exist at once. On an H100, a step of 16,384 tokens of a streamed E2B takes 7.8 GiB, and 6.2 with pieces.
+exist at once. On an H100, a step of 16,384 tokens of a streamed E2B takes 7.8 GiB, and 6.2 with chunks.
 
 Cause: ``Gemma4TextMLP.forward`` computes all tokens in one call, and autograd keeps every intermediate of it until the
 backward pass. They are 4 times as wide as the hidden states, 8 times in KV-shared layers of the E2B.
 
 Fix: After ``gemma4_compat.train_fast(model)`` where memory is short, or with ``mlp=True``, or for all models with
-``GEMMA4_COMPAT_ENABLE=transformers-chunked-mlp``, an MLP in training keeps its inputs and computes a piece of 2,048
-tokens at a time; the backward pass computes each piece again. It is opt-in, because it takes one more forward of the
+``GEMMA4_COMPAT_ENABLE=transformers-chunked-mlp``, an MLP in training keeps its inputs and computes a chunk of 2,048
+tokens at a time; the backward pass computes each chunk again. It is opt-in, because it takes one more forward of the
 MLPs, and because a matrix product of fewer rows may round differently.
 Norms of text layers then keep their 16-bit inputs instead of float32 copies. Two results that nothing uses are not
 computed: the graph of shared keys and values that checkpointing recomputes, and the gradient that reaches embeddings
 through per-layer inputs. The loss and the gradients of weights keep their bits.
 
-Remove when: transformers computes the MLPs of Gemma 4 in pieces in training.
+Remove when: transformers computes the MLPs of Gemma 4 in chunks in training.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def text_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    """How much of an MLP's intermediates the backward pass keeps if pieces were requested."""
+    """How much of an MLP's intermediates the backward pass keeps if chunks were requested."""
     import torch
 
     model = workspace.load_text().train()

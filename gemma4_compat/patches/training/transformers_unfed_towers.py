@@ -29,7 +29,7 @@ _TOWERS = (
     ("vision_tower", "embed_vision", ("pixel_values", "pixel_values_videos")),
     ("audio_tower", "embed_audio", ("input_features",)),
 )
-_TOLD = attached.UNFED_TOWERS_TOLD
+_WARNED = attached.UNFED_TOWERS_WARNED
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.forward")
@@ -43,7 +43,7 @@ def _look(model: Any, given: dict[str, Any]) -> None:
     import torch
 
     ranks = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-    if ranks is None or not torch.is_grad_enabled() or _TOLD in vars(ranks):
+    if ranks is None or not torch.is_grad_enabled() or _WARNED in vars(ranks):
         return
     if ranks.find_unused_parameters or ranks.static_graph or not ranks.require_backward_grad_sync:
         return
@@ -56,7 +56,7 @@ def _look(model: Any, given: dict[str, Any]) -> None:
     }
     if not unfed:
         return
-    setattr(ranks, _TOLD, True)
+    setattr(ranks, _WARNED, True)
     notice.warn_user(
         f"this batch does not feed {' and '.join(unfed)}, so {sum(unfed.values())} trained weights there get no "
         "gradient, and DistributedDataParallel waits for them: the next forward ends in 'Expected to have finished "

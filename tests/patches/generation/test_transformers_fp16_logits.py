@@ -16,7 +16,7 @@ from gemma4_compat._gemma4.models import variants
 from gemma4_compat._generation.prompts import overflow
 from gemma4_compat._graphs import decoder
 from gemma4_compat._graphs.recording import RECORDERS
-from gemma4_compat._kernels.match import own
+from gemma4_compat._kernels.match import custom
 from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat._lab.stand_ins import tape
 from gemma4_compat.patches.generation.transformers_fp16_logits import PATCH, build_overflowing
@@ -76,7 +76,7 @@ def overflowing(workspace: Any) -> Any:
 @pytest.fixture
 def half(overflowing: Any) -> Any:
     """A model in float16 that overflows, and whose user was not told."""
-    vars(overflowing).pop(overflow._TOLD, None)
+    vars(overflowing).pop(overflow._WARNED, None)
     return overflowing
 
 
@@ -134,14 +134,14 @@ def test_prompts_and_tokens_that_are_replayed(
     workspace: Any, options: dict[str, bool], counted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if options:  # without a GPU there are no kernels, and other arithmetic stands in
-        monkeypatch.setattr(own, "Own", ByRows)
-        monkeypatch.setattr(own, "unsupported_reason", lambda _device: None)
+        monkeypatch.setattr(custom, "CustomKernels", ByRows)
+        monkeypatch.setattr(custom, "unsupported_reason", lambda _device: None)
     model = load(workspace)
     lookup = {"prompt_lookup_num_tokens": 2} if options.get("assistants") else {}
     with tape.standing_in(RECORDERS):
         gemma4_compat.decode_fast(model, **options)
         for _ in range(3):
-            vars(model).pop(overflow._TOLD, None)
+            vars(model).pop(overflow._WARNED, None)
             assert len(ask(model, **lookup)) == 1
     assert getattr(decoder.of(model).statistics, counted)
 
@@ -276,7 +276,7 @@ def test_greedy_decoding_waits_for_nothing_before_its_end(half: Any, monkeypatch
     monkeypatch.setattr(overflow.Watch, "say", lambda self: (seen.append(-streamer.tokens), say(self)))
     assert len(ask(half, streamer=streamer, eos_token_id=None)) == 1
     assert seen == [NEW, -NEW]
-    vars(half).pop(overflow._TOLD)
+    vars(half).pop(overflow._WARNED)
     with pytest.raises(RuntimeError, match=ERROR):
         ask(half, do_sample=True)
     assert len(seen) == 3
@@ -287,8 +287,8 @@ def test_an_assistant_in_float16_is_no_reason_to_doubt_the_model(workspace: Any)
     right, wrong = workspace.load().half(), load(workspace)
     (said,) = ask(right, assistant_model=wrong)
     assert "computes in float16" in said
-    assert overflow._TOLD in vars(wrong)
-    assert overflow._TOLD not in vars(right)
+    assert overflow._WARNED in vars(wrong)
+    assert overflow._WARNED not in vars(right)
 
 
 def test_a_compiled_model(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:

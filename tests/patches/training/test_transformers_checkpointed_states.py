@@ -283,7 +283,7 @@ def test_a_layer_that_is_not_checkpointed_gets_the_container_itself(off: str) ->
 
 
 def test_compiled(workspace: Any) -> None:
-    """The bits of the compiled step without the patch: a compiler rounds otherwise."""
+    """The bits of the compiled step without the patch: a compiler rounds differently."""
     import torch
 
     model, given = enable(workspace.load_text()), batch(workspace, text_only=True)

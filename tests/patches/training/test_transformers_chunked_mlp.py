@@ -1,4 +1,4 @@
-"""F110: MLPs in pieces are upstream's MLPs, for every class, wherever their weights are and whatever they are."""
+"""F110: MLPs in chunks are upstream's MLPs, for every class, wherever their weights are and whatever they are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._lab import tiny
 from gemma4_compat._plan import training_step
-from gemma4_compat._training import mlp, pieces
+from gemma4_compat._training import mlp, mlp_chunks
 from gemma4_compat.patches.training.transformers_chunked_mlp import PATCH
 from tests.patches.promise import Promise
 from tests.patches.training.parts import only
@@ -34,21 +34,21 @@ class TestPromise(Promise):
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of each MLP that is computed in pieces from now on."""
+    """The tokens of each MLP that is computed in chunks from now on."""
     found: list[int] = []
-    apply = pieces.apply
+    apply = mlp_chunks.apply
 
     def counting(function: Any, inputs: Any, **options: Any) -> Any:
         if options.get("draws", True):  # norms do not: tests/unit/training/test_norms.py
             found.append(inputs.shape[:-1].numel())
         return apply(function, inputs, **options)
 
-    monkeypatch.setattr(pieces, "apply", counting)
+    monkeypatch.setattr(mlp_chunks, "apply", counting)
     return found
 
 
 def compare(model: Any, given: dict[str, Any], dtype: str = "bfloat16", tokens: int = TOKENS) -> None:
-    """A step in pieces against one without, and another without."""
+    """A step in chunks against one without, and another without."""
     plain, right = step(model, given)
     assert only(model, mlp=tokens) is model
     with pytest.MonkeyPatch.context() as patched:
@@ -129,7 +129,7 @@ def test_lora(workspace: Any, quantization: str | None, checkpointing: bool) -> 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_dropout_is_the_same_in_what_is_computed_again(workspace: Any, checkpointing: bool) -> None:
-    """With one piece after the other by hand, in a graph of upstream's, for the same random numbers."""
+    """With one chunk after the other by hand, in a graph of upstream's, for the same random numbers."""
     import torch
 
     def steps(chunked: bool) -> Any:
@@ -175,7 +175,7 @@ def test_under_autocast(workspace: Any, dtype: str) -> None:
 def test_offloaded_layers(
     workspace: Any, monkeypatch: pytest.MonkeyPatch, quantization: str | None, checkpointing: bool, paged: bool
 ) -> None:
-    """The bits of a model on one device; weights are brought in once per pass, however many pieces there are."""
+    """The bits of a model on one device; weights are brought in once per pass, however many chunks there are."""
     from peft import PeftModel
 
     from gemma4_compat._gemma4.accelerate import module_hooks
@@ -213,7 +213,7 @@ def test_offloaded_layers(
     assert all(module_hooks.is_offloaded(module) for module in offloaded)
 
 
-def test_only_training_with_more_tokens_than_a_piece_is_in_pieces(
+def test_only_training_with_more_tokens_than_a_chunk_is_in_chunks(
     workspace: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -309,7 +309,7 @@ def test_undone_it_is_upstreams_again(workspace: Any, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_undoing_it_before_and_after_a_dispatch(workspace: Any, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """The forward that accelerate found and keeps computes in pieces no more."""
+    """The forward that accelerate found and keeps computes in chunks no more."""
     model = workspace.load()
     if when == "before":
         only(model, mlp=TOKENS)
@@ -327,7 +327,7 @@ def test_undoing_it_before_and_after_a_dispatch(workspace: Any, monkeypatch: pyt
     assert not any("chunked" in item.patch for item in gemma4_compat.statistics(model).attached if item.kind == "mark")
 
 
-def test_copies_are_in_pieces_and_pickles_are_not(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_in_chunks_and_pickles_are_not(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = only(workspace.load_text(), mlp=TOKENS).train()
     given = batch(workspace, text_only=True)
     used = counted(monkeypatch)
@@ -351,7 +351,7 @@ def test_sharded_weights_are_computed_as_a_whole_with_one_warning(
             setattr(module if attribute.startswith("_") else module.up_proj.weight, attribute, True)
     used = counted(monkeypatch)
     given = batch(workspace, text_only=True)
-    with pytest.warns(Gemma4CompatWarning, match="MLPs are not computed in pieces.*shards") as told:
+    with pytest.warns(Gemma4CompatWarning, match="MLPs are not computed in chunks.*shards") as told:
         both = [model(**given).logits is not None for _ in range(2)]
     assert both == [True, True]
     assert not used
@@ -419,7 +419,7 @@ def test_fifty_steps_end_where_those_of_whole_mlps_end(workspace: Any) -> None:
     assert losses[-1] < 0.6 * losses[0]
     assert others == pytest.approx(losses, rel=1e-6)  # a loss is in float32
     assert (found - right).norm() <= 1e-12 * right.norm()
-    # In float32 a rounding grows from step to step. Pieces end no further from float64 than whole MLPs do.
+    # In float32 a rounding grows from step to step. Chunks end no further from float64 than whole MLPs do.
     away = [(trained(chunked, torch.float32)[1] - right).norm() for chunked in (False, True)]
     assert away[1] <= 1.5 * away[0] <= 0.1 * right.norm()
 

@@ -16,7 +16,7 @@ from tests.patches.training.test_transformers_chunked_loss import CLASSES, built
 
 #: Tokens of packed texts: the window is 8 tokens.
 LENGTHS = (5, 12, 1, 1, 9)
-#: Of the largest logit, in float32. A text is packed with products of other shapes, which round otherwise.
+#: Of the largest logit, in float32. A text is packed with products of other shapes, which round differently.
 BOUND = 1e-5
 
 

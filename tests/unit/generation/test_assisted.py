@@ -15,7 +15,7 @@ import torch
 import gemma4_compat
 from gemma4_compat._generation.speculative import assisted, draft_length
 from gemma4_compat._graphs import decoder, deferred_stop, fused_steps
-from gemma4_compat._kernels.match import own
+from gemma4_compat._kernels.match import custom
 from tests.unit.generation import calls
 from tests.unit.generation.calls import Models
 from tests.unit.kernels.by_rows import ByRows
@@ -26,8 +26,8 @@ VOCABULARY = 256
 
 @pytest.fixture
 def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own, "Own", ByRows)
-    monkeypatch.setattr(own, "unsupported_reason", lambda _device: None)
+    monkeypatch.setattr(custom, "CustomKernels", ByRows)
+    monkeypatch.setattr(custom, "unsupported_reason", lambda _device: None)
 
 
 @pytest.fixture(scope="module")
@@ -283,15 +283,15 @@ def test_rows_with_other_bits_are_found_out(
             found = super().__torch_function__(func, types, args, kwargs)
             return found * (1 + 2**-6) if func is torch.nn.functional.linear and self._tokens > 1 else found
 
-    monkeypatch.setattr(own, "Own", Rounds)
-    monkeypatch.setattr(own, "unsupported_reason", lambda _device: None)
+    monkeypatch.setattr(custom, "CustomKernels", Rounds)
+    monkeypatch.setattr(custom, "unsupported_reason", lambda _device: None)
     model = fast(models, None)
     given = calls.text(model, 12)
     expected = ask(model, given, new=40)
     for _ in range(2):
         same(expected, ask(model, given, new=40, assistant_model=assistant))
     assert counted(model).drafted == 0
-    assert [reason for reason in counted(model).reasons if reason.endswith("other bits than one by one")]
+    assert [reason for reason in counted(model).reasons if reason.endswith("differ bitwise from one by one")]
     assert "decoding without drafts: " in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Prompts in pieces of a few sizes: ``decode_fast(any_length=True)``."""
+"""Prompts in buckets of a few sizes: ``decode_fast(any_length=True)``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fast(models: Models, *where: Any, single: bool = True) -> Any:
 
 
 def near(model: Any, given: dict[str, Any], **options: Any) -> Any:
-    """In float32 the tokens of a prompt that is read at once, and logits that only round otherwise."""
+    """In float32 the tokens of a prompt that is read at once, and logits that only round differently."""
     import torch
 
     found, expected = generate(model, given, **options), generate(model, given, EAGER, **options)

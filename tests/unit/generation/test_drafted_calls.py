@@ -23,7 +23,7 @@ from gemma4_compat._generation.speculative import (
     drafted_calls,
     speculative_steps,
 )
-from gemma4_compat._kernels.match import own
+from gemma4_compat._kernels.match import custom
 from gemma4_compat._lab.trained import PLACE, TWINS, Trained
 from tests.helpers import ROOT
 from tests.unit.generation import calls
@@ -43,8 +43,8 @@ STORY, FACT = "Tell of a mole and a bear.", "What colour is snow?"
 
 @pytest.fixture
 def by_rows(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own, "Own", ByRows)
-    monkeypatch.setattr(own, "unsupported_reason", lambda _device: None)
+    monkeypatch.setattr(custom, "CustomKernels", ByRows)
+    monkeypatch.setattr(custom, "unsupported_reason", lambda _device: None)
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_experts_have_the_text_without_an_assistant(where: str, tmp_path: Path) 
             assert torch.equal(found, expected[-1])
             assert counted(model).replayed > before.replayed
             assert counted(model).rounds == 0
-        assert counted(model).reasons == ("experts give a token other bits beside others",)
+        assert counted(model).reasons == ("experts: a token differs bitwise beside others",)
     assert all(map(torch.equal, expected, expected[-3:]))
 
 

@@ -18,7 +18,7 @@ from gemma4_compat._generation.speculative.lookup import Lookup
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.fuse import pointwise, row_kernels
 from gemma4_compat._kernels.fuse.pointwise import Load, Value
-from gemma4_compat._kernels.match import own
+from gemma4_compat._kernels.match import custom
 from tests.patches.generation.test_transformers_assistant_sampling import chi_square, model_logits, processors
 
 VOCABULARY, PROMPT, DRAFTS, ROUNDS = 12, 4, 3, 2000
@@ -173,8 +173,8 @@ def test_two_tokens_have_the_distribution_of_plain_sampling(case: str, drafter: 
             read = {"scores": scores, "states": torch.zeros(1, DRAFTS + 1, 1), "held": torch.tensor(0)}
             own = noise[place : place + DRAFTS + 1]
             found = speculative_steps.accept(whole, text, read, drafted, own)
-            assert drafter != "perfect" or case == "repetition penalty" or int(found["told"][0, -1]) == DRAFTS
-            text = torch.cat([text, found["told"][:, : int(found["grown"])]], dim=1)
+            assert drafter != "perfect" or case == "repetition penalty" or int(found["verdict"][0, -1]) == DRAFTS
+            text = torch.cat([text, found["verdict"][:, : int(found["grown"])]], dim=1)
         key = tuple(text[0, PROMPT : PROMPT + 2].tolist())
         seen[key] = seen.get(key, 0) + 1
     statistic, freedom = chi_square(seen, expected, ROUNDS)
@@ -209,16 +209,16 @@ def test_up_to_eight_tokens_have_means_of_their_own(
 ) -> None:
     """In norms of all that a token has, and of each head."""
     asked: list[int] = []
-    computed = own.Own._computed
+    computed = custom.CustomKernels._computed
 
     def noted(mode: Any, operator: Any, given: Any, count: int) -> Any:
         asked.append(count)
         return computed(mode, operator, given, count)
 
-    monkeypatch.setattr(own.Own, "_computed", noted)
+    monkeypatch.setattr(custom.CustomKernels, "_computed", noted)
     given = torch.randn((batch, tokens, *heads, 64))
     expected = given.mean(-1, keepdim=True)
-    with own.Own(given.device, tokens):
+    with custom.CustomKernels(given.device, tokens):
         assert torch.equal(given.mean(-1, keepdim=True), expected)
     assert asked == parts
 

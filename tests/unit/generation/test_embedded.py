@@ -225,7 +225,7 @@ def test_adapters_keep_their_graphs(models: Models) -> None:
     assert counts(model)[1] == 4
 
 
-def test_own_arithmetic(models: Models) -> None:
+def test_custom_kernels(models: Models) -> None:
     model = fast(models, None, exact=False)
     same(model, [other_media(models.workspace.inputs(), seed) for seed in range(3)])
     assert counts(model) == (1, 2)

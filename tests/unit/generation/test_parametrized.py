@@ -66,7 +66,7 @@ def test_replays_have_the_bits_of_the_same_weights_on_one_device(models: Models,
 
 
 @pytest.mark.full
-def test_own_arithmetic_has_the_same_bits_wherever_they_are(models: Models, on_host: kernels.Kernels) -> None:
+def test_custom_kernels_have_the_same_bits_wherever_they_are(models: Models, on_host: kernels.Kernels) -> None:
     found = []
     for where in ("device", "host", "streamed"):
         model = gemma4_compat.decode_fast(models.fresh(None, None, where))

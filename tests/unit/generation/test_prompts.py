@@ -123,7 +123,7 @@ def test_outputs_of_every_position_are_no_prompts(models: Models, options: dict[
     assert counts(model) == (0, 0)
 
 
-def test_own_arithmetic_reads_prompts_the_same_way(models: Models) -> None:
+def test_custom_kernels_read_prompts_the_same_way(models: Models) -> None:
     """Without a compiler on the CPU, steps keep PyTorch's bits."""
     model = fast(models, None, exact=False)
     same(model, [5] * 3)

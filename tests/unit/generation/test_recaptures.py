@@ -267,7 +267,7 @@ def test_a_graph_of_other_adapters_is_checked_in_full(models: Models) -> None:
     norm = layers(model)[1].post_attention_layernorm
     norm.weight = torch.nn.Parameter(norm.weight.detach().clone(), requires_grad=False)
     model.set_adapter("second")
-    assert decoding._states.check(SimpleNamespace(model=base(model)), quiet=True) is not other
+    assert decoding._states.check(SimpleNamespace(model=base(model)), no_user_code=True) is not other
 
 
 def test_a_deleted_module_is_named(models: Models) -> None:

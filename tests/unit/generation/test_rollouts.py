@@ -124,7 +124,7 @@ def test_without_the_patch_checkpointing_is_a_reason_against_replays(models: Mod
 
 @pytest.mark.usefixtures("kernels_on_host")
 def test_kernels_remember_nothing_of_the_adapter_before(models: Models) -> None:
-    """In their own arithmetic, the graph of the first rollout gives what one captured after the step gives."""
+    """With custom kernels, the graph of the first rollout gives what one captured after the step gives."""
     import torch
 
     model = trained(models, own=True)

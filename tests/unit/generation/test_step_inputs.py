@@ -353,7 +353,7 @@ def test_submodels_are_found_once_until_modules_change(models: Models, monkeypat
     decoding, cache = decoder.of(model), static_cache(model)
 
     def submodels() -> list[Any]:
-        decoding._states.check(SimpleNamespace(model=model), first=True, quiet=False)
+        decoding._states.check(SimpleNamespace(model=model), first=True, no_user_code=False)
         return step_inputs._Submodels(model, call.Decoder(model, decoding, cache).state).modules()
 
     found = submodels()

@@ -33,7 +33,7 @@ class Decoder:
     def __call__(self, **inputs: Any) -> Any:
         name = cache_names.NEW if cache_names.NEW in inputs else cache_names.OLD
         past_key_values = inputs.pop(name)
-        kind = tuple(static_caches.is_full(layer) for layer in static_caches.sliding(past_key_values))
+        kind = tuple(static_caches.window_full(layer) for layer in static_caches.sliding(past_key_values))
         if kind not in self.steps:
             self.steps[kind] = None
             self.counts["eager"] += 1

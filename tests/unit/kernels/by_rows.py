@@ -16,7 +16,7 @@ _ALONE = (torch.nn.functional.linear, torch.Tensor.mean, torch.pow, torch.Tensor
 
 
 class ByRows(TorchFunctionMode):  # type: ignore[misc]
-    """As :class:`own.Own`."""
+    """As :class:`custom.CustomKernels`."""
 
     def __init__(self, _device: Any, tokens: int = 1) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ import torch
 from gemma4_compat._kernels.compiling import Nvrtc
 from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
 from gemma4_compat._kernels.fuse.pointwise import Load, Number, Part, Value
-from gemma4_compat._kernels.match import own, top_tokens
+from gemma4_compat._kernels.match import custom, top_tokens
 from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs import (
     attention,
@@ -87,7 +87,7 @@ def _adapted(dtype: Any, rank: int, rows: int, columns: int) -> Value:
     """A result in bfloat16 and what an adapter adds: one row, whose parts are the rows of the norm."""
     shape, inner = (1, rows * columns), (rows * columns, 1)
     weight = torch.nn.Parameter(torch.zeros(rows * columns, rank, dtype=dtype))
-    dot = own.dot(torch.zeros(1, rank, dtype=dtype), weight)
+    dot = custom.dot(torch.zeros(1, rank, dtype=dtype), weight)
     scaled = Value("multiply", (Part(dot, 0, inner), Number(2.0)), shape, dtype)
     cast = Value("cast", (Part(scaled, 0, inner),), shape, torch.bfloat16)
     given = Load(torch.zeros(shape, dtype=torch.bfloat16), inner)

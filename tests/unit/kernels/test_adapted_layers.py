@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.decoding.own_products import asked
 from gemma4_compat._kernels import kernels
-from gemma4_compat._kernels.match import fusing, own
+from gemma4_compat._kernels.match import custom, fusing
 from gemma4_compat._kernels.programs import Kernel
 from tests.unit.kernels.test_rows import CPU, Launching, adapted, drawn, low_rank, mean, norm, turned
 
@@ -39,7 +39,7 @@ def linear(inputs: int, outputs: int, rank: int, dtype: Any, seed: int) -> Linea
     pair = low_rank(outputs, inputs, rank, dtype, seed) if rank else None
 
     def run(given: Any) -> Any:
-        result = own.operator("product")(given, **weight)
+        result = custom.operator("product")(given, **weight)
         return result if pair is None else adapted(result.clone(), given, pair)
 
     return run
@@ -86,7 +86,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 def launched(sink: Any, run: Callable[[Any, Callable[[Any], Any]], Any], hidden: int) -> Any:
     states = drawn(1, 1, hidden, seed=3)
-    with torch.no_grad(), fusing.Fusing(CPU, sink, {}) as mode, own.Own(CPU):
+    with torch.no_grad(), fusing.Fusing(CPU, sink, {}) as mode, custom.CustomKernels(CPU):
         found = run(states, lambda given: given.mean(-1, keepdim=True))
         mode.flush()
     return found
@@ -116,7 +116,7 @@ def test_an_adapter_adds_no_launches_up_to_a_rank(shape: str, rank: int, dtype: 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
 def test_a_layer_with_an_adapter_has_the_bits_of_its_operations(on_host: kernels.Kernels, dtype: Any) -> None:
     run = layer(**SMALL, rank=8, dtype=dtype)
-    with torch.no_grad(), own.Own(CPU):
+    with torch.no_grad(), custom.CustomKernels(CPU):
         expected = run(drawn(1, 1, SMALL["hidden"], seed=3), mean)
     sink = Launching(on_host)
     for one, other in zip(launched(sink, run, SMALL["hidden"]), expected, strict=True):

@@ -339,7 +339,7 @@ def test_other_bits_leave_it_to_bitsandbytes(
         for _ in range(2):
             assert dequantizing.of_state(packed, state) is None
     (said,) = caplog.messages
-    assert "has other bits on cpu" in said
+    assert "differs bitwise on cpu" in said
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no kernel image"), OSError("libnvrtc.so")], ids=repr)

@@ -20,7 +20,7 @@ from tests.unit.kernels.kernel_examples import EXAMPLES, FROM, nvrtc_of_a_wheel
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 #: Architectures of the fast suite: from 9.0 on, kernels start early. 7.5 takes longest, for it has no bfloat16.
 FAST = ((8, 0), (9, 0))
-_REGISTERS = 1 << 16  # of a multiprocessor, on each of them
+_REGISTERS = 1 << 16  # of an SM, on each of them
 _SHARED = 48 << 10  # bytes that a block may have without asking for more
 #: KiB of shared memory that a block may ask for.
 _ASKED = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}

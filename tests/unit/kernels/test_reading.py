@@ -13,7 +13,7 @@ import torch
 
 import gemma4_compat
 from gemma4_compat._graphs import decoder
-from gemma4_compat._kernels.match import own, reading
+from gemma4_compat._kernels.match import custom, reading
 from gemma4_compat._kernels.specs import flash
 from tests.unit.generation.calls import Models, assert_equal, generate, steps, text
 
@@ -29,7 +29,7 @@ def narrow_heads(monkeypatch: pytest.MonkeyPatch) -> list[flash.Call]:
     monkeypatch.setitem(reading.WITH_MASK, 64, True)
     monkeypatch.setattr(reading, "POSITIONS", 2)
     monkeypatch.setattr(reading._tests, "passed", {})
-    monkeypatch.setattr(own, "_broken", {})
+    monkeypatch.setattr(custom, "_broken", {})
     tried: list[flash.Call] = []
     trial = reading._trial
     monkeypatch.setattr(reading, "_trial", lambda call: tried.append(call) or trial(call))
@@ -90,7 +90,7 @@ def test_undoing_brings_pytorchs_bits_back(models: Models, monkeypatch: pytest.M
 
 
 def test_padding_and_pieces(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks with padding; in chunks and in pieces."""
+    """Masks with padding; in chunks and in buckets."""
     shapes = counted(monkeypatch)
     for options in ({}, {"any_length": True}):
         model = fast(models, **options)
@@ -107,7 +107,7 @@ def test_padding_and_pieces(models: Models, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_trial_that_fails_leaves_it_to_pytorch(
     models: Models, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given, launch = text(models(None), LENGTH), own.launch
+    given, launch = text(models(None), LENGTH), custom.launch
     monkeypatch.setitem(reading.WITH_MASK, 64, False)
     expected = chunks(fast(models), given)
     monkeypatch.setitem(reading.WITH_MASK, 64, True)
@@ -117,7 +117,7 @@ def test_a_trial_that_fails_leaves_it_to_pytorch(
         if "flash::" in launched[-1].text and launched[-1].tensors[-1].is_floating_point():
             launched[-1].tensors[-1].mul_(1.1)
 
-    monkeypatch.setattr(own, "launch", wrong)
+    monkeypatch.setattr(custom, "launch", wrong)
     caplog.set_level(logging.WARNING, logger="gemma4_compat")
     model = fast(models)
     found = [chunks(model, given) for _ in range(2)]

@@ -14,7 +14,7 @@ import torch
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.fuse import pointwise, row_kernels
 from gemma4_compat._kernels.fuse.pointwise import Load, Value
-from gemma4_compat._kernels.match import fusing, own
+from gemma4_compat._kernels.match import custom, fusing
 from gemma4_compat._kernels.programs import Kernel, name_of
 from gemma4_compat._kernels.specs import dense
 from gemma4_compat._kernels.specs.several import side_by_side
@@ -166,7 +166,7 @@ def adapted(result: Any, given: Any, *adapters: tuple[Any, Any], bias: Any = Non
 
 def as_alone(on_host: kernels.Kernels, run: Callable[[Callable[[Any], Any]], Any]) -> list[Kernel]:
     """The kernels of a run, after comparing it with its operations one by one."""
-    with torch.no_grad(), own.Own(CPU):
+    with torch.no_grad(), custom.CustomKernels(CPU):
         expected = run(mean)
         found, launched = fused(on_host, lambda: run(pytorchs))
     for one, other in zip(found, expected, strict=True):

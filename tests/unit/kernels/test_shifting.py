@@ -15,7 +15,7 @@ import torch
 import gemma4_compat
 from gemma4_compat._graphs import fused_steps
 from gemma4_compat._kernels import kernels
-from gemma4_compat._kernels.match import own
+from gemma4_compat._kernels.match import custom
 from gemma4_compat._kernels.specs import shifting
 from tests.unit.generation import calls
 from tests.unit.generation.calls import Models
@@ -40,7 +40,7 @@ def rows_moved(keys: Any, values: Any, new_keys: Any, new_values: Any) -> bool:
     """Whether a kernel moved the rows; they have the right bits in any case."""
     expected = [torch.cat((held[:, :, 1:], new), -2) for held, new in ((keys, new_keys), (values, new_values))]
     found = shifting.kernel_of(keys, values, new_keys, new_values)
-    own.operator("shift")(keys, values, new_keys, new_values, True)
+    custom.operator("shift")(keys, values, new_keys, new_values, True)
     assert torch.equal(keys, expected[0])
     assert torch.equal(values, expected[1])
     return found is not None
@@ -138,7 +138,7 @@ def test_fused_steps_have_pytorchs_bits(launched: list[tuple[int, ...]], models:
 
 
 @pytest.mark.parametrize("way", FULL)
-def test_own_arithmetic_has_the_bits_of_the_copies(
+def test_custom_kernels_have_the_bits_of_the_copies(
     launched: list[tuple[int, ...]], models: Models, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     found = FULL[way](gemma4_compat.decode_fast(models.fresh()), None)
@@ -152,7 +152,7 @@ def test_own_arithmetic_has_the_bits_of_the_copies(
 def test_kernels_that_fail_leave_it_to_the_copies(
     launched: list[tuple[int, ...]], models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In own arithmetic, where no comparison of steps would show it."""
+    """With custom kernels, where no comparison of steps would show it."""
     compiled = HostCompiler.compiled
 
     def fails(self: Any, texts: Any) -> Any:
@@ -162,7 +162,7 @@ def test_kernels_that_fail_leave_it_to_the_copies(
 
     monkeypatch.setattr(HostCompiler, "compiled", fails)
     monkeypatch.setattr(kernels, "_kernels", {})
-    monkeypatch.setattr(own, "_broken", {})
+    monkeypatch.setattr(custom, "_broken", {})
     model = gemma4_compat.decode_fast(models.fresh())
     # They fail in the middle of a step. Before that, kernels have computed 4-bit products, where bitsandbytes did not
     # pack the weights for a kernel of its own (CPUs with AVX512-BF16): this one step has the bits of neither.

@@ -36,17 +36,17 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Attention on meta by this package's kernels, not launched. Yields for each call whether it has a mask."""
     import torch
 
-    from gemma4_compat._kernels.match import own
+    from gemma4_compat._kernels.match import custom
     from gemma4_compat._kernels.match import reading as of_prompts
 
     calls: list[bool] = []
     kernels = flash.kernels
     monkeypatch.setattr(of_prompts, "_passes", lambda call: True)
-    monkeypatch.setattr(own, "launch", lambda device, *kernels: None)
+    monkeypatch.setattr(custom, "launch", lambda device, *kernels: None)
     monkeypatch.setattr(
         flash, "kernels", lambda call, *rest: (calls.append(call.mask is not None), kernels(call, *rest))[1]
     )
-    own.operators()
+    custom.operators()
     with of_prompts.Reading(torch.device("meta")):
         yield calls
 

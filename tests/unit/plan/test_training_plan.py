@@ -211,7 +211,7 @@ def test_graphs_take_what_they_took_on_a_gpu(variant: str, length: int) -> None:
 def test_offloaded_checkpoints_take_no_memory_but_where_they_are_needed(workspace: Any) -> None:
     """As with transformers' ``offload``, each layer's hidden states are there once more while it is computed again."""
     if not training_step.can_offload():
-        pytest.skip("this transformers does not offload what checkpointing keeps")
+        pytest.skip("this transformers does not offload checkpointed activations")
     step = {"max_length": 512, "r": 2, "chunked_loss": True}
     plain, away = (of(workspace.checkpoint, activation_offloading=offloads, **step) for offloads in (False, True))
     text = build.on_meta(str(workspace.checkpoint))[0].config.get_text_config()
@@ -429,7 +429,7 @@ def test_the_loss_is_in_chunks_where_that_is_needed() -> None:
 
 
 def test_mlps_are_in_pieces_where_nothing_else_fits() -> None:
-    """Layers are streamed first; and what is one piece has nothing to choose."""
+    """Layers are streamed first; and what is one chunk has nothing to choose."""
     cut = training._described("E2B", "4bit")[0]
     step = {"adapter": 0, "optimizer": 0, "forward": 0, "sizes": ()}
     memories = {
@@ -438,7 +438,7 @@ def test_mlps_are_in_pieces_where_nothing_else_fits() -> None:
     }
     least = training.layout.smallest_budget(cut, TrainingLoad(step=3 << 30)) + switches.MARGIN
     for budget, chosen, why in (
-        (least, False, "in pieces the step would take 2.00 GiB less, and more time"),
+        (least, False, "in chunks the step would take 2.00 GiB less, and more time"),
         (least - (100 << 20), True, "the step takes 2.00 GiB more, and would not leave 512 MiB free"),
     ):
         found, reason = switches.mlp((cut, 0, budget), memories)
@@ -446,7 +446,7 @@ def test_mlps_are_in_pieces_where_nothing_else_fits() -> None:
 
 
 def test_a_plan_chooses_pieces_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a step that takes 8 GiB, 5 with the loss in chunks, 3 with MLPs in pieces as well."""
+    """With a step that takes 8 GiB, 5 with the loss in chunks, 3 with MLPs in chunks as well."""
     taken = {(False, False): 8, (True, False): 5, (False, True): 6, (True, True): 3}
     asked = []
 
@@ -466,7 +466,7 @@ def test_a_plan_chooses_pieces_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert (small.changes["--no-chunked-loss"], small.changes["--no-chunked-mlp"]) == (3 << 30, 2 << 30)
     assert "gemma4_compat.train_fast(model, mlp=True, windows=False, products=False, graphs=False)\n" in small.code
     text = " ".join(plan_text(small, width=90).split())
-    assert "the loss in chunks, MLPs in pieces" in text
+    assert "the loss in chunks, MLPs in chunks" in text
     assert "chunked mlp: on: otherwise the step takes" in text
     large = plan("7GiB")
     assert (large.chunked_loss, large.chunked_mlp) == (True, False)
@@ -479,16 +479,16 @@ def test_a_plan_chooses_pieces_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert plan("9GiB", chunked_loss=False, chunked_mlp=False).chunked_mlp is False
     with pytest.raises(Gemma4CompatError, match=r"--chunked-mlp saves 2\.00 GiB"):
         plan("5GiB", chunked_mlp=False)
-    with pytest.raises(Gemma4CompatError, match=r"the loss in chunks and MLPs in pieces, 3\.00 GiB"):
+    with pytest.raises(Gemma4CompatError, match=r"the loss in chunks and MLPs in chunks, 3\.00 GiB"):
         plan("2GiB")
     asked.clear()
     short = gemma4_compat.plan_training("E2B", "9GiB", max_length=2048)
-    assert short.reasons["chunked_mlp"] == "2,048 tokens are one piece"
+    assert short.reasons["chunked_mlp"] == "2,048 tokens are one chunk"
     assert not any(step.chunked_mlp for step in asked)
 
 
 def test_windows_are_used_where_layers_would_be_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or where the step does not fit; else you have to ask, because gradients are rounded otherwise."""
+    """Or where the step does not fit; else you have to ask, because gradients are rounded differently."""
     cut = training._described("E2B", "4bit")[0]
     step = {"adapter": 0, "optimizer": 0, "forward": 0, "sizes": ()}
     memories = {
@@ -501,7 +501,7 @@ def test_windows_are_used_where_layers_would_be_streamed(monkeypatch: pytest.Mon
         (whole, True, False, "would save 1.00 GiB and time, with another rounding of gradients"),
         (whole - (200 << 20), False, True, "more decoder layers would be streamed; it also takes less time"),
         (least - (100 << 20), False, True, "would not leave 512 MiB free; it also takes less time"),
-        (least - (2 << 30), False, False, "so you have to ask for it"),  # pieces of MLPs may save enough
+        (least - (2 << 30), False, False, "so you have to ask for it"),  # chunks of MLPs may save enough
         (least - (2 << 30), True, True, "would not leave 512 MiB free"),
     ):
         found, reason = switches.by_windows((cut, 0, budget), memories, last=last)
@@ -515,7 +515,7 @@ def test_windows_are_used_where_layers_would_be_streamed(monkeypatch: pytest.Mon
 def test_a_plan_chooses_windows_and_says_so(
     monkeypatch: pytest.MonkeyPatch, vram: str, pieces: bool, by_windows: bool
 ) -> None:
-    """With a step that takes 6 GiB, 5.5 by windows, 2.5 with MLPs in pieces, 2 with both."""
+    """With a step that takes 6 GiB, 5.5 by windows, 2.5 with MLPs in chunks, 2 with both."""
     taken = {(False, False): 6.0, (False, True): 5.5, (True, False): 2.5, (True, True): 2.0}
 
     def measure(model: Any, quantization: str | None, step: Step) -> training_step.StepMemory:
@@ -645,7 +645,7 @@ def test_a_plan_replays_layers_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_train_fast_leaves_a_plan_leaves(workspace: Any, offloading: bool) -> None:
     """Its own words say why."""
     if offloading and not training_step.can_offload():
-        pytest.skip("this transformers does not offload what checkpointing keeps")
+        pytest.skip("this transformers does not offload checkpointed activations")
     kept = of(workspace.checkpoint, max_length=16, r=2, activation_offloading=offloading, train_fast=True).graphs
     if not checkpointing.is_in_forward():
         assert kept.reasons[0].startswith("checkpointing is on, and needs transformers 5.23")

@@ -63,7 +63,7 @@ def reused(model: Any, ids: Any, **options: Any) -> tuple[Any, int]:
 
 
 def near(one: Any, other: Any) -> None:
-    """In float32: the same tokens, and logits that only round otherwise."""
+    """In float32: the same tokens, and logits that only round differently."""
     import torch
 
     assert torch.equal(one.sequences, other.sequences)

@@ -1,4 +1,4 @@
-"""Norms in pieces have upstream's bits, in every class and kind of training, and autograd keeps only their inputs."""
+"""Norms in chunks have upstream's bits, in every class and kind of training, and autograd keeps only their inputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._plan.training_step import storage_counter
-from gemma4_compat._training import norms, pieces
+from gemma4_compat._training import mlp_chunks, norms
 from tests.patches.training.parts import only
 from tests.patches.training.test_transformers_chunked_loss import batch, built, off, step
 from tests.patches.training.test_transformers_chunked_mlp import CLASSES, TOKENS, adapted
@@ -18,15 +18,15 @@ ROWS = 5
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of a few rows."""
+    """Chunks of a few rows."""
     monkeypatch.setattr(norms, "BYTES", 4 * 64 * ROWS)
 
 
 def compare(model: Any, given: dict[str, Any]) -> list[Any]:
-    """The shapes of what norms computed in pieces, in a step that must have the bits of one without."""
+    """The shapes of what norms computed in chunks, in a step that must have the bits of one without."""
     plain, right = step(model, given)
     used: list[Any] = []
-    apply = pieces.apply
+    apply = mlp_chunks.apply
 
     def counting(function: Any, inputs: Any, **options: Any) -> Any:
         used.append(inputs.shape)
@@ -34,7 +34,7 @@ def compare(model: Any, given: dict[str, Any]) -> list[Any]:
 
     norms.ask(model, TOKENS)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pieces, "apply", counting)
+        patched.setattr(mlp_chunks, "apply", counting)
         outputs, found = step(model, given)
     norms.leave(model)
     assert outputs.loss.equal(plain.loss)

@@ -18,7 +18,7 @@ def test_gradients_have_the_bits_of_checkpoints_on_the_device(
     from peft import LoraConfig, get_peft_model
 
     if not training_step.can_offload():
-        pytest.skip("this transformers does not offload what checkpointing keeps")
+        pytest.skip("this transformers does not offload checkpointed activations")
     if not torch.cuda.is_available():  # and nothing to pin memory for
         made = torch.autograd.graph.save_on_cpu.__init__
         monkeypatch.setattr(

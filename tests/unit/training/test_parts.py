@@ -55,14 +55,14 @@ def test_one_line_says_what_is_on(workspace: Any, caplog: pytest.LogCaptureFixtu
     model = workspace.load_text()
     assert said(caplog, model) == (
         "train_fast: on: the loss in chunks (outputs.logits is None), sliding layers by windows, full layers by "
-        "products, decoder layers as CUDA graphs in batches of up to 2,048 tokens; not MLPs in pieces: 2,048 tokens "
-        "are one piece."
+        "products, decoder layers as CUDA graphs in batches of up to 2,048 tokens; not MLPs in chunks: 2,048 tokens "
+        "are one chunk."
     )
     assert said(caplog, model, max_tokens=4096, loss=False, windows=False, products=False, graphs=False) == (
-        "train_fast: on: nothing; not MLPs in pieces: the model is on cpu."
+        "train_fast: on: nothing; not MLPs in chunks: the model is on cpu."
     )
     assert said(caplog, model, mlp=7, products=False, graphs=False) == (
-        "train_fast: on: the loss in chunks (outputs.logits is None), MLPs in pieces, sliding layers by windows."
+        "train_fast: on: the loss in chunks (outputs.logits is None), MLPs in chunks, sliding layers by windows."
     )
 
 
@@ -150,9 +150,9 @@ def test_plans_count_what_is_recorded(variant: str, tokens: int) -> None:
     assert (found.backward + found.optimizer, found.adapter) == PLANNED[variant, tokens]
 
 
-@pytest.mark.parametrize(("missing", "pieces"), [(0, False), (1, True)])
-def test_memory_asks_for_pieces(
-    workspace: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, missing: int, pieces: bool
+@pytest.mark.parametrize(("missing", "chunked"), [(0, False), (1, True)])
+def test_memory_asks_for_chunked(
+    workspace: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, missing: int, chunked: bool
 ) -> None:
     """Graphs then serve short batches only. What PyTorch holds and does not use is free."""
     model = workspace.load_text()
@@ -162,9 +162,9 @@ def test_memory_asks_for_pieces(
         found = (free - (2 << 20), 0) if value is None else value
         monkeypatch.setattr(torch.cuda, name, lambda _device, found=found: found)
     line = said(caplog, model, max_tokens=8192)
-    assert ("MLPs in pieces, " in line) is pieces
-    assert ("a step of 8,192 tokens takes about" in line) is not pieces
-    most = layers.MAX_TOKENS if pieces else 8192
+    assert ("MLPs in chunks, " in line) is chunked
+    assert ("a step of 8,192 tokens takes about" in line) is not chunked
+    most = layers.MAX_TOKENS if chunked else 8192
     assert f"graphs in batches of up to {most:,} tokens" in line
     assert vars(layers.decoder_layers(model)[0])[attached.TRAINING]._max_tokens == most
     gemma4_compat.train_fast(model, enabled=False)

@@ -141,7 +141,7 @@ def test_per_layer_inputs_have_a_graph_only_if_somebody_reads_it(workspace: Any,
 
 @pytest.mark.full  # a minute
 def test_a_step_in_the_shapes_of_an_e4b_takes_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve 4-bit layers of its widths, on tensors without memory; MLPs are in pieces in both steps."""
+    """Twelve 4-bit layers of its widths, on tensors without memory; MLPs are in chunks in both steps."""
     from gemma4_compat._gemma4.models import build
     from gemma4_compat._plan import training, training_step
 

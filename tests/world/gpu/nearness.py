@@ -1,7 +1,7 @@
 """How near the gradients of several processes must be to those of one, and where the two begin to differ.
 
 In float32 adapters the processes compute what one computes, in another order: nearly equal is asked for. In bf16 that
-cannot be asked. A process that gets another kernel for one product rounds otherwise, and in a tiny random model that
+cannot be asked. A process that gets another kernel for one product rounds differently, and in a tiny random model that
 moves the gradients, however many processes there are: by a few per cent for most prompts, by 20 for one in eight, and
 those of single weights by more. What can be asked: rounding takes one process just as far from the gradients of an
 arithmetic that is in float32, all of it, and nobody is much farther.

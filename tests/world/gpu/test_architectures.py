@@ -25,13 +25,13 @@ def test_what_has_pytorchs_bits_has_them_there(found: dict[str, Any], capability
 
 
 @pytest.mark.parametrize("capability", ["7.5", "8.0"])
-def test_own_arithmetic_errs_no_more_there(found: dict[str, Any], capability: str) -> None:
+def test_custom_kernels_err_no_more_there(found: dict[str, Any], capability: str) -> None:
     from benchmarks.decoding import own_kernels
 
     assert own_kernels.wrong(found[capability]["errors"]) == []
 
 
 def test_code_for_8_0_has_the_bits_of_this_gpus(found: dict[str, Any]) -> None:
-    """Matrix units of 7.5 add up fewer products at once, so its bits may be others."""
+    """Tensor cores of 7.5 add up fewer products at once, so its bits may be others."""
     assert found["8.0"]["others"] == []
     assert found["8.0"]["compared"] > 0

@@ -42,7 +42,7 @@ CELLS = [
 ]
 
 
-#: Whether ``decode_fast`` may use kernels of its own; what they compute is in test_own_kernels.py.
+#: Whether ``decode_fast`` may use custom kernels; what they compute is in test_custom_kernels.py.
 ARITHMETIC = [pytest.param(False, id="exact"), pytest.param(True, id="own")]
 
 

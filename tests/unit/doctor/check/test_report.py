@@ -35,7 +35,8 @@ def test_all_is_well() -> None:
 def test_other_bits() -> None:
     (text, *_) = verdict(found(outcome(), outcome(PLACE, OTHER)))["problems"]
     assert text == (
-        f"other bits for text, image, with the adapter and without: logits by 2.5, tokens from the 2nd on ({PLACE})"
+        "differs bitwise for text, image, with the adapter and without: "
+        f"logits by 2.5, tokens from the 2nd on ({PLACE})"
     )
 
 
@@ -43,7 +44,7 @@ def test_other_bits_only_with_the_adapter() -> None:
     second = outcome(PLACE, SAME)
     second.done["image with the adapter"]["against"] = OTHER | {"tokens_equal": 8}
     assert verdict(found(outcome(), second))["problems"] == [
-        f"other bits for image with the adapter: logits by 2.5, no token ({PLACE})"
+        f"differs bitwise for image with the adapter: logits by 2.5, no token ({PLACE})"
     ]
 
 
@@ -57,7 +58,7 @@ def test_own_kernels_are_compared_only_across_placements() -> None:
     first, second = outcome(), outcome(PLACE, SAME)
     for item, against in ((first, None), (second, OTHER)):
         item.done["fast decoding"]["own"] = samples.answer(against)
-    assert "other bits of own kernels for text" in verdict(found(first, second))["text"]
+    assert "custom kernels differ bitwise for text" in verdict(found(first, second))["text"]
 
 
 def crash(one: Outcome) -> None:

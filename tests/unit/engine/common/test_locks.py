@@ -86,7 +86,7 @@ def test_every_other_lock_of_the_package_guards_a_few_lines() -> None:
         "_engine/runtime/selftest.py": "trying something once on a device",
         "_kernels/kernels.py": "the kernels of devices",
         "_kernels/launching.py": "a kernel's memory",
-        "_kernels/match/own.py": "defining operations once",
+        "_kernels/match/custom.py": "defining operations once",
         "_doctor/reproductions/children.py": "a child process",
         "_engine/changes.py": "replacing a function",
         "_engine/engine.py": "applying patches",

@@ -1,4 +1,4 @@
-"""Decoding by kernels of our own (``decode_fast``) on a GPU: an answer has the same bits wherever weights are,
+"""Decoding by custom kernels (``decode_fast``) on a GPU: an answer has the same bits wherever weights are,
 whatever the length of the cache and the calls before, and whatever else is in the batch.
 
 PyTorch's kernels read the prompt, and their bits depend on the batch and the cache. Tests that would see this give the
@@ -159,7 +159,7 @@ def test_rows_of_full_sliding_caches_are_moved(shape: tuple[int, ...], dtype: st
     import torch
 
     from gemma4_compat._kernels import kernels
-    from gemma4_compat._kernels.match import own
+    from gemma4_compat._kernels.match import custom
     from gemma4_compat._kernels.specs import shifting
 
     device, kind = torch.device("cuda", 0), getattr(torch, dtype)
@@ -174,7 +174,7 @@ def test_rows_of_full_sliding_caches_are_moved(shape: tuple[int, ...], dtype: st
     def shift() -> None:
         for new in fresh:  # a kernel before
             new.add_(1)
-        own.operator("shift")(*held, *fresh, True)
+        custom.operator("shift")(*held, *fresh, True)
 
     graph, run = torch.cuda.CUDAGraph(), shift
     for _ in range(9):
@@ -294,10 +294,10 @@ def test_a_product_errs_less_than_bitsandbytes(outputs: int, inputs: int, dtype:
 def test_means_of_norms_do_not_depend_on_the_number_of_rows(batch: int, tokens: int, columns: int) -> None:
     import torch
 
-    from gemma4_compat._kernels.match import own
+    from gemma4_compat._kernels.match import custom
 
     given = torch.randn((batch, tokens, columns), device="cuda:0")
-    with own.Own(given.device, tokens):
+    with custom.CustomKernels(given.device, tokens):
         found = given.mean(-1, keepdim=True)
     rows = given.flatten(0, 1)
     assert torch.equal(found.flatten(), torch.stack([row[None].mean(-1, keepdim=True) for row in rows]).flatten())

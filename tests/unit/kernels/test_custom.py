@@ -1,4 +1,4 @@
-"""An arithmetic of our own: near PyTorch's, and the same bits wherever weights lie and whatever happened before."""
+"""Custom kernels: near PyTorch's, and the same bits wherever weights lie and whatever happened before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import gemma4_compat
 from gemma4_compat._graphs import decoder, fused_steps
 from gemma4_compat._graphs.captured_calls import CapturedCalls
-from gemma4_compat._kernels.match import own
+from gemma4_compat._kernels.match import custom
 from tests.unit.generation import calls
 from tests.unit.generation.calls import Models
 from tests.unit.kernels.host_kernels import HostCompiler
@@ -24,7 +24,7 @@ NEAR = 0.25  # of the logits' standard deviation: tiny models in bf16
 def own_model(models: Models, quantization: str | None, adapter: str | None, where: str) -> Any:
     """A model of the test's own."""
     model = gemma4_compat.decode_fast(models.fresh(quantization, adapter, where))
-    assert decoder.of(calls.base(model)).own
+    assert decoder.of(calls.base(model)).custom
     return model
 
 
@@ -97,7 +97,7 @@ def test_undoing_it_brings_pytorchs_bits_back(kernels_on_host: None, models: Mod
     calls.compared(model, calls.ask(model))
     gemma4_compat.decode_fast(model)
     gemma4_compat.decode_fast(model, enabled=False)
-    assert not decoder.of(calls.base(model)).own
+    assert not decoder.of(calls.base(model)).custom
     expected = calls.generate(model, calls.text(model), {"disable_compile": True})
     calls.assert_equal(expected, calls.generate(model, calls.text(model)))
 
@@ -115,7 +115,7 @@ def test_kernels_that_cannot_be_compiled_are_left_to_pytorch(
         raise RuntimeError("NVRTC_ERROR_COMPILATION\nno such architecture")
 
     monkeypatch.setattr(HostCompiler, "compiled", fails)
-    monkeypatch.setattr(own, "_broken", {})
+    monkeypatch.setattr(custom, "_broken", {})
     model = own_model(models, "4bit-double", None, "device")
     calls.compared(model, calls.ask(model))
     said = [record.message for record in caplog.records if "with PyTorch's bits" in record.message]
@@ -136,7 +136,7 @@ def test_operators_are_what_they_stand_for(kernels_on_host: None) -> None:
     repeated = [heads[:, :, None].expand(1, 2, 2, 40, 64) for heads in (key, value)]
     linear, attention = torch.nn.functional.linear, torch.nn.functional.scaled_dot_product_attention
     expected = attention(query.double(), *(heads.reshape(1, 4, 40, 64).double() for heads in repeated), attn_mask=mask)
-    with torch.no_grad(), own.Own(torch.device("cpu")):
+    with torch.no_grad(), custom.CustomKernels(torch.device("cpu")):
         copied = [heads.reshape(1, 4, 40, 64) for heads in repeated]
         found = attention(query, copied[0], copied[1].contiguous(), attn_mask=mask)
         grouped = attention(query, key, value, attn_mask=mask, enable_gqa=True)
@@ -154,7 +154,7 @@ def test_operators_are_what_they_stand_for(kernels_on_host: None) -> None:
                 given, weight = drawn(3, inputs, dtype=dtype), drawn(outputs, inputs, dtype=dtype)
                 unaligned = drawn(outputs * inputs + 1, dtype=dtype)[1:].view(outputs, inputs).copy_(weight)
                 expected = linear(given.double(), weight.double(), None if bias is None else bias.double())
-                with torch.no_grad(), own.Own(torch.device("cpu")):
+                with torch.no_grad(), custom.CustomKernels(torch.device("cpu")):
                     found = linear(given, weight, bias)
                     assert torch.equal(found[1:2], linear(given[1:2].contiguous(), weight, bias))
                     assert torch.equal(found, linear(given, unaligned, bias))
@@ -164,5 +164,5 @@ def test_operators_are_what_they_stand_for(kernels_on_host: None) -> None:
                 assert error <= pytorchs * 1.5 + 2**-23 * expected.abs().max()
     many = drawn(9, 320), drawn(40, 320)
     expected = linear(*many)
-    with torch.no_grad(), own.Own(torch.device("cpu")):
+    with torch.no_grad(), custom.CustomKernels(torch.device("cpu")):
         assert torch.equal(linear(*many), expected)  # PyTorch's: more rows than kernels have

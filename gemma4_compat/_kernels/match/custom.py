@@ -1,9 +1,9 @@
-"""Kernels in place of PyTorch's and bitsandbytes', with other bits: attention (:mod:`attention`) and products
+"""Custom kernels in place of PyTorch's and bitsandbytes', with new numerics: attention (:mod:`attention`) and products
 (:mod:`dense`, and :mod:`nf4_gemv` for 4-bit weights).
 
-:class:`Own` sees the functions of ``torch`` that a forward calls, and calls operators of this package for those that
-the kernels can compute. As operators they are visible to what defers operations (:mod:`fusing`). They compute the same
-bits whether they run one by one, in a captured graph, or fused.
+:class:`CustomKernels` sees the functions of ``torch`` that a forward calls, and calls operators of this package for
+those that the kernels can compute. As operators they are visible to what defers operations (:mod:`fusing`). Their
+results are bitwise equal whether they run one by one, in a captured graph, or fused.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Repeats(TorchFunctionMode):  # type: ignore[misc]
         return heads.reshape(stand_in.shape)
 
 
-class Own(Repeats):
+class CustomKernels(Repeats):
     """Inside one forward of a decoding step, these kernels compute what they can.
 
     Args:
@@ -249,7 +249,7 @@ def launch(device: Any, *launched: Any) -> None:
 
 def _call(query: Any, key: Any, value: Any, mask: Any, scale: float, gqa: bool) -> attention.Call:
     found = attention.match(query, key, value, mask, scale=scale, enable_gqa=gqa)
-    assert found is not None  # or Own would not have asked
+    assert found is not None  # or CustomKernels would not have asked
     return found
 
 
@@ -294,7 +294,7 @@ def _dense(given: Any, weight: Any, bias: Any) -> Any:
 
 def _product(*args: Any, **kwargs: Any) -> Any:
     product = nf4_gemv.match(*args, **kwargs)
-    assert product is not None  # or Own would not have asked
+    assert product is not None  # or CustomKernels would not have asked
     result = product.empty()
     launch(result.device, nf4_gemv.kernel_of([product], [result]))
     return result

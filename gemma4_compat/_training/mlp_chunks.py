@@ -1,10 +1,10 @@
 """A module that computes each token by itself, such as an MLP, applied to a few tokens at a time.
 
 The gate, the product and the rest of an MLP of 16,384 tokens and a width of 12,288 are 384 MiB each in bfloat16, and
-autograd keeps five of them. Here only the inputs are kept. The backward pass computes one piece again, takes its
-gradients, and goes to the next one. So only what one piece needs exists at once, at the price of one more forward.
+autograd keeps five of them. Here only the inputs are kept. The backward pass computes one chunk again, takes its
+gradients, and goes to the next one. So only what one chunk needs exists at once, at the price of one more forward.
 
-Per token the arithmetic is upstream's, by upstream's own code. The gradient of a weight is a sum over pieces, in
+Per token the arithmetic is upstream's, by upstream's own code. The gradient of a weight is a sum over chunks, in
 float32, rounded once.
 """
 
@@ -33,14 +33,14 @@ def apply(
     draws: bool = True,
     module: Any = None,
 ) -> torch.Tensor:
-    """``function(inputs)``, a piece at a time. A backward pass with ``create_graph=True`` computes it as a whole.
+    """``function(inputs)``, a chunk at a time. A backward pass with ``create_graph=True`` computes it as a whole.
 
     Args:
         function: (1, n, features) -> (1, n, other features), of any floating dtype, each token by itself.
         inputs: (..., features).
-        tokens: of a piece, at most; at least 1. Pieces are equally long, give or take one.
+        tokens: of a chunk, at most; at least 1. Chunks are equally long, give or take one.
         trained: the weights that get a gradient. No other gradient leaves ``function``.
-        around: entered once for all pieces of the forward, and once for those of the backward pass.
+        around: entered once for all chunks of the forward, and once for those of the backward pass.
         draws: False if ``function`` draws no random numbers and autocast changes nothing in it.
         module: has the weights in ``trained``.
 
@@ -127,7 +127,7 @@ def _recorded(ctx: Any, gradient: Any) -> list[Any]:
 @functools.cache
 def _tell() -> None:
     notice.warn_user(
-        "create_graph=True asks for gradients of gradients: MLPs in pieces are computed again as a whole, and take "
+        "create_graph=True asks for gradients of gradients: MLPs in chunks are computed again as a whole, and take "
         "the memory of all tokens. Call train_fast(model, mlp=False) if this is intended."
     )
 
@@ -140,9 +140,9 @@ def _wide(gradient: Any) -> Any:
 
 
 def _parts(inputs: Any, tokens: int, wanted: bool) -> Iterator[tuple[slice, Any]]:
-    """Where each piece is among the tokens, and its inputs, (n, features), a leaf that has a gradient if ``wanted``.
+    """Where each chunk is among the tokens, and its inputs, (n, features), a leaf that has a gradient if ``wanted``.
 
-    So it is in the forward: without a gradient bitsandbytes runs other kernels, with other bits.
+    So it is in the forward: without a gradient bitsandbytes runs other kernels, which differ bitwise.
     """
     rows = inputs.detach().reshape(-1, inputs.shape[-1])
     count = -(-len(rows) // tokens)
@@ -184,7 +184,7 @@ class _Again:
 
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self._autocast:
-                # Without its cache: a cast weight would be in the graph of the piece that it was cast for.
+                # Without its cache: a cast weight would be in the graph of the chunk that it was cast for.
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
             if not self._fake:
                 kind = self._kind if self._devices else "cuda"  # without devices it only names a module of torch
