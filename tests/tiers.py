@@ -42,10 +42,8 @@ NEVER = (
 
 #: Rooms whose tests are not in ``tests/unit/ROOM``.
 ROOMS = {
-    "checkpoint": "tests/unit/gemma4/models",
     "cli": "tests/unit/commands",
-    "quantization": "tests/patches/quantization",
-    "stand_ins": "tests/unit/lab",
+    "graphs": "tests/unit/generation",
 }
 
 Tier = Mapping[str, Mapping[str, bool]]  # by file and function: whether all cases are in it, or the first one alone

@@ -1,4 +1,4 @@
-"""Lines of Python by room of the package and folder of tests, beside what was agreed: ``python -m tools.lines``.
+"""Lines of Python and CUDA by room and folder of tests, beside what was agreed: ``python -m tools.lines``.
 
 Exit status 1: one of them, or the sum, is more than 3 % above. A feature that needs more lines says in its commit what
 it replaces, and ``--write`` agrees to today's.
@@ -24,7 +24,7 @@ AT_LEAST = 40
 
 def count() -> dict[str, int]:
     """Lines of the files that git knows, by room."""
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(["git", "ls-files", "*.py", "*.cuh"], cwd=ROOT, capture_output=True, text=True, check=True)
     found: collections.Counter[str] = collections.Counter()
     for name in listed.stdout.splitlines():
         top, *rest = Path(name).parts

@@ -132,7 +132,7 @@ def planned(request: Request) -> TrainingPlan:
         raise Gemma4CompatError(f"quantize is {quantization!r}; training plans know 4bit, 4bit-double and none")
     step = request.step
     if experts and quantization is None:
-        raise Gemma4CompatError(f"quantize_experts quantizes to 4 bits, and quantize is {quantization!r}; use '4bit'")
+        raise Gemma4CompatError("quantize_experts quantizes to 4 bits, and quantize is 'none'; use '4bit'")
     cut, source = _described(model, quantization, experts=bool(experts))
     if experts is None and quantization is not None and _experts_leave(cut, budget):
         cut, source = _described(model, quantization, experts=True)

@@ -26,7 +26,7 @@ FOR_A_CALL = {
     "patches.quantization.transformers_quantized_router",
 }
 #: Code that runs on models of its own.
-_OWN_MODELS = ("_reproduction", "_stand_ins", "_adapter_tools.merge")
+_OWN_MODELS = ("_lab", "_adapter_tools.merge")
 _MARK = re.compile(rf"(?<!_){attached.PREFIX}(?!hook\b)\w*")  # the hook is a file
 _MAY = re.compile(
     rf"{attached.PREFIX}|attached\.|in_place\.replace|register_\w*hook|partial|MethodType|update_wrapper"

@@ -99,24 +99,31 @@ def test_no_room_is_too_deep() -> None:
     assert floors({"a": {"b", "c"}, "b": {"c"}, "c": set(), "d": {"c"}}) == ["a", "b", "c"]
 
 
-def pointers(page: str) -> list[tuple[str, list[str]]]:
-    """The files that a table points to, each with the functions named behind it."""
-    rows = [line.split("|")[2] for line in page.splitlines() if line.startswith("| ") and "`" in line.split("|")[2]]
-    found = []
-    for row in rows:
-        for file, behind in re.findall(r"`([\w/]+\.py)`([^;]*)", row):
-            if "NAME" not in file:
-                found.append((file, re.findall(r"`(\w+)`", behind)))
-    return found
+def page() -> str:
+    return (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_rooms_is_in_the_order_that_imports_have() -> None:
+    shown = re.findall(r"^\| `(\w+)` \|", page(), re.MULTILINE)
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    layers = project.partition("layers = [")[2].partition("]")[0]
+    order = re.findall(r"\w+", layers)
+    assert set(shown) == ROOMS
+    assert shown == sorted(ROOMS, key=lambda room: (order.index(room), shown.index(room)))
 
 
 def test_the_way_in_points_to_what_is_there() -> None:
-    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    found = pointers(page)
-    assert len(found) > 6
-    for file, names in found:
-        text = (ROOT / "gemma4_compat" / file).read_text(encoding="utf-8")
-        assert [name for name in names if f"def {name}(" not in text] == [], file
+    """Files by their path in the package or in the repository, and the functions that stand behind them."""
+    found = re.findall(r"`([\w/]+\.(?:py|cuh))`((?:[:,]? (?:and )?`\w+`(?!\.))*)", page())
+    assert len(found) > 20
+    for file, behind in found:
+        if "NAME" in file:
+            continue
+        path = next((base / file for base in (PACKAGE, ROOT) if (base / file).exists()), None)
+        assert path is not None, file
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"`(\w+)`", behind):
+            assert re.search(rf"(def|class) {name}\b|^{name} = ", text, re.MULTILINE), f"{file}: {name}"
 
 
 def too_long(text: str) -> list[str]:

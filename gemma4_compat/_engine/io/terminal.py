@@ -116,7 +116,7 @@ def write(text: str, *, error: bool = False, coloured: bool = False) -> None:
     stream = sys.stderr if error else sys.stdout
     if stream is None:
         return
-    raw = stream._stream if coloured and isinstance(stream, _Shown) else stream
+    raw = stream._of if coloured and isinstance(stream, _Shown) else stream
     raw.write(f"{text}\n")
     stream.flush()
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
+from gemma4_compat._engine.runtime.selftest import SelfTests
 from gemma4_compat._gemma4.attention import products, windows
 from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat.patches.training.transformers_sliding_windows import PATCH
@@ -35,7 +36,7 @@ def by_windows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return kept(*args, **kwargs)
 
     monkeypatch.setattr(windows, "_by_windows", spied)
-    monkeypatch.setattr(windows, "_tried", {})
+    monkeypatch.setattr(windows, "_tests", SelfTests(limit=1024))
     return seen
 
 

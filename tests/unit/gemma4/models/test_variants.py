@@ -11,7 +11,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat._gemma4.models import variants
 
-FILE = Path(__file__).resolve().parents[3] / "tools" / "variants.py"
+FILE = Path(__file__).resolve().parents[4] / "tools" / "variants.py"
 _spec = importlib.util.spec_from_file_location("variants", FILE)
 assert _spec
 assert _spec.loader
