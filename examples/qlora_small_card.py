@@ -22,7 +22,7 @@ from typing import Any
 
 from gemma4_compat import testing
 
-#: Longer steps do not wait for Python.
+#: Longer steps are not CPU-bound.
 SHORT = 2048
 TARGETS = r".*language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 SAMPLES = [f"Sample {number}: the quick brown fox jumps over the lazy dog {number} times." for number in range(16)]

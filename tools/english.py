@@ -58,6 +58,22 @@ TURNS = {
     "held against": (r"\bheld\s+against\b", "compared with"),
     "the same of": (r"\bthe\s+same\s+of\b(?!\s+(?:all|both|each))", "the same for"),
     "lies": (r"\b(?:lies?|lay)\s+(?:at|beside|below|in|inside|on|there|where)\b", "is, stands"),
+    # The glossary: words of this project that the field has another word for.
+    "own arithmetic": (
+        r"\bown\s+arithmetic\b|\b(?:kernels?|arithmetic|numerics)\s+of\s+(?:its|our|their)\s+own\b",
+        "custom kernels, numerics",
+    ),
+    "matrix units": (r"\b(?i:matrix)\s+units?\b", "tensor cores"),
+    "multiprocessors": (r"\b(?:all|an?|fewer|its|many|of|one|per|the|their)\s+multiprocessors?\b", "SMs"),
+    "words of 16 bytes": (r"\b(?i:words)\s+of\s+(?:16|sixteen)\s+bytes\b", "128-bit loads"),
+    "shares of the softmax": (r"\bshares\s+of\s+(?:a|the)\s+softmax\b", "softmax weights"),
+    "other bits": (r"\b(?:gave|gives?|ha[ds]|have|with)\s+other\s+bits\b", "differs bitwise"),
+    "in rounds": (r"\bin\s+rounds\b|\b(?i:rounds?)\s+(?:of|with|without)\s+drafts\b", "speculative steps"),
+    "in pieces": (r"\b(?:MLPs?|norms?|prompts?)\s+in\s+pieces\b", "chunks (MLPs, norms), buckets (prompts)"),
+    "round otherwise": (r"\bround(?:s|ed)?\s+otherwise\b", "differently"),
+    "wait for Python": (r"\bwaits?\s+for\s+Python\b(?!\s+to\b)", "is CPU-bound"),
+    "asleep": (r"\b(?i:asleep|awaken(?:s|ed)?|wakers?)\b", "dormant, activate"),
+    "what checkpointing keeps": (r"\bwhat\s+checkpointing\s+keeps\b", "checkpointed activations"),
 }
 _TURNS = {turn: re.compile(pattern, re.MULTILINE) for turn, (pattern, _) in TURNS.items()}
 #: Ends in words that may be far away: whether somebody leaves, or lets, something alone; what is not X but for Y.

@@ -52,7 +52,7 @@ def paced(decide: Callable[[int], int]) -> contextlib.AbstractContextManager[Any
     """Inside, ``decide`` says how many drafts a round has, given how many it may have."""
     from gemma4_compat._generation.speculative import draft_length
 
-    class Decided(draft_length.Pace):
+    class Decided(draft_length.DraftLength):
         def __init__(self, most: int, known: Any = None) -> None:
             super().__init__(most, known)
             self._most = most
@@ -60,7 +60,7 @@ def paced(decide: Callable[[int], int]) -> contextlib.AbstractContextManager[Any
         def next(self) -> int:
             return min(decide(self._most), self._most)
 
-    return mock.patch.object(draft_length, "Pace", Decided)
+    return mock.patch.object(draft_length, "DraftLength", Decided)
 
 
 def assistant_of(model: Any, hidden: int) -> Any:

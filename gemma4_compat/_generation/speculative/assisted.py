@@ -59,7 +59,7 @@ class Text:
             self._lookup.extend(ids[0].tolist())
         drafter = model if self._lookup is not None else self._assistant
         self._known = self._decoding.paces.setdefault(drafter, draft_length.Known())
-        self._pace = draft_length.Pace(most, self._known)
+        self._draft_length = draft_length.DraftLength(most, self._known)
         self._counted = [decoder.of(one).statistics for one in dict.fromkeys((model, drafter))]
         self._last: dict[Any, tuple[Any, Any]] = {}  # steps and their graphs, by what they are replayed for
         self._launched: list[speculative_steps.Launched] = []  # speculative steps that were not read, in order
@@ -132,7 +132,7 @@ class Text:
     def _wanted(self) -> int:
         """How many drafts the next speculative step has. What was launched is read if that depends on it."""
         replayable = self._decoding.state is not None  # not, for one, under autocast
-        wanted = self._pace.next() if replayable and "hidden" in self._state else 0
+        wanted = self._draft_length.next() if replayable and "hidden" in self._state else 0
         if (wanted and self._lookup is not None) or not self._fits(wanted):
             self._settle()
         return wanted if self._fits(wanted) and self._is_ready(wanted) else 0
@@ -203,7 +203,7 @@ class Text:
 
         key, tried = self._key(count), self._tried
         if key in tried:  # and refused
-            self._pace = draft_length.Pace(0)
+            self._draft_length = draft_length.DraftLength(0)
             return
         self._windows.make_room(self._held, count + 1)
         state, held, states = self._state, self._held, []
@@ -224,7 +224,7 @@ class Text:
                 view.copy_(copy)
             found_out = f"{count + 1} tokens at once differ bitwise from one by one"
             self._decoding.reason(found_out, "decoding without drafts")
-            self._pace = draft_length.Pace(0)
+            self._draft_length = draft_length.DraftLength(0)
 
     def _launch(self, drafts: Any, begun: float, before: list[float]) -> None:
         """A speculative step with these drafts, (1, n), from where the text ends on the device.
@@ -263,7 +263,7 @@ class Text:
         counted = self._decoding.statistics
         counted.rounds, counted.drafted = counted.rounds + 1, counted.drafted + one.drafts
         counted.accepted += right
-        self._pace.note(one.drafts, right, seconds if one.before == self._unusual() else None)
+        self._draft_length.note(one.drafts, right, seconds if one.before == self._unusual() else None)
         self._add(one.verdict, chosen[: right + 1])
 
     def _verified(self, drafts: Any, state: dict[str, Any], held: tuple[int, int], noise: Any) -> dict[str, Any]:

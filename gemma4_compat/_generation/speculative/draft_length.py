@@ -47,7 +47,7 @@ class Known:
         return len(self._timed.get(0, ())) >= FIRST
 
     def note(self, drafts: int, right: int, seconds: float | None) -> None:
-        """As :meth:`Pace.note`."""
+        """As :meth:`DraftLength.note`."""
         if seconds is not None:
             timed = self._timed.setdefault(drafts, collections.deque(maxlen=_TIMED))
             timed.append(seconds)
@@ -72,7 +72,7 @@ class Known:
         self.right, self.seen = share * self.right, share * self.seen
 
 
-class Pace:
+class DraftLength:
     """Decides on the drafts of each step of one text. A step may be noted after the next one was decided on.
 
     Args:

@@ -32,6 +32,18 @@ BAD = {
     "held against": ["an adapter held against a base"],
     "the same of": ["bytes of the layer; the same of its experts"],
     "lies": ["The report lies beside the model.", "layers lie on the CPU"],
+    "own arithmetic": ["In own arithmetic, bits are equal.", "It computes with kernels of its own."],
+    "matrix units": ["Matrix units multiply 16-bit tensors."],
+    "multiprocessors": ["a card with fewer multiprocessors", "blocks of a multiprocessor"],
+    "words of 16 bytes": ["Weights are read in words of 16 bytes."],
+    "shares of the softmax": ["The shares of the softmax are rounded."],
+    "other bits": ["The kernel has other bits there.", "It gives other bits."],
+    "in rounds": ["Texts are decoded in rounds.", "After 64 rounds with drafts, one without."],
+    "in pieces": ["It computes MLPs in pieces.", "prompts in pieces"],
+    "round otherwise": ["Chunks round otherwise.", "It is rounded otherwise."],
+    "wait for Python": ["Short steps wait for Python."],
+    "asleep": ["The target is asleep.", "The first model awakens it."],
+    "what checkpointing keeps": ["Keep what checkpointing keeps in host memory."],
 }
 GOOD = [
     "If there is none, uninstall it.",
@@ -51,6 +63,8 @@ GOOD = [
     "Cannot run out of memory. The model is read from disk.",
     "The values are false. Where they are true, nothing happens.",
     "Who calls this? It may be it.",
+    "It waits for Python to launch each kernel. Other bits of the mask are set, and numbers are rounded up.",
+    "A file is copied in pieces, and a benchmark has three rounds.",
     "`is none`, ``as ever`` and `, too.` are code.",
 ]
 

@@ -38,7 +38,7 @@ def assistant(workspace: Any) -> Any:
         pytest.skip(str(error))
 
 
-class AnyPace(draft_length.Pace):
+class AnyLength(draft_length.DraftLength):
     """Numbers of drafts at random, whatever rounds take."""
 
     def __init__(self, most: int, known: draft_length.Known | None = None) -> None:
@@ -51,7 +51,7 @@ class AnyPace(draft_length.Pace):
 
 @pytest.fixture
 def any_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_length, "Pace", AnyPace)
+    monkeypatch.setattr(draft_length, "DraftLength", AnyLength)
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_a_text_without_drafts_is_read_late(
     models: Models, assistant: Any, monkeypatch: pytest.MonkeyPatch, late: list[bool]
 ) -> None:
     """Sampled, and ended by a token: what was launched after it is dropped, and so are its random numbers."""
-    monkeypatch.setattr(draft_length.Pace, "next", lambda _self: 0)
+    monkeypatch.setattr(draft_length.DraftLength, "next", lambda _self: 0)
     model = fast(models, None)
     given = calls.text(model, 12)
     for _ in range(2):  # the second time, steps are replayed from the first round on
@@ -301,11 +301,11 @@ def test_only_replays_are_timed(models: Models, assistant: Any, monkeypatch: pyt
     model = fast(models, None)
     timed: list[bool] = []
 
-    class Noted(AnyPace):
+    class Noted(AnyLength):
         def note(self, drafts: int, right: int, seconds: float | None) -> None:
             timed.append(seconds is not None)
 
-    monkeypatch.setattr(draft_length, "Pace", Noted)
+    monkeypatch.setattr(draft_length, "DraftLength", Noted)
     monkeypatch.setattr(draft_length, "COUNTS", (3,))
     ask(model, calls.text(model, 12), new=60, assistant_model=assistant)
     assert not timed[0]
@@ -436,7 +436,7 @@ def test_kernels_give_tokens_of_a_round_the_bits_of_single_ones(
     """The kernels themselves, in an emulator, captured and fused."""
     monkeypatch.setattr(fused_steps, "AFTER", 2)
     monkeypatch.setattr(draft_length, "COUNTS", (3,))
-    monkeypatch.setattr(draft_length, "Pace", AnyPace)
+    monkeypatch.setattr(draft_length, "DraftLength", AnyLength)
     model = fast(models, "4bit-double", "language")
     given = calls.text(model, 6)
     expected = ask(model, given, new=24)

@@ -28,7 +28,7 @@ from gemma4_compat._lab.trained import PLACE, TWINS, Trained
 from tests.helpers import ROOT
 from tests.unit.generation import calls
 from tests.unit.generation.calls import Models
-from tests.unit.generation.test_assisted import AnyPace, ask, counted, drafting, fast, same
+from tests.unit.generation.test_assisted import AnyLength, ask, counted, drafting, fast, same
 from tests.unit.generation.test_drafts import MEASURED
 from tests.unit.kernels.by_rows import ByRows
 
@@ -49,7 +49,7 @@ def by_rows(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def any_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_length, "Pace", AnyPace)
+    monkeypatch.setattr(draft_length, "DraftLength", AnyLength)
 
 
 @pytest.fixture(scope="module")

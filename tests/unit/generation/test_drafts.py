@@ -41,7 +41,7 @@ def decoded(
         dice: says which drafts are right, and how exact a timing is.
         known: of the texts before.
     """
-    made = draft_length.Pace(7, known)
+    made = draft_length.DraftLength(7, known)
     written, took, counts = 0, 0.0, dict.fromkeys(ms, 0)
     late: tuple[int, int, float] | None = None
     while written < tokens:
@@ -92,7 +92,7 @@ def test_pace_is_near_the_best_number_and_never_slow(share: float, added: float)
 
 
 def test_pace_tries_again_when_a_text_becomes_easy() -> None:
-    made = draft_length.Pace(7)
+    made = draft_length.DraftLength(7)
 
     def rounds_with_drafts(share: float, of: int) -> int:
         found = 0
@@ -107,8 +107,8 @@ def test_pace_tries_again_when_a_text_becomes_easy() -> None:
 
 
 def test_pace_without_drafts_and_with_few() -> None:
-    assert draft_length.Pace(0).next() == 0
-    made = draft_length.Pace(3)
+    assert draft_length.DraftLength(0).next() == 0
+    made = draft_length.DraftLength(3)
     for _ in range(draft_length.FIRST):
         assert made.next() == 0
         made.note(0, 0, 1.0)
@@ -117,14 +117,14 @@ def test_pace_without_drafts_and_with_few() -> None:
 
 def test_a_round_that_captures_is_not_timed() -> None:
     known = draft_length.Known()
-    draft_length.Pace(7, known).note(0, 0, None)
+    draft_length.DraftLength(7, known).note(0, 0, None)
     assert known.seconds == {}
 
 
 def test_one_slow_round_is_no_reason() -> None:
     """The first round of a text looks at all of the model, and may take ten times as long."""
     known = draft_length.Known()
-    made = draft_length.Pace(7, known)
+    made = draft_length.DraftLength(7, known)
     for seconds in (10.0, 1.0, 1.0, 1.1, 0.9):
         made.note(0, 0, seconds)
     assert known.seconds[0] == 1.0
