@@ -24,6 +24,8 @@ _REGISTERS = 1 << 16  # of an SM, on each of them
 _SHARED = 48 << 10  # bytes that a block may have without asking for more
 #: KiB of shared memory that a block may ask for.
 _ASKED = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+#: Bytes that a module's kernels may spill: on B200, one of fp16 with heads of 512 (NVRTC 13.5).
+_SPILLED = {("attention_tensor", (10, 0)): 36}
 _FOUND = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
     r".*?Used (\d+) registers([^\n]*)",
@@ -98,7 +100,7 @@ def test_kernels_compile_and_fit(nvrtc: Nvrtc, capability: tuple[int, int], modu
     assert sorted(found) == sorted(names)
     for name, block in zip(names, blocks.values()):
         one = found[name]
-        assert one.spilled == one.stack == 0, (name, one)
+        assert one.stack <= one.spilled <= _SPILLED.get((module, capability), 0), (name, one)
         assert -(-one.registers // 8) * 8 * block <= _REGISTERS, (name, one, block)
         assert one.shared <= _SHARED, (name, one)
 
