@@ -97,7 +97,7 @@ def differences(found: Found, data: Found) -> list[str]:
     """What the data says otherwise than ``found``, for the releases in ``found``; a line each."""
     lines = []
     for release, codes in found.items():
-        if release.split()[1] not in registry.RELEASES[release.split()[0]]:
+        if release.split()[1] not in registry.RELEASES.get(release.split()[0], ()):
             lines.append(f"{release} is not among the measured releases")
             continue
         held = data.get(release, {})

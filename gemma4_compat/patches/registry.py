@@ -245,7 +245,7 @@ def _complete(patch_id: str) -> Patch:
     module = importlib.import_module(f"gemma4_compat.patches.{AREA_OF[patch_id]}.{patch_id.replace('-', '_')}")
     patch: Patch = module.PATCH.complete(module)
     documentation = inspect.cleandoc(module.__doc__ or "")
-    ordered = RELEASES[patch.distribution]
+    ordered = RELEASES.get(patch.distribution, [])  # of a library that was never measured
     inside = [release for release in ordered if versions.admits(patch.affected, release)]
     said: dict[str, Any] = _sections(documentation) if documentation else {}  # none under ``python -OO``
     return dataclasses.replace(
