@@ -41,7 +41,7 @@ def index() -> str:
 def _card(patch: gemma4_compat.Patch) -> str:
     """An item of a list, which the site shows as a card (docs/site.css)."""
     seen = patch.first_symptom.removeprefix("silent: ")
-    return f'- <a id="{patch.id}"></a>{seen}<br>Repaired by {link(patch.id)}: {affected(patch)}'
+    return f'- <a id="{patch.id}"></a>{seen}<br>Fix: {link(patch.id)}: {affected(patch)}'
 
 
 def _of(area: str) -> list[gemma4_compat.Patch]:
