@@ -621,7 +621,11 @@ def test_a_plan_replays_layers_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert "gemma4_compat.train_fast(model, loss=False)\n" in plan.code
     assert "pad_to_multiple_of" in plan.code
     text = " ".join(plan_text(plan, width=90).split())
-    for part in ("decoder layers replayed", "graphs of train_fast 1.00 GiB", "train fast: on: short steps are CPU-bound"):
+    for part in (
+        "decoder layers replayed",
+        "graphs of train_fast 1.00 GiB",
+        "train fast: on: short steps are CPU-bound",
+    ):
         assert part in text
     for options, why in (
         ({"gradient_checkpointing": False}, "no"),
