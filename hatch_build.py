@@ -22,7 +22,7 @@ class Metadata(MetadataHookInterface):
     def update(self, metadata: dict[str, Any]) -> None:
         """Fill in ``readme`` and ``urls``."""
         root = Path(self.root)
-        repository = runpy.run_path(str(root / "gemma4_compat" / "_common" / "address.py"))["REPOSITORY"]
+        repository = runpy.run_path(str(root / "gemma4_compat" / "_engine" / "io" / "address.py"))["REPOSITORY"]
         text = (root / "README.md").read_text(encoding="utf-8")
         metadata["readme"] = {"content-type": "text/markdown", "text": for_an_index(text, repository)}
         metadata["urls"] = urls(repository)

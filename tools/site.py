@@ -20,7 +20,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-REPOSITORY = runpy.run_path(str(ROOT / "gemma4_compat" / "_common" / "address.py"))["REPOSITORY"]
+REPOSITORY = runpy.run_path(str(ROOT / "gemma4_compat" / "_engine" / "io" / "address.py"))["REPOSITORY"]
 FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 #: Pages that answer a question come first in the search, those that list everything last: `nox -s site_check`.
 BOOST = {
