@@ -21,7 +21,7 @@ from gemma4_compat._errors import Gemma4CompatError
 _PACKAGE = "gemma4_compat"
 #: Modules that reproductions may use. Anything else would be part of the fix.
 _ALLOWED = re.compile(
-    rf"{_PACKAGE}\.(_reproduction\.\w+|_stand_ins\.\w+|_models\.(variants|shared_weights)|_engine\.(patch|versions)|_errors|patches\.api)"
+    rf"{_PACKAGE}\.(_lab\.[\w.]+|_gemma4\.models\.(variants|shared_weights)|_engine\.(patch|versions)|_errors|patches\.api)"
 )
 _HEAD = '''\
 """{summary}
@@ -151,8 +151,8 @@ def script(patch: Patch) -> str:
     collector.module(home)
     for module, name in (
         (home, patch.reproduce.__name__),
-        (f"{_PACKAGE}._reproduction.workspace", "Workspace"),
-        (f"{_PACKAGE}._reproduction.workspace", "MissingPartError"),
+        (f"{_PACKAGE}._lab.workspace", "Workspace"),
+        (f"{_PACKAGE}._lab.workspace", "MissingPartError"),
         (f"{_PACKAGE}._engine.patch", "Outcome"),
     ):
         collector.add(module, name)
