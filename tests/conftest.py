@@ -44,12 +44,8 @@ NEEDS_EVIDENCE = (
     *("one_device/test_trained.py", "unit/doctor/reproductions/test_show.py"),
     *("project/tools/test_compare_report.py", "project/tools/test_docs.py", "project/tools/test_evidence.py"),
     *("project/tools/test_matrix.py", "project/tools/test_package.py", "project/tools/test_quantized_bytes.py"),
-    *(
-        "project/tools/test_readers.py",
-        "unit/doctor/explain/test_explain_errors.py",
-        "unit/gemma4/models/test_acts_on.py",
-    ),
-    *("unit/gemma4/models/test_variants.py", "unit/plan/test_speed.py"),
+    *("project/tools/test_readers.py", "unit/doctor/explain/test_explain_errors.py"),
+    *("unit/gemma4/models/test_acts_on.py", "unit/gemma4/models/test_variants.py", "unit/plan/test_speed.py"),
 )
 if not (ROOT / "docs" / "evidence").exists():
     collect_ignore = [*NEEDS_EVIDENCE]

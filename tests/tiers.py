@@ -40,9 +40,10 @@ NEVER = (
     "tests/contract/test_undoing.py::*",
 )
 
-#: Rooms whose tests are not in ``tests/unit/ROOM``.
+#: Rooms, and folders of rooms, whose tests are not in ``tests/unit/ROOM``.
 ROOMS = {
     "cli": "tests/unit/commands",
+    "generation/prefix_cache": "tests/unit/prefix_cache",
     "graphs": "tests/unit/generation",
 }
 
@@ -137,6 +138,7 @@ def of_a_file(name: str) -> list[str]:
     if folders[0] == "patches":
         own = [f"tests/patches/{folders[1]}/test_{path.name}"] if len(folders) == 3 else []
         return [*own, "tests/contract"]
-    room = ROOMS.get(folders[0].strip("_"), f"tests/unit/{folders[0].strip('_')}")
-    inner = f"{room}/{folders[1]}"
+    name = folders[0].strip("_")
+    room = ROOMS.get(name, f"tests/unit/{name}")
+    inner = ROOMS.get(f"{name}/{folders[1]}", f"{room}/{folders[1]}")
     return [inner if (Path(__file__).parents[1] / inner).is_dir() else room]

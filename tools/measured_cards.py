@@ -1,6 +1,6 @@
 """Write reports in the form of ``gemma4-compat check`` from benchmarks here: the machines that were at hand.
 
-python -m tools.measured_cards            write them into gemma4_compat/_plan/measured_cards
+python -m tools.measured_cards            write them into gemma4_compat/_plan/cards/measured_cards
 python -m tools.measured_cards --check    exit 1 when a file is not what the results say (a test does this)
 
 Only what a result holds is written; the rest is null. A report from somebody's own machine is a file of that folder as

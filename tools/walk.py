@@ -15,13 +15,17 @@ from types import CodeType, FrameType
 from typing import Any
 
 PACKAGE = f"{Path(__file__).resolve().parent.parent / 'gemma4_compat'}/"
-STAND_INS = f"{PACKAGE}_stand_ins/"
 
 
 class Walk:
-    """Functions of this package that a thread enters inside."""
+    """Functions of this package that a thread enters inside.
 
-    def __init__(self) -> None:
+    Args:
+        stand_ins: the folder whose functions do not count.
+    """
+
+    def __init__(self, stand_ins: Path) -> None:
+        self._stand_ins = f"{stand_ins}/"
         self.functions: set[CodeType] = set()
         self.deepest = self._depth = 0
 
@@ -30,7 +34,9 @@ class Walk:
         code = frame.f_code
         if event not in ("call", "return") or not code.co_filename.startswith(PACKAGE):
             return
-        if code.co_flags & inspect.CO_OPTIMIZED and not code.co_filename.startswith(STAND_INS):  # no module or class
+        if code.co_flags & inspect.CO_OPTIMIZED and not code.co_filename.startswith(
+            self._stand_ins
+        ):  # no module or class
             self._depth += 1 if event == "call" else -1
             self.deepest = max(self.deepest, self._depth)
             self.functions.add(code)
@@ -42,7 +48,7 @@ def main() -> None:
     from gemma4_compat._lab.stand_ins import tape
     from gemma4_compat._lab.workspace import Workspace
 
-    walk = Walk()
+    walk = Walk(Path(tape.__file__).parent)
     with tempfile.TemporaryDirectory() as folder:
         workspace = Workspace.build(Path(folder))
         model, inputs = workspace.load(), workspace.inputs(text_only=True)

@@ -21,7 +21,7 @@ class Decoder:
 
     Args:
         model: a transformers model.
-        decoding: from :func:`of`.
+        decoding: from :func:`decoder.of`.
         cache: of this ``generate``.
     """
 

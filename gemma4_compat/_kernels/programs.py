@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -73,8 +73,12 @@ def name_of(text: str) -> str:
 
 def instance(file: str, template: str, *arguments: str | int | bool) -> str:
     """The text of an instance of a kernel that is a template in a file."""
-    of = ", ".join(str(one).lower() if isinstance(one, bool) else str(one) for one in arguments)
-    return f'#include "{file}"\n{template}<{of}>'
+    return f'#include "{file}"\n{with_arguments(template, arguments)}'
+
+
+def with_arguments(template: str, arguments: Iterable[str | int | bool]) -> str:
+    """An instance of a template, as C++ writes it."""
+    return f"{template}<{', '.join(str(one).lower() if isinstance(one, bool) else str(one) for one in arguments)}>"
 
 
 @dataclass(frozen=True)

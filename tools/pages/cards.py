@@ -1,4 +1,4 @@
-"""docs/CARDS.md: what was measured on which card, from the reports in gemma4_compat/_plan/measured_cards."""
+"""docs/CARDS.md: what was measured on which card, from the reports in gemma4_compat/_plan/cards/measured_cards."""
 
 from __future__ import annotations
 

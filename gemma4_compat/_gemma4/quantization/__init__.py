@@ -8,7 +8,6 @@
 * :mod:`compute_dtype`: the dtype in which a quantized layer computes.
 * :mod:`plain_layers`: PEFT's layers over plain ones.
 * :mod:`qat`, :mod:`other_quantizers`: layers of other quantizers.
-* :mod:`host`: whether a patch's CPU or GPU is there.
 """
 
 from __future__ import annotations

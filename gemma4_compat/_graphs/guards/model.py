@@ -33,7 +33,7 @@ _ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters")
 _ADAPTER_DICTS = ("scaling",)
 #: Attributes of configurations, which a logits processor may also change.
 _IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
-#: Types source objects are values and source classes nobody changes.
+#: Modules of classes that nobody changes and whose objects are values.
 _PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
 #: Attributes of the model itself that its callers set.
 _OF_CALLS = ("generation_config", "training", "forward")

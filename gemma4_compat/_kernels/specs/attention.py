@@ -1,4 +1,4 @@
-"""Attention of one query position over a cache, split over the keys: a custom kernel with its numerics.
+"""Attention of one query position over a cache, split over the keys: a kernel with custom numerics.
 
 PyTorch's kernels for one query give a head to one block, which walks over all keys that are allocated. Here the keys
 from the first to the last one that the mask lets through are divided among blocks. All sums are in ``float``; nothing

@@ -1,4 +1,4 @@
-"""Attention of many queries over a cache, in one pass over the keys: a custom kernel with its numerics.
+"""Attention of many queries over a cache, in one pass over the keys: a kernel with custom numerics.
 
 PyTorch's kernel with a mask computes the scores of all keys that are allocated, has no fast way for heads that are
 512 wide, and needs a copy of keys and values for each query head. Here the rows of a block are the query heads of

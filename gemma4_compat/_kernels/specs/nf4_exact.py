@@ -5,10 +5,6 @@ ended. The kernels here compute the same sums in the same order, but q, k and v 
 up; all weights of a thread are on their way before it uses the first; and on Hopper and newer they are requested while
 the kernel before is still running. Two orders are known (``nf4_exact.cuh``). The bits are compared before the
 first use (:func:`trial`) and in each step that is fused (:mod:`fused_steps`).
-
-A warp of 32 threads computes a row of the weight. Thread ``l`` owns the inputs ``1024 g + 32 l`` to ``+ 31`` for each
-``g``; the sums of the threads are added up at the end. If the number of inputs leaves half or a quarter of a last
-group, two or four rows share it: the threads that would idle continue the sums of the next rows.
 """
 
 from __future__ import annotations

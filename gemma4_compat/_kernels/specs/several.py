@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from gemma4_compat._kernels.programs import BOUNDS, INCLUDE, Kernel
+from gemma4_compat._kernels.programs import BOUNDS, INCLUDE, Kernel, with_arguments
 
 
 def text_of(
@@ -43,9 +43,8 @@ def text_of(
             f"{field} = {field}{number}; " for field in ("outputs", "blocks", *(name for _, name in present))
         )
         lines.append(f"if (blockIdx.x >= {before}) {{ block = blockIdx.x - ({before}); {chosen}}}")
-    of = ", ".join(str(one).lower() if isinstance(one, bool) else str(one) for one in arguments)
     own = ", ".join(field[1] if field else "nullptr" for field in fields)
-    lines.append(f"{function}<{of}>(block, input, {{{own}, outputs, blocks}});")
+    lines.append(f"{with_arguments(function, arguments)}(block, input, {{{own}, outputs, blocks}});")
     head = f'#include "{name}.cuh"\nextern "C" __global__ void __launch_bounds__({bounds}) {name}'
     body = "\n".join(lines)
     return f"{head}({', '.join(parameters)}) {{\n{body}\n}}\n"
@@ -73,7 +72,7 @@ def side_by_side(one: Kernel, other: Kernel) -> Kernel:
     parameters += also_given[also_reads : len(other.tensors)]
     parameters += [*given[len(one.tensors) :], *also_given[len(other.tensors) :], "unsigned int also_first"]
     head = f"{includes}{INCLUDE.sub('', begin)}({', '.join(parameters)})"
-    text = f"{head} {{\nif (blockIdx.x < also_first) {{\n{body}\n}} else {{\n{also}\n}}\n}}\n"
+    text = "\n".join([f"{head} {{", "if (blockIdx.x < also_first) {", body, "} else {", also, "}", "}", ""])
     tensors = (*one.tensors[:reads], *other.tensors[:also_reads], *one.tensors[reads:], *other.tensors[also_reads:])
     blocks, also_blocks = one.blocks[0], other.blocks[0]
     sizes = (*one.sizes, *other.sizes, blocks)

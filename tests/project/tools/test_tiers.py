@@ -62,9 +62,13 @@ def test_each_file_of_the_repository_has_its_tests() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("not a checkout of git")
-    for name in listed.stdout.splitlines():
+    names = listed.stdout.splitlines()
+    for name in names:
         if name.startswith(("gemma4_compat/", "tests/unit/", "tools/", "docs/")):
             assert any((ROOT / path).exists() for path in tiers.of_a_file(name)), name
+    found = {path for name in names if name.startswith("gemma4_compat/") for path in tiers.of_a_file(name)}
+    rooms = {path.parent.name for path in (ROOT / "tests" / "unit").glob("*/__init__.py")}
+    assert {Path(path).parts[2] for path in found if path.startswith("tests/unit/")} == rooms
     assert tiers.of_a_file("gemma4_compat/patches/adapters/peft_x.py")[0] == "tests/patches/adapters/test_peft_x.py"
 
 

@@ -1,4 +1,4 @@
-"""Children end in one clear way, and with whoever waits for them; forks say what processes of their own would say."""
+"""How a child ended is always clear, and no child outlives its parent. A fork gives the result of a new process."""
 
 from __future__ import annotations
 
