@@ -48,7 +48,7 @@ class Bucket(Prompt):
         with static_caches.updated_by(self.cache, inputs["window"], inputs["real"], self.added):
             return self.model(**given)
 
-    def _ways(self) -> tuple[Any, ...]:
+    def _update_modes(self) -> tuple[Any, ...]:
         return ("bucket",)
 
 
