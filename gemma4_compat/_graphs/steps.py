@@ -18,8 +18,6 @@ from gemma4_compat._offload.transfer import streaming
 
 #: Grows with the text, and only the prompt reads it (transformers 5.5; later releases leave it out themselves).
 _OF_THE_PROMPT = ("mm_token_type_ids", "token_type_ids")
-
-
 _log = logging.getLogger("gemma4_compat")
 
 

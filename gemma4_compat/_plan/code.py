@@ -14,8 +14,8 @@ from gemma4_compat._plan.training_step import TARGETS, Step
 from gemma4_compat._training import mlp
 from gemma4_compat._training.captured import layers
 
-#: What fast decoding does.
 _ASSISTANT = "With it: model.generate(**inputs, assistant_model=assistant)"
+#: What fast decoding does.
 FAST = "Static cache; the decoding step is replayed as one CUDA graph. For PyTorch's bits: exact=True"
 _TRAINING = """\
 model = get_peft_model(

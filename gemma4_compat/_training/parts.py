@@ -14,7 +14,7 @@ from gemma4_compat._gemma4.models import walk
 from gemma4_compat._training import loss, mlp
 from gemma4_compat._training.captured import layers
 
-#: Bytes that have to stay free: neither fragmentation nor what kernels use internally is counted. As in plans.
+#: Bytes that a step leaves free: neither fragmentation nor what kernels use internally is counted. In plans as well.
 MARGIN = 1 << 29
 #: Bytes of a token in the layer that goes backward, in 16 bits: for each unit of its MLP, of its hidden states, and of
 #: the per-layer inputs of all layers. Fitted to steps that plans ran (tests/unit/training/test_parts.py).
@@ -61,7 +61,7 @@ def chosen(model: Any, max_tokens: int, named: Mapping[str, Any]) -> Chosen:
             raise Gemma4CompatError(f'train_fast got {part}={value!r}; it is "auto", {_others(part)}True or False')
         if value is False:
             continue
-        asks, why = asks_for_pieces(model, max_tokens) if (part, value) == ("mlp", _AUTO) else (True, "")
+        asks, why = needs_chunks(model, max_tokens) if (part, value) == ("mlp", _AUTO) else (True, "")
         why = why if not asks else _unavailable(part, model) or ""
         if not why:
             found.on.add(part)
@@ -111,7 +111,7 @@ def forget(model: Any) -> None:
     windows.forget(model)
 
 
-def asks_for_pieces(model: Any, tokens: int) -> tuple[bool, str]:
+def needs_chunks(model: Any, tokens: int) -> tuple[bool, str]:
     """Whether MLPs should be computed in chunks in steps of so many tokens; and why not."""
     import torch
 

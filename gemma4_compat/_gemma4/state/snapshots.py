@@ -79,7 +79,7 @@ class Entries:
             self._others.add(where, key, id(value), source)
 
     def add_size(self, where: Collection[Any], source: Source) -> None:
-        """Note the number of keys of a dictionary source keys are all noted: a new key changes it."""
+        """Note the number of keys of a dictionary whose keys are all noted: a new key changes it."""
         self._sized.append(where)
         self._sizes.append(_size(where))
         self._size_sources.append(source)

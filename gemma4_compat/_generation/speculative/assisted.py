@@ -58,7 +58,7 @@ class Text:
             self._lookup = Lookup(int(getattr(config, "max_matching_ngram_size", None) or 2))
             self._lookup.extend(ids[0].tolist())
         drafter = model if self._lookup is not None else self._assistant
-        self._known = self._decoding.paces.setdefault(drafter, draft_length.Known())
+        self._known = self._decoding.draft_lengths.setdefault(drafter, draft_length.Known())
         self._draft_length = draft_length.DraftLength(most, self._known)
         self._counted = [decoder.of(one).statistics for one in dict.fromkeys((model, drafter))]
         self._last: dict[Any, tuple[Any, Any]] = {}  # steps and their graphs, by what they are replayed for
@@ -312,7 +312,7 @@ class Text:
                 found = step.decoding.steps.again(step, graph)
             return self._run_anew(key, make()) if found is None else found
 
-        found: dict[str, Any] = self._given.alone(run)
+        found: dict[str, Any] = self._given.exclusively(run)
         return found
 
     def _run_anew(self, key: Any, step: Any) -> Any:

@@ -33,7 +33,7 @@ _ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters")
 _ADAPTER_DICTS = ("scaling",)
 #: Attributes of configurations, which a logits processor may also change.
 _IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
-#: Types source objects are values and source classes nobody changes.
+#: Modules of types whose objects are plain values, and whose classes nobody changes.
 _PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
 #: Attributes of the model itself that its callers set.
 _OF_CALLS = ("generation_config", "training", "forward")
@@ -323,7 +323,7 @@ class ModelGuards:
         return Recapture.of(self._differences())
 
     def _differences(self) -> list[Source]:
-        """What has changed, by cause and name; nothing of a snapshot that let go."""
+        """What has changed, by cause and name; nothing of a snapshot that was released."""
         return first(
             self._dispatched(),
             self._adapters.differences(),

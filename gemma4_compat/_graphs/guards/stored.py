@@ -60,7 +60,7 @@ def _of_state(weight: Any) -> list[Any]:
 
 
 def _of_file(entry: Any, name: str, folder: Any) -> tuple[int, ...]:
-    """When the file of a weight was written, and its size: nothing if there is none."""
+    """When the file of a weight was written, and its size; empty without a file."""
     path = Path(entry.get("safetensors_file") or Path(folder or "", f"{name}.dat"))
     if not path.exists():
         return ()

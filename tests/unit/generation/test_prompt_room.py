@@ -119,7 +119,7 @@ def test_pieces_are_as_large_as_a_cache_leaves_room_for(models: Models, monkeypa
     monkeypatch.setattr(prompts, "free", lambda _device, _kept=0: left)
     for length in (30, 200):
         generate(model, text(model, length))
-    short, long = decoder.of(calls.base(model)).largest_pieces.items()
+    short, long = decoder.of(calls.base(model)).largest_buckets.items()
     assert short[0][0] == long[0][0] == 1
     assert short[0][1] < long[0][1]
     assert short[1] > long[1]
