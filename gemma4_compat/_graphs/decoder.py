@@ -167,7 +167,7 @@ class Decoding:
 
     def reason(self, text: str, what: str = "decoding eagerly") -> None:
         """Record why steps, prompts or drafts are not replayed, and log it once."""
-        if self.statistics.is_new(text):
+        if self.statistics.add_reason(text):
             _log.warning("gemma4_compat: %s: %s", what, text)
 
     def reason_not_fused(self, text: str, how: str = "without fused kernels, with the same bits") -> None:

@@ -44,9 +44,10 @@ class Sampling:
     """
 
     def __init__(self, functions: list[Any], *, samples: bool, synced: bool = False, streamer: Any = None) -> None:
-        self.no_user_code = all(map(is_pure, functions)) and (streamer is None or _is_transformers(streamer))
+        self._pure = all(map(is_pure, functions))
+        self.no_user_code = self._pure and (streamer is None or _is_transformers(streamer))
         self.replays = self.ours = self.deferred = False
-        self._functions, self._samples, self._synced = functions, samples, synced
+        self._samples, self._synced = samples, synced
         self._launched: collections.deque[float] = collections.deque(maxlen=_TIMED + 1)
         self._replays = 0
         self._random_states: collections.deque[Any] = collections.deque(maxlen=2)
@@ -57,7 +58,7 @@ class Sampling:
         Processors and criteria are called once more than needed. Those of transformers remember nothing; the few that
         call a user's function hold it as an attribute, and rule deferral out.
         """
-        return self.replays and not self._synced and all(is_pure(function) for function in self._functions)
+        return self.replays and not self._synced and self._pure
 
     def launched(self) -> None:
         """Note that a step was replayed."""

@@ -79,8 +79,8 @@ class Statistics:
     capture_seconds: float = 0.0
     reasons: tuple[str, ...] = ()
 
-    def is_new(self, reason: str) -> bool:
-        """Note why calls run without a graph. Whether nobody has said so before."""
+    def add_reason(self, reason: str) -> bool:
+        """Note why calls run without a graph. Returns whether the reason is new."""
         new = reason not in self.reasons
         if new:
             self.reasons += (reason,)

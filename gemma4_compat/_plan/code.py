@@ -53,7 +53,7 @@ def loading_code(source: Source, placed: Layout, load: Load) -> str:
     lines += ["model.eval()"]
     chunk = load.prefill_chunk
     lines += [f"model.generation_config.prefill_chunk_size = {chunk}  # long prompts in parts"] if chunk else []
-    options = "model, assistants=True" if source.assistant is not None and source.in_rounds else "model"
+    options = "model, assistants=True" if source.assistant is not None and source.speculative else "model"
     lines += [f"# {FAST}.", f"gemma4_compat.decode_fast({options})"] if load.fast else []
     if source.assistant is not None:
         arguments = f'{_quoted(source.assistant)}, dtype=torch.bfloat16, device_map={{"": {_first(placed)}}}'

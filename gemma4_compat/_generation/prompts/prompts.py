@@ -16,7 +16,6 @@ from gemma4_compat._gemma4.cache import cache_names, prefill
 from gemma4_compat._gemma4.quantization import experts
 from gemma4_compat._graphs import deferred_stop, fused_steps, static_caches, steps
 from gemma4_compat._graphs.captured_calls import Known
-from gemma4_compat._graphs.statistics import PromptStatistics
 from gemma4_compat._kernels.specs import flash
 from gemma4_compat._memory.attention import EAGER_SCORES, mask_as_numbers, repeated
 from gemma4_compat._offload.transfer import streaming
@@ -68,7 +67,7 @@ class Prompt(steps.Step):
         self.hides_nothing = full is None and sliding is not None and prefill.hides_nothing(sliding[:, :, -1:], tokens)
         self._started: tuple[Any, ...] = ()  # what there was before
         super().__init__(decoding, model, inputs, cache, found or ())
-        self.statistics = PromptStatistics(decoding.statistics)
+        self.statistics = decoding.prompts.statistics
         self.refused_as = "prompts"  # if one cannot be captured, no other is tried
         self.fuses &= inputs[self.reads].shape[:2].numel() <= MAX_FUSED
 
