@@ -277,7 +277,7 @@ class ModelGuards:
         return self._adapters.now()
 
     def check_weights(self) -> bool:
-        """The same, regardless of which adapters are active."""
+        """Whether hooks, weights and modes are unchanged, regardless of which adapters are active."""
         return self._check_hooks() and self._often.check() and self._are_there(self._tensors, self._addresses)
 
     @staticmethod
