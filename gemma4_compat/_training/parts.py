@@ -8,6 +8,7 @@ from typing import Any
 
 from gemma4_compat._engine.io.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4 import host
 from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat._gemma4.attention import windows
 from gemma4_compat._gemma4.models import walk
@@ -113,18 +114,15 @@ def forget(model: Any) -> None:
 
 def needs_chunks(model: Any, tokens: int) -> tuple[bool, str]:
     """Whether MLPs should be computed in chunks in steps of so many tokens; and why not."""
-    import torch
-
     if tokens <= mlp.TOKENS:
         return False, f"{tokens:,} tokens are one chunk"
     layer = layers.decoder_layers(model)[0]
     device = module_hooks.hook_device(layer.input_layernorm) or layer.input_layernorm.weight.device
     if getattr(layer, "enable_moe_block", False):
         return False, "experts take more, and are never in chunks"
-    if device.type != "cuda":
+    needed, free = step(model, tokens), host.free_memory(device)
+    if free is None:
         return False, f"the model is on {device}"
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    needed, free = step(model, tokens), torch.cuda.mem_get_info(device)[0] + unused
     if needed + MARGIN <= free:
         return False, f"a step of {tokens:,} tokens takes about {size_text(needed)}, and {size_text(free)} are free"
     return True, ""
