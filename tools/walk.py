@@ -34,9 +34,8 @@ class Walk:
         code = frame.f_code
         if event not in ("call", "return") or not code.co_filename.startswith(PACKAGE):
             return
-        if code.co_flags & inspect.CO_OPTIMIZED and not code.co_filename.startswith(
-            self._stand_ins
-        ):  # no module or class
+        is_function = code.co_flags & inspect.CO_OPTIMIZED  # no module or class
+        if is_function and not code.co_filename.startswith(self._stand_ins):
             self._depth += 1 if event == "call" else -1
             self.deepest = max(self.deepest, self._depth)
             self.functions.add(code)

@@ -77,7 +77,7 @@ def counted() -> Data:
     """Steps so far by how they ran, and what captures took."""
     from gemma4_compat._graphs import decoder
 
-    found = decoder.decoding_statistics(models.base(_model))
+    found = decoder.statistics(models.base(_model))
     return {name: getattr(found, name) for name in COUNTS} | {"reasons": list(found.reasons)}
 
 

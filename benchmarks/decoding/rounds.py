@@ -239,7 +239,7 @@ class Case:
         with paced(lambda _most: count), graphs() as replayed:
             self._settled(lambda: self.one(0.0, max(self._warm, self.options.tokens)))
             rows = [self.one(share, self.options.tokens) for share in shares]
-        wall = 1000 * decoder.of(inner).paces[self.assistant].seconds.get(count, float("nan"))
+        wall = 1000 * decoder.of(inner).draft_lengths[self.assistant].seconds.get(count, float("nan"))
         names = (f"drafts {count}", f"reads {count + 1}")
         took = {name: milliseconds(replayed[name]) for name in names if name in replayed}
         self.found.setdefault("ms", {})[str(count)] = {"graphs": took, "round": wall}
@@ -252,7 +252,7 @@ class Case:
 
         rows: tuple[list[Data], list[Data]] = ([], [])
         for share in shares:
-            decoder.of(models.base(self.model)).paces.clear()
+            decoder.of(models.base(self.model)).draft_lengths.clear()
             for found in rows:
                 found.append(self.one(share, tokens))
         for name, found in zip(("pace", "then"), rows):

@@ -258,7 +258,7 @@ def speed(run: Run, model: Any, name: str, *, slow: bool) -> Data:
             found[way] |= {"bus_bound_tok_s": bound, "share_of_bound": rate / bound}
     if only_eager:
         return found
-    counted = decoder.decoding_statistics(model)
+    counted = decoder.statistics(model)
     if counted.fused and name in ("card", "experts", "budget:8"):
         tokens, settled = TOKENS["replayed"]
         with separate_kernels(model):

@@ -57,7 +57,7 @@ def statistics(model: Any) -> Statistics:
         Gemma4CompatError: ``model`` is not a module.
     """
     model = arguments.model(model, "statistics")
-    return Statistics(decoder.decoding_statistics(model), fast.training_statistics(model), listing.attached(model))
+    return Statistics(decoder.statistics(model), fast.statistics(model), listing.attached(model))
 
 
 def _counted(found: Any) -> list[str]:

@@ -1,8 +1,9 @@
-"""What some patches require of the host before they apply."""
+"""What this machine has: what some patches require before they apply, and free memory."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from gemma4_compat._engine.patch import Detection
 
@@ -18,3 +19,18 @@ def packs_for_cpu() -> Detection:
     """Bitsandbytes repacks 4-bit weights for its fused kernel only on CPUs with AVX512-BF16."""
     functional = sys.modules["bitsandbytes.functional"]
     return Detection.AFFECTED if functional.has_avx512bf16() else Detection.NOT_AFFECTED
+
+
+def free_memory(device: Any, kept: int = 0) -> int | None:
+    """Bytes that PyTorch can still allocate; None for a device without CUDA.
+
+    Args:
+        device: a ``torch.device``.
+        kept: unused bytes that belong to graphs.
+    """
+    import torch
+
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - kept
+    return int(torch.cuda.mem_get_info(device)[0] + max(unused, 0))

@@ -66,12 +66,12 @@ class Decoder:
             return None
         first, self._first = self._first, False
         step.following = self.following
-        return self.alone(functools.partial(self._decoding.run, step, first=first))
+        return self.exclusively(functools.partial(self._decoding.run, step, first=first))
 
     def follow(self, ids: Any) -> Any:
         """Return what the model returns for the token that ends ``ids``, [batch, length], if ``following.ready``."""
         assert self.following is not None
-        outputs = self.alone(functools.partial(self._follow, self.following, ids))
+        outputs = self.exclusively(functools.partial(self._follow, self.following, ids))
         return self(**self.following.stop()) if outputs is None else outputs
 
     def _follow(self, following: step_inputs.Following, ids: Any) -> Any:
@@ -102,12 +102,12 @@ class Decoder:
         """Replay a prompt if possible; otherwise, and without one, call ``eagerly``."""
         if prompt is None or prompt.unsupported_reason is not None:
             return eagerly()
-        outputs = self.alone(functools.partial(prompts.run, prompt, first=self._first))
+        outputs = self.exclusively(functools.partial(prompts.run, prompt, first=self._first))
         if outputs is not None:
             self._first = False
             return outputs
         outputs = eagerly()
-        self.alone(functools.partial(prompts.has_run, prompt))
+        self.exclusively(functools.partial(prompts.has_run, prompt))
         return outputs
 
     def _read_without_a_graph(self, inputs: dict[str, Any], *, merged: bool) -> Any:
@@ -139,7 +139,7 @@ class Decoder:
         with embedded.read_by(self._read_embedded, self.model):
             return self._model_reads(inputs)
 
-    def read_piece(self, inputs: dict[str, Any], real: int, *, first: bool) -> bool:
+    def read_bucket(self, inputs: dict[str, Any], real: int, *, first: bool) -> bool:
         """Read a bucket of a prompt. False, and nothing has run, if the ``first`` one shows that it cannot be done.
 
         Args:
@@ -151,7 +151,7 @@ class Decoder:
         bucket = buckets.Bucket(decoding, model, inputs, cache_names.cache_in(inputs), real)
         if bucket.unsupported_reason is not None or (first and decoding.prompts.refuses(bucket)):
             return False
-        if self.alone(functools.partial(prompts.run, bucket, first=self._first)) is not None:
+        if self.exclusively(functools.partial(prompts.run, bucket, first=self._first)) is not None:
             self._first = False
             return True
         if first and next(unsupported.prompt_reasons(model), None) is not None:
@@ -160,21 +160,21 @@ class Decoder:
             prompts.make_room(decoding, model, inputs)
         with bucket.numerics():
             bucket.forward(bucket.inputs)
-        self.alone(functools.partial(prompts.has_run, bucket))
+        self.exclusively(functools.partial(prompts.has_run, bucket))
         return True
 
-    def largest_piece(self, rows: int, cache: Any) -> int:
+    def largest_bucket(self, rows: int, cache: Any) -> int:
         """Tokens of the largest bucket of a prompt of so many rows: as much as there was room for, the first time that
         a cache was as long as this one.
         """
-        known, key = self._decoding.largest_pieces, (rows, static_caches.length(cache))
+        known, key = self._decoding.largest_buckets, (rows, static_caches.length(cache))
         if key not in known:
             *several, small = [size for size in buckets.sizes(rows) if size >= buckets.SMALL]
             where = self._decoding, self.model, self.model.device
             known[key] = next((size for size in several if prompts.has_room(*where, rows, size, cache)), small)
         return known[key]
 
-    def alone(self, function: Callable[[], Any]) -> Any:
+    def exclusively(self, function: Callable[[], Any]) -> Any:
         """Call ``function`` while other threads run no step of this model."""
         lock = model_lock.of(self.model)
         if lock is None:

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._engine.io import arguments
 from gemma4_compat._engine.runtime import locks
 from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._gemma4.models import walk
@@ -117,15 +116,14 @@ class Decoding:
         self.any_length = False  # whether prompts are read in buckets of a few sizes
         self.assistants = False  # whether texts with an assistant model are decoded in speculative steps
         self.known_assistants: weakref.WeakSet[Any] = weakref.WeakSet()  # models that keep graphs for this one
-        self.paces: weakref.WeakKeyDictionary[Any, Any] = (
-            weakref.WeakKeyDictionary()
-        )  # `draft_length.Known`, by assistant
+        #: `draft_length.Known`, by assistant
+        self.draft_lengths: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.custom = False  # whether custom kernels may run
         self.fuses = True
         self.lock = locks.Lock(locks.DECODING)
         self.memories: list[static_caches.Memory] = []
         self.waiting: weakref.ref[Any] | None = None  # the `call.Decoder` that was made last
-        self.largest_pieces: dict[tuple[int, int], int] = {}  # of prompts, in tokens, by rows and length of the cache
+        self.largest_buckets: dict[tuple[int, int], int] = {}  # of prompts, in tokens, by rows and length of the cache
         self.shapes: Any = None  # of the model and where it is, for `_generation.prompts.room`
         self._states = AdapterStates(self.statistics)
         self.steps = CapturedCalls(
@@ -169,7 +167,7 @@ class Decoding:
 
     def reason(self, text: str, what: str = "decoding eagerly") -> None:
         """Record why steps, prompts or drafts are not replayed, and log it once."""
-        if self.statistics.is_new(text):
+        if self.statistics.add_reason(text):
             _log.warning("gemma4_compat: %s: %s", what, text)
 
     def reason_not_fused(self, text: str, how: str = "without fused kernels, with the same bits") -> None:
@@ -224,11 +222,11 @@ class Decoding:
         with self.lock.held():
             if self._states.states:
                 self._states.lose(Cause.TURNED_OFF)
-            self.memories, self.shapes, self.largest_pieces = [], None, {}
+            self.memories, self.shapes, self.largest_buckets = [], None, {}
             for assistant in self.known_assistants:
                 of(assistant).clear()
             self.known_assistants.clear()
-            self.paces.clear()
+            self.draft_lengths.clear()
 
     @property
     def captured(self) -> bool:
@@ -282,18 +280,11 @@ def is_preferred(model: Any) -> bool:
     return found is not None and found.preferred
 
 
-def decoding_statistics(model: Any) -> DecodingStatistics:
-    """How the one-token steps of ``model`` were run; PEFT, DDP or ``torch.compile`` may wrap the model.
+def statistics(model: Any) -> DecodingStatistics:
+    """The object in which ``generate`` of a model counts. PEFT, DDP or ``torch.compile`` may wrap the model.
 
-    >>> counted = decoding_statistics(model)
-    >>> counted.replayed, counted.captured, counted.reasons
-    (199, 1, ())
-
-    It is the model's own object: later calls of ``generate`` go on counting in it. Reading it changes no model.
-
-    Raises:
-        Gemma4CompatError: ``model`` is not a module.
+    Reading it changes no model.
     """
-    inner = walk.unwrapped(arguments.model(model, "decoding_statistics"))
+    inner = walk.unwrapped(model)
     found: Decoding | None = vars(inner).get(_ATTRIBUTE)
     return _read_early.setdefault(inner, DecodingStatistics()) if found is None else found.statistics

@@ -33,7 +33,7 @@ class Sampling:
     Args:
         functions: its logits processors and stopping criteria.
         samples: whether tokens are sampled.
-        alone: no other process has to run the same number of steps.
+        synced: other processes run the same number of steps.
         streamer: what gets the tokens.
 
     Attributes:
@@ -43,10 +43,11 @@ class Sampling:
         deferred: from now on, stops are read one step late.
     """
 
-    def __init__(self, functions: list[Any], *, samples: bool, alone: bool = True, streamer: Any = None) -> None:
-        self.no_user_code = all(map(is_pure, functions)) and (streamer is None or _is_transformers(streamer))
+    def __init__(self, functions: list[Any], *, samples: bool, synced: bool = False, streamer: Any = None) -> None:
+        self._pure = all(map(is_pure, functions))
+        self.no_user_code = self._pure and (streamer is None or _is_transformers(streamer))
         self.replays = self.ours = self.deferred = False
-        self._functions, self._samples, self._alone = functions, samples, alone
+        self._samples, self._synced = samples, synced
         self._launched: collections.deque[float] = collections.deque(maxlen=_TIMED + 1)
         self._replays = 0
         self._random_states: collections.deque[Any] = collections.deque(maxlen=2)
@@ -57,7 +58,7 @@ class Sampling:
         Processors and criteria are called once more than needed. Those of transformers remember nothing; the few that
         call a user's function hold it as an attribute, and rule deferral out.
         """
-        return self.replays and self._alone and all(is_pure(function) for function in self._functions)
+        return self.replays and not self._synced and self._pure
 
     def launched(self) -> None:
         """Note that a step was replayed."""
@@ -85,12 +86,12 @@ class Sampling:
 
 
 @contextlib.contextmanager
-def sampling(functions: list[Any], *, samples: bool, alone: bool, streamer: Any = None) -> Iterator[None]:
+def sampling(functions: list[Any], *, samples: bool, synced: bool = False, streamer: Any = None) -> Iterator[Sampling]:
     """Inside, :func:`current` returns this ``_sample``."""
     outer = current()
-    _running.sampling = Sampling(functions, samples=samples, alone=alone, streamer=streamer)
+    _running.sampling = found = Sampling(functions, samples=samples, synced=synced, streamer=streamer)
     try:
-        yield
+        yield found
     finally:
         _running.sampling = outer
 

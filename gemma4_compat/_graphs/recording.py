@@ -103,7 +103,7 @@ class CudaRecording:
             # random numbers are still drawn as in a capture.
             for names in (_END_ALLOCATION, _RELEASE_POOL):
                 function = _private(names)
-                assert function is not None  # or this is a reason
+                assert function is not None  # :meth:`unsupported_reason` has seen to it
                 function(self._device.index, self._pool)
             another = torch.cuda.CUDAGraph()
             another.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")

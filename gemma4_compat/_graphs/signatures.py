@@ -24,16 +24,16 @@ _SETTINGS = (
 )
 
 
-def of(ways: tuple[Any, ...], inputs: dict[str, Any], found: list[Any]) -> tuple[Any, ...]:
+def of(modes: tuple[Any, ...], inputs: dict[str, Any], found: list[Any]) -> tuple[Any, ...]:
     """The signature of a step.
 
     Args:
-        ways: what the updates of its cache depend on, which is not in a tensor.
+        modes: what the updates of its cache depend on, which is not in a tensor.
         inputs: by name.
         found: the tensors in them.
     """
     shapes = tuple([(tensor.shape, tensor.dtype, tensor.stride()) for tensor in found])
-    return ways, shapes, tuple(_names(inputs)), *settings()
+    return modes, shapes, tuple(_names(inputs)), *settings()
 
 
 def differences(

@@ -420,9 +420,9 @@ def _any_held(found: tuple[Any, ...]) -> bool:
 
     if not hasattr(torch._C, "_storage_Use_Count"):
         return True
-    nobodys = (torch.empty(1),)
-    (alone,) = map(_holders, nobodys)
-    return any(holders != alone for holders in map(_holders, found))
+    only_here = (torch.empty(1),)
+    (unshared,) = map(_holders, only_here)
+    return any(holders != unshared for holders in map(_holders, found))
 
 
 def _holders(tensor: Any) -> tuple[int, int]:

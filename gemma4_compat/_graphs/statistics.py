@@ -79,8 +79,8 @@ class Statistics:
     capture_seconds: float = 0.0
     reasons: tuple[str, ...] = ()
 
-    def is_new(self, reason: str) -> bool:
-        """Note why calls run without a graph. Whether nobody has said so before."""
+    def add_reason(self, reason: str) -> bool:
+        """Note why calls run without a graph. Returns whether the reason is new."""
         new = reason not in self.reasons
         if new:
             self.reasons += (reason,)
@@ -118,7 +118,7 @@ class DecodingStatistics(Statistics):
         prompts_captured: graphs that were captured for them.
         prompts_fused: those that were captured again with fused kernels.
         prompts_in_chunks: how often memory was too short for a prompt that is read at once, or for a larger chunk.
-        prompt_tokens_read: after ``reuse_prefix``, tokens of prompts that were read.
+        prompt_tokens_read: after ``decode_fast(reuse_prefix=True)``, tokens of prompts that were read.
         prompt_tokens_reused: those that the cache of the call before held.
         not_reused: why prompts were read from their beginning: how often each reason.
         rounds: forwards that read the newest token and drafts (``decode_fast(assistants=True)``); the first ones of a

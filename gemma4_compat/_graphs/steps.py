@@ -18,8 +18,6 @@ from gemma4_compat._offload.transfer import streaming
 
 #: Grows with the text, and only the prompt reads it (transformers 5.5; later releases leave it out themselves).
 _OF_THE_PROMPT = ("mm_token_type_ids", "token_type_ids")
-
-
 _log = logging.getLogger("gemma4_compat")
 
 
@@ -75,7 +73,7 @@ class Step(Call):
         self.sliding = static_caches.sliding(cache)
         self.addresses = static_caches.addresses(found)
         self.tokens = self.added = int(inputs[self.reads].shape[1])
-        self.signature = self.refused_as = signatures.of(self._ways(), self.inputs, self.tensors)
+        self.signature = self.refused_as = signatures.of(self._update_modes(), self.inputs, self.tensors)
         self.fuses, self.statistics = decoding.fuses, decoding.statistics
 
     @classmethod
@@ -105,7 +103,7 @@ class Step(Call):
                 return "the inputs are on several devices"
         return None
 
-    def _ways(self) -> tuple[Any, ...]:
+    def _update_modes(self) -> tuple[Any, ...]:
         """What the update of each sliding layer depends on, which is not in a tensor."""
         return tuple(map(static_caches.window_full, self.sliding))
 

@@ -14,8 +14,8 @@ from gemma4_compat._plan.training_step import TARGETS, Step
 from gemma4_compat._training import mlp
 from gemma4_compat._training.captured import layers
 
-#: What fast decoding does.
 _ASSISTANT = "With it: model.generate(**inputs, assistant_model=assistant)"
+#: What fast decoding does.
 FAST = "Static cache; the decoding step is replayed as one CUDA graph. For PyTorch's bits: exact=True"
 _TRAINING = """\
 model = get_peft_model(
@@ -53,7 +53,7 @@ def loading_code(source: Source, placed: Layout, load: Load) -> str:
     lines += ["model.eval()"]
     chunk = load.prefill_chunk
     lines += [f"model.generation_config.prefill_chunk_size = {chunk}  # long prompts in parts"] if chunk else []
-    options = "model, assistants=True" if source.assistant is not None and source.in_rounds else "model"
+    options = "model, assistants=True" if source.assistant is not None and source.speculative else "model"
     lines += [f"# {FAST}.", f"gemma4_compat.decode_fast({options})"] if load.fast else []
     if source.assistant is not None:
         arguments = f'{_quoted(source.assistant)}, dtype=torch.bfloat16, device_map={{"": {_first(placed)}}}'

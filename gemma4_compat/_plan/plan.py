@@ -186,7 +186,7 @@ def planned(request: Request) -> Plan:
         skip=tuple(config.default_skip_modules(built)),
         adapter=None if request.adapter is None else str(request.adapter),
         assistant=_assistant(name) if request.assistant else None,
-        in_rounds=load.fast and load.drafts > 0,
+        speculative=load.fast and load.drafts > 0,
         experts=experts,
         stored_experts=stored,
         chosen_experts=choose and experts is not None,

@@ -23,7 +23,7 @@ class Source:
         skip: ``llm_int8_skip_modules``.
         adapter: folder of a PEFT adapter to load onto it, or None.
         assistant: what drafts for it, as ``from_pretrained`` takes it, or None.
-        in_rounds: whether texts with it are replayed (``decode_fast(assistants=True)``).
+        speculative: whether texts with it are replayed (``decode_fast(assistants=True)``).
         experts: how the experts are stored, as for ``quantization``; None: in bf16, or the model has no experts.
         stored_experts: the checkpoint already has its experts in 4 bits.
         chosen_experts: nobody asked for experts in 4 bits, but in bf16 they would not all stay on the accelerator.
@@ -36,7 +36,7 @@ class Source:
     skip: tuple[str, ...] = ()
     adapter: str | None = None
     assistant: str | None = None
-    in_rounds: bool = False
+    speculative: bool = False
     experts: str | None = None
     stored_experts: bool = False
     chosen_experts: bool = False

@@ -17,9 +17,8 @@ from gemma4_compat._plan.training_step import Step, StepMemory
 from gemma4_compat._training import loss as chunks_of
 from gemma4_compat._training import mlp as mlp_of
 from gemma4_compat._training.captured import layers
+from gemma4_compat._training.parts import MARGIN
 
-#: Bytes that a step leaves free where it can: neither what kernels use internally nor fragmentation is counted.
-MARGIN = 1 << 29
 #: The model, its device as the map has it, and the bytes that may be allocated on it.
 Place = tuple[Blueprint, int | str, int]
 #: What a step takes without a switch and with it.

@@ -171,7 +171,7 @@ def _assistant(plan: Plan, width: int) -> Iterator[str]:
     if not taken:
         return
     text = f"The assistant takes {size_text(taken)}"
-    if plan.source.in_rounds:
+    if plan.source.speculative:
         text += ": weights, a second window of sliding layers, and graphs. How many tokens it drafts is measured as it"
         text += " runs, and it stops where drafts do not pay."
     elif plan.fast:

@@ -20,8 +20,8 @@ from gemma4_compat._memory.formulas import TrainingLoad
 from gemma4_compat._memory.layout import Layout
 from gemma4_compat._plan import budgets, code, switches, training_step
 from gemma4_compat._plan.result import Source, TrainingPlan
-from gemma4_compat._plan.switches import MARGIN
 from gemma4_compat._plan.training_step import Step, StepMemory
+from gemma4_compat._training.parts import MARGIN
 
 _SWITCHES = ("chunked_loss", "chunked_mlp", "sliding_windows", "train_fast")
 

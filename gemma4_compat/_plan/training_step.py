@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 import warnings
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -150,7 +151,7 @@ def measure(model: Any, quantized: Collection[str], step: Step, *, quantized_exp
             adapted.enable_input_require_grads()
         tokens = torch.zeros(step.batch, step.max_length, dtype=torch.long)
         inputs = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
-        if "mm_token_type_ids" in _parameters(model):
+        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
             inputs["mm_token_type_ids"] = torch.zeros_like(tokens)
         forward, backward, graphs = _run(adapted, model, step, inputs)
     return StepMemory(
@@ -219,8 +220,6 @@ def _masks_without_padding(model: Any, step: Step) -> dict[str, Any]:
 
 def can_offload() -> bool:
     """Whether this transformers has ``offload`` among the arguments of checkpointing (5.17 or newer)."""
-    import inspect
-
     from transformers import PreTrainedModel
 
     kind: Any = PreTrainedModel
@@ -436,12 +435,6 @@ def _experts_to_4bit(module: Any) -> None:
         return expert_forward.with_values(lambda made: upstream(made, *args), module, module.num_experts, make, {})
 
     module.forward = forward
-
-
-def _parameters(model: Any) -> Collection[str]:
-    import inspect
-
-    return inspect.signature(model.forward).parameters
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ class _Counted(layers.Training):
 
     def reason(self, text: str) -> None:
         """Keep why layers have no graph."""
-        self.statistics.is_new(text)
+        self.statistics.add_reason(text)
 
     def kept(self) -> Kept:
         """What all graphs keep."""

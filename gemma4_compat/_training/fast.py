@@ -104,18 +104,7 @@ def forward(layer: Any, below: Callable[..., Any], *given: Any, **named: Any) ->
     return below(*given, **named) if training is None else training.forward(layer, below, given, named)
 
 
-def training_statistics(model: Any) -> TrainingStatistics:
-    """How the decoder layers of a model ran in training steps since ``train_fast``.
-
-    Args:
-        model: as given to :func:`train_fast`, or a wrapper around it.
-
-    Returns:
-        a copy; all zero for a model without ``train_fast``.
-
-    Raises:
-        Gemma4CompatError: ``model`` is not a module.
-    """
-    model = arguments.model(model, "training_statistics")
+def statistics(model: Any) -> TrainingStatistics:
+    """How the decoder layers of a model ran in training steps since ``train_fast``: a copy, all zero without it."""
     found = (vars(layer).get(attached.TRAINING) for layer in layers.decoder_layers(model))
     return replace(next((one.statistics for one in found if one is not None), TrainingStatistics()))

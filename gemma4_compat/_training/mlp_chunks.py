@@ -55,7 +55,7 @@ def apply(
 def _function() -> Any:
     import torch
 
-    class InPieces(torch.autograd.Function):  # type: ignore[misc] # torch is not typed here
+    class InChunks(torch.autograd.Function):  # type: ignore[misc] # torch is not typed here
         """Keeps the inputs, and the state of the random numbers and of autocast for what is computed again."""
 
         @staticmethod
@@ -106,7 +106,7 @@ def _function() -> Any:
             of_trained = (next(given) if needed else None for needed in ctx.needs_input_grad[6:])
             return (first, None, None, None, None, None, *of_trained)
 
-    return InPieces
+    return InChunks
 
 
 def _recorded(ctx: Any, gradient: Any) -> list[Any]:

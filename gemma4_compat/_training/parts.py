@@ -8,13 +8,14 @@ from typing import Any
 
 from gemma4_compat._engine.io.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4 import host
 from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat._gemma4.attention import windows
 from gemma4_compat._gemma4.models import walk
 from gemma4_compat._training import loss, mlp
 from gemma4_compat._training.captured import layers
 
-#: Bytes that have to stay free: neither fragmentation nor what kernels use internally is counted. As in plans.
+#: Bytes that a step leaves free: neither fragmentation nor what kernels use internally is counted. In plans as well.
 MARGIN = 1 << 29
 #: Bytes of a token in the layer that goes backward, in 16 bits: for each unit of its MLP, of its hidden states, and of
 #: the per-layer inputs of all layers. Fitted to steps that plans ran (tests/unit/training/test_parts.py).
@@ -61,7 +62,7 @@ def chosen(model: Any, max_tokens: int, named: Mapping[str, Any]) -> Chosen:
             raise Gemma4CompatError(f'train_fast got {part}={value!r}; it is "auto", {_others(part)}True or False')
         if value is False:
             continue
-        asks, why = asks_for_pieces(model, max_tokens) if (part, value) == ("mlp", _AUTO) else (True, "")
+        asks, why = needs_chunks(model, max_tokens) if (part, value) == ("mlp", _AUTO) else (True, "")
         why = why if not asks else _unavailable(part, model) or ""
         if not why:
             found.on.add(part)
@@ -111,20 +112,17 @@ def forget(model: Any) -> None:
     windows.forget(model)
 
 
-def asks_for_pieces(model: Any, tokens: int) -> tuple[bool, str]:
+def needs_chunks(model: Any, tokens: int) -> tuple[bool, str]:
     """Whether MLPs should be computed in chunks in steps of so many tokens; and why not."""
-    import torch
-
     if tokens <= mlp.TOKENS:
         return False, f"{tokens:,} tokens are one chunk"
     layer = layers.decoder_layers(model)[0]
     device = module_hooks.hook_device(layer.input_layernorm) or layer.input_layernorm.weight.device
     if getattr(layer, "enable_moe_block", False):
         return False, "experts take more, and are never in chunks"
-    if device.type != "cuda":
+    needed, free = step(model, tokens), host.free_memory(device)
+    if free is None:
         return False, f"the model is on {device}"
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    needed, free = step(model, tokens), torch.cuda.mem_get_info(device)[0] + unused
     if needed + MARGIN <= free:
         return False, f"a step of {tokens:,} tokens takes about {size_text(needed)}, and {size_text(free)} are free"
     return True, ""

@@ -14,8 +14,7 @@ from gemma4_compat._doctor.check import answers, errors, prompts, speeds
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.quantization import config
 from gemma4_compat._generation.fast import decode_fast
-from gemma4_compat._graphs import fused_steps
-from gemma4_compat._graphs.decoder import decoding_statistics
+from gemma4_compat._graphs import decoder, fused_steps
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -155,10 +154,10 @@ class Case:
         """Replayed steps against the same call without replays, in PyTorch's bits; own kernels across placements."""
         decode_fast(self._model, exact=True)
         new = self._fast_tokens
-        prompt, before = self._prompt("text"), decoding_statistics(self._base).replayed
+        prompt, before = self._prompt("text"), decoder.statistics(self._base).replayed
         eager = answers.generated(self._model, prompt, new, self._suppressed, disable_compile=True)
         replayed = answers.generated(self._model, prompt, new, self._suppressed)
-        done = decoding_statistics(self._base)
+        done = decoder.statistics(self._base)
         found: dict[str, Any] = {
             "against_eager": answers.compared(eager, replayed),
             "replayed": done.replayed - before,
@@ -200,7 +199,7 @@ class Case:
 
     @property
     def _replays(self) -> bool:
-        return decoding_statistics(self._base).replayed > 0
+        return decoder.statistics(self._base).replayed > 0
 
     @property
     def _fast_tokens(self) -> int:

@@ -11,8 +11,6 @@ from gemma4_compat._engine.io import shadowed
 
 Say = Callable[[dict[str, Any]], None]
 
-_TINY_CONTEXT = 256
-
 
 def run(order: dict[str, Any], say: Say) -> None:
     """Say ``machine``, ``model``, ``adapter``, ``placements`` and what they share.

@@ -48,7 +48,7 @@ class Bucket(Prompt):
         with static_caches.updated_by(self.cache, inputs["window"], inputs["real"], self.added):
             return self.model(**given)
 
-    def _ways(self) -> tuple[Any, ...]:
+    def _update_modes(self) -> tuple[Any, ...]:
         return ("bucket",)
 
 
@@ -73,10 +73,10 @@ def read(given: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[
     if positions is None or any(tensor.shape[1:] != (held + new,) for tensor in shaped):
         return None
     ids, positions = input_ids[:, -new:], positions[:, -new:]
-    for start, end, size in cut(new - 1, given.largest_piece(len(input_ids), cache)):
+    for start, end, size in cut(new - 1, given.largest_bucket(len(input_ids), cache)):
         part = _padded(ids[:, start:end], size), _padded(positions[:, start:end], size)
         inputs = _inputs(model, cache, *part, mask, held + start, end - start)
-        if not given.read_piece(inputs, end - start, first=start == 0):
+        if not given.read_bucket(inputs, end - start, first=start == 0):
             return None
     inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
     outputs = given(**inputs, return_dict=True)

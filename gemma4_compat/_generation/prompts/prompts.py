@@ -12,11 +12,11 @@ import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._gemma4 import host
 from gemma4_compat._gemma4.cache import cache_names, prefill
 from gemma4_compat._gemma4.quantization import experts
 from gemma4_compat._graphs import deferred_stop, fused_steps, static_caches, steps
 from gemma4_compat._graphs.captured_calls import Known
-from gemma4_compat._graphs.statistics import PromptStatistics
 from gemma4_compat._kernels.specs import flash
 from gemma4_compat._memory.attention import EAGER_SCORES, mask_as_numbers, repeated
 from gemma4_compat._offload.transfer import streaming
@@ -68,7 +68,7 @@ class Prompt(steps.Step):
         self.hides_nothing = full is None and sliding is not None and prefill.hides_nothing(sliding[:, :, -1:], tokens)
         self._started: tuple[Any, ...] = ()  # what there was before
         super().__init__(decoding, model, inputs, cache, found or ())
-        self.statistics = PromptStatistics(decoding.statistics)
+        self.statistics = decoding.prompts.statistics
         self.refused_as = "prompts"  # if one cannot be captured, no other is tried
         self.fuses &= inputs[self.reads].shape[:2].numel() <= MAX_FUSED
 
@@ -254,7 +254,7 @@ def has_room(
     decoding: Decoding, model: Any, device: Any, rows: int, tokens: int, cache: Any, *, masks: bool = True
 ) -> bool:
     """Whether a forward fits twice into the memory that is free: see :func:`activations`."""
-    left = free(device, decoding.prompts.nbytes)
+    left = host.free_memory(device, decoding.prompts.nbytes)
     if left is None:
         return True
     copies = not computes_attention(decoding, model, cache)
@@ -280,21 +280,6 @@ def computes_attention(
     if static_caches.length(cache) < reading.POSITIONS:
         return False
     return reading.computes(model.device, model.dtype, heads) if heads else reading.is_used(model.device)
-
-
-def free(device: Any, kept: int = 0) -> int | None:
-    """Bytes that PyTorch can still allocate; None for a device without CUDA.
-
-    Args:
-        device: a ``torch.device``.
-        kept: unused bytes that belong to graphs.
-    """
-    import torch
-
-    if device.type != "cuda":
-        return None
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - kept
-    return int(torch.cuda.mem_get_info(device)[0] + max(unused, 0))
 
 
 def activations(model: Any, rows: int, tokens: int, cache: Any, *, masks: bool, copies: bool) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from gemma4_compat._gemma4 import host
 from gemma4_compat._gemma4.accelerate import device_maps
 from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._graphs import decoder, static_caches
@@ -112,13 +113,13 @@ class Room:
 
     def free(self) -> int | None:
         """Bytes that PyTorch can still allocate, graphs of prompts given back; None if nobody knows."""
-        if prompts.free(self._model.device) is None or self._shapes is None:
+        if host.free_memory(self._model.device) is None or self._shapes is None:
             return None
         (cut, share), kept = self._shapes, 0
         if any(self._decoding.steps.graphs()):
             streamed = share.stream_sizes(few=cut.experts is not None)
             kept = formulas.graph(cut, share.computed, streamed, self._load, head=True)
-        return prompts.free(self._model.device, kept)
+        return host.free_memory(self._model.device, kept)
 
     @property
     def _shapes(self) -> tuple[Blueprint, Share] | None:

@@ -58,13 +58,13 @@ class Text:
             self._lookup = Lookup(int(getattr(config, "max_matching_ngram_size", None) or 2))
             self._lookup.extend(ids[0].tolist())
         drafter = model if self._lookup is not None else self._assistant
-        self._known = self._decoding.paces.setdefault(drafter, draft_length.Known())
+        self._known = self._decoding.draft_lengths.setdefault(drafter, draft_length.Known())
         self._draft_length = draft_length.DraftLength(most, self._known)
         self._counted = [decoder.of(one).statistics for one in dict.fromkeys((model, drafter))]
         self._last: dict[Any, tuple[Any, Any]] = {}  # steps and their graphs, by what they are replayed for
         self._launched: list[speculative_steps.Launched] = []  # speculative steps that were not read, in order
         self._checked: set[int] = set()  # ids of models that were looked at in full
-        self._rounds, self._read_at = 0, 0.0
+        self._steps, self._read_at = 0, 0.0
         self._done = False
 
     def decode(self, model_kwargs: dict[str, Any]) -> Any:
@@ -90,7 +90,7 @@ class Text:
                 self._begin(newest, scores.shape[-1])
                 with self._model._optimize_model_for_decode():
                     while not self._done:
-                        self._round()
+                        self._step()
         finally:
             if self._noise is not None:
                 self._noise.finish()
@@ -114,7 +114,7 @@ class Text:
 
     # Speculative steps
 
-    def _round(self) -> None:
+    def _step(self) -> None:
         """A speculative step with as many drafts as :mod:`draft_length` says, or the first try of so many."""
         wanted = self._wanted()
         if self._done:
@@ -173,7 +173,7 @@ class Text:
 
     def _is_late(self) -> bool:
         """Whether a speculative step is read after the next one was launched, as in :mod:`deferred_stop`."""
-        waiting = self._rounds * deferred_stop.WAITING
+        waiting = self._steps * deferred_stop.WAITING
         return self._no_user_code and self._in_graph and self._known.seconds.get(0, float("inf")) <= waiting
 
     def _unusual(self) -> list[float]:
@@ -259,7 +259,7 @@ class Text:
         *chosen, right = one.read()  # the host waits
         now = time.perf_counter()
         seconds = now - max(one.begun, self._read_at)
-        self._rounds, self._read_at = self._rounds + 1, now
+        self._steps, self._read_at = self._steps + 1, now
         counted = self._decoding.statistics
         counted.rounds, counted.drafted = counted.rounds + 1, counted.drafted + one.drafts
         counted.accepted += right
@@ -312,7 +312,7 @@ class Text:
                 found = step.decoding.steps.again(step, graph)
             return self._run_anew(key, make()) if found is None else found
 
-        found: dict[str, Any] = self._given.alone(run)
+        found: dict[str, Any] = self._given.exclusively(run)
         return found
 
     def _run_anew(self, key: Any, step: Any) -> Any:

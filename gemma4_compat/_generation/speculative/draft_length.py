@@ -132,7 +132,7 @@ class DraftLength:
         return sum(share**place for place in range(drafts + 1)) / max(self._time(drafts), 1e-9)
 
     def _time(self, drafts: int) -> float:
-        """Seconds of a step; of one that was not timed, the least that those that were let expect."""
+        """Seconds of a step; of one that was not timed, estimated from those that were."""
         seconds = self._known.seconds
         if drafts in seconds:
             return seconds[drafts]

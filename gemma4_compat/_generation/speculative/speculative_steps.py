@@ -176,7 +176,7 @@ class _SpeculativeStep(steps.Step):
         """Have the next replay read these inputs, which have the shapes of those before."""
         self.tensors = signatures.tensors(inputs)
 
-    def _ways(self) -> tuple[Any, ...]:
+    def _update_modes(self) -> tuple[Any, ...]:
         return ()
 
     def changes(self) -> list[Any]:

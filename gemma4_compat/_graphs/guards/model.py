@@ -33,7 +33,7 @@ _ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters")
 _ADAPTER_DICTS = ("scaling",)
 #: Attributes of configurations, which a logits processor may also change.
 _IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
-#: Modules of classes that nobody changes and whose objects are values.
+#: Modules of types whose objects are plain values, and whose classes nobody changes.
 _PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
 #: Attributes of the model itself that its callers set.
 _OF_CALLS = ("generation_config", "training", "forward")
@@ -277,7 +277,7 @@ class ModelGuards:
         return self._adapters.now()
 
     def check_weights(self) -> bool:
-        """The same, regardless of which adapters are active."""
+        """Whether hooks, weights and modes are unchanged, regardless of which adapters are active."""
         return self._check_hooks() and self._often.check() and self._are_there(self._tensors, self._addresses)
 
     @staticmethod
@@ -323,7 +323,7 @@ class ModelGuards:
         return Recapture.of(self._differences())
 
     def _differences(self) -> list[Source]:
-        """What has changed, by cause and name; nothing of a snapshot that let go."""
+        """What has changed, by cause and name; nothing of a snapshot that was released."""
         return first(
             self._dispatched(),
             self._adapters.differences(),

@@ -53,7 +53,7 @@ def _stored(weights_map: Any, name: str) -> Any:
 
 
 def _of_state(weight: Any) -> list[Any]:
-    """Those of what a 4-bit weight is unpacked with."""
+    """Samples of the quantization state of a 4-bit weight, of what is not offloaded."""
     state = vars(weight).get("quant_state")
     parts = () if state is None else quant_states.tensors(vars(state).get(quant_states.ORIGIN, state))
     return [values.sampled(part) for part in parts if part.device.type != "meta"]

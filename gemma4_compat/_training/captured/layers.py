@@ -261,7 +261,7 @@ class Training:
 
     def reason(self, text: str) -> None:
         """Keep why layers run without a graph, and log it once."""
-        if self.statistics.is_new(text):
+        if self.statistics.add_reason(text):
             _log.warning("train_fast: decoder layers run without a graph: %s.", text)
 
 

@@ -38,13 +38,11 @@ _TOKENS = 16
 @PATCH.replaces("transformers.generation.utils", "GenerationMixin._sample")
 def sample(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     functions = [*(kwargs.get("logits_processor") or ()), *(kwargs.get("stopping_criteria") or ())]
-    samples = bool(kwargs["generation_config"].do_sample)
-    alone = not kwargs.get("synced_gpus")  # otherwise processes have to agree on the number of steps
-    with deferred_stop.sampling(functions, samples=samples, alone=alone, streamer=kwargs.get("streamer")):
-        running = deferred_stop.current()
-        no_user_code = (
-            running is not None and running.no_user_code and alone and not kwargs["generation_config"].is_assistant
-        )
+    config, streamer = kwargs["generation_config"], kwargs.get("streamer")
+    samples = bool(config.do_sample)
+    synced = bool(kwargs.get("synced_gpus"))  # processes have to agree on the number of steps
+    with deferred_stop.sampling(functions, samples=samples, synced=synced, streamer=streamer) as running:
+        no_user_code = running.no_user_code and not synced and not config.is_assistant
         if no_user_code and call.may_replay(self, cache_names.cache_in(kwargs)) and step_inputs.serves(self):
             kwargs |= fast_processors.quickened(kwargs)
             self = step_inputs.Loop(self, call.Decoder)

@@ -171,13 +171,13 @@ def prefill(
         config.prefill_chunk_size = size
         return self._prefill(input_ids, config, model_kwargs, *args, **kwargs)  # by all patches of it
 
-    def in_pieces() -> Any:
+    def in_buckets() -> Any:
         outputs = buckets.read(given, input_ids, generation_config, model_kwargs)
         return whole() if outputs is None else outputs
 
     tokens = chunks.may_be_cut(self, input_ids, generation_config, model_kwargs)
     decoding = decoder.of(self)
-    at_once = in_pieces if given is not None and decoding.any_length else whole
+    at_once = in_buckets if given is not None and decoding.any_length else whole
     if not tokens:
         return at_once()
     memory = room.Room(self, cache, len(input_ids), tokens)
@@ -253,7 +253,7 @@ def assisted_decoding(original: Original, self: Any, input_ids: Any, *args: Any,
         return self._sample(input_ids, generation_config=config, **options, **prepared)
     functions = [*given["logits_processor"], *given["stopping_criteria"]]
     samples = bool(config.do_sample)
-    with deferred_stop.sampling(functions, samples=samples, alone=True, streamer=given["streamer"]):
+    with deferred_stop.sampling(functions, samples=samples, streamer=given["streamer"]):
         return assisted.Text(self, input_ids, config, given).decode(prepared)
 
 

@@ -102,10 +102,10 @@ def _check(sequence: Sequence, world: ReplayWorld, tamper: Tamper | None) -> Rep
             if tamper is not None:
                 tamper(world, step)
             continue
-        before = decoder.decoding_statistics(world.base).replayed
+        before = decoder.statistics(world.base).replayed
         found, expected = SHOWING[step.name](world, **dict(step.options))
         compared, raised = compared + 1, raised + ("error" in expected)
-        steps += decoder.decoding_statistics(world.base).replayed - before
+        steps += decoder.statistics(world.base).replayed - before
         wrong = difference(expected, found)
         if wrong is not None:
             signature = f"{step.name}: {run.general(wrong[0])} differs"

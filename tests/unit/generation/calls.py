@@ -96,7 +96,7 @@ def layers(model: Any) -> Any:
 
 def steps(model: Any) -> Any:
     """The statistics as they are now."""
-    return dataclasses.replace(decoder.decoding_statistics(model))
+    return dataclasses.replace(decoder.statistics(model))
 
 
 def text(model: Any, length: int = 24, *, batch: int = 1, seed: int = 7) -> dict[str, Any]:

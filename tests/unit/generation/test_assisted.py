@@ -319,7 +319,7 @@ def test_the_next_text_begins_with_what_is_known(models: Models, assistant: Any)
     model = fast(models, None)
     given = calls.text(model, 12)
     ask(model, given, new=30, assistant_model=assistant)
-    known = decoder.of(model).paces
+    known = decoder.of(model).draft_lengths
     first = dict(known[assistant].seconds)
     assert 0 in first
     ask(model, given, new=30, assistant_model=assistant)

@@ -195,6 +195,6 @@ def test_pieces_are_smaller_where_memory_is_short(models: Models, monkeypatch: p
     model = fast(models, None)
     for seed in range(3):
         near(model, text(model, 30, seed=seed))
-        assert decoder.of(calls.base(model)).largest_pieces == {(1, 33): 4}
+        assert decoder.of(calls.base(model)).largest_buckets == {(1, 33): 4}
         monkeypatch.setattr(prompts, "has_room", lambda *_, **__: True)
     assert steps(model).prompts_captured == 1

@@ -251,7 +251,7 @@ def test_prompts_are_counted_apart() -> None:
 
 def test_a_reason_is_new_once() -> None:
     statistics = Statistics()
-    assert [statistics.is_new(reason) for reason in ("one", "one", "two")] == [True, False, True]
+    assert [statistics.add_reason(reason) for reason in ("one", "one", "two")] == [True, False, True]
     assert statistics.reasons == ("one", "two")
 
 

@@ -15,6 +15,7 @@ pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
 from gemma4_compat._engine import versions
+from gemma4_compat._gemma4 import host
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._generation.prompts import chunks, prompts, room
 from gemma4_compat._graphs import decoder, static_caches
@@ -61,7 +62,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def said(nbytes: int) -> None:
         monkeypatch.setattr(room, "_FEW", 0)
-        monkeypatch.setattr(prompts, "free", lambda device, kept=0: nbytes)
+        monkeypatch.setattr(host, "free_memory", lambda device, kept=0: nbytes)
 
     return said
 
@@ -335,7 +336,7 @@ def test_short_prompts_are_not_looked_at(fast: Fast, monkeypatch: pytest.MonkeyP
     """Their memory is not worth a look at the model."""
     model, _ = fast(1000, exact=False)
     monkeypatch.setattr(room, "shapes", lambda _model: pytest.fail("looked at"))
-    monkeypatch.setattr(prompts, "free", lambda device, kept=0: 1)
+    monkeypatch.setattr(host, "free_memory", lambda device, kept=0: 1)
     generate(model, text(model, 40))
     assert in_chunks(model) == 0
 

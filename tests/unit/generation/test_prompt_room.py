@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
+from gemma4_compat._gemma4 import host
 from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._graphs import decoder
 from tests.unit.generation import calls
@@ -25,7 +26,7 @@ LONG = 4096
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Have the device say how many bytes are left."""
-    return lambda nbytes: monkeypatch.setattr(prompts, "free", lambda _device, _kept=0: nbytes)
+    return lambda nbytes: monkeypatch.setattr(host, "free_memory", lambda _device, _kept=0: nbytes)
 
 
 @contextlib.contextmanager
@@ -116,10 +117,10 @@ def test_pieces_are_as_large_as_a_cache_leaves_room_for(models: Models, monkeypa
     monkeypatch.setattr(buckets, "UNIT", 64)
     model = gemma4_compat.decode_fast(models.fresh(None), any_length=True)
     left = needed(model, 64, 64)
-    monkeypatch.setattr(prompts, "free", lambda _device, _kept=0: left)
+    monkeypatch.setattr(host, "free_memory", lambda _device, _kept=0: left)
     for length in (30, 200):
         generate(model, text(model, length))
-    short, long = decoder.of(calls.base(model)).largest_pieces.items()
+    short, long = decoder.of(calls.base(model)).largest_buckets.items()
     assert short[0][0] == long[0][0] == 1
     assert short[0][1] < long[0][1]
     assert short[1] > long[1]

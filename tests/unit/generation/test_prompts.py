@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
+from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._graphs import captured_calls, decoder
 from tests.helpers import holders
@@ -81,6 +82,27 @@ def test_chunks(models: Models, size: int) -> None:
     answers(model, [40, 37], **options)
     assert counts(model) == (again[0], again[1] + sum(length // size + (length % size > 1) for length in (40, 37)))
     assert steps(model).captured <= 2  # windows that are not full yet
+
+
+def test_one_graph_serves_only_what_a_forward_finds_in_masks_and_caches(models: Models) -> None:
+    """Masks of one shape, and a mask that is None, do not say everything that Python decides by."""
+    import torch
+    from transformers import StaticCache
+
+    model = fast(models, None)
+
+    def signature(length: int, hidden: int) -> Any:
+        ids, sliding = torch.ones(1, 5, dtype=torch.long), torch.ones(1, 1, 5, WINDOW, dtype=torch.bool)
+        sliding[..., :hidden] = False
+        cache = StaticCache(config=model.config.get_text_config(), max_cache_len=length)
+        masks = {"full_attention": None, "sliding_attention": sliding}
+        inputs = {"input_ids": ids, "attention_mask": masks, "position_ids": ids.cumsum(1) - 1, "logits_to_keep": 1}
+        made = prompts.Prompt.of(decoder.of(model), model, inputs | {cache_names.NEW: cache})
+        assert made is not None
+        return made.signature
+
+    assert signature(32, 0) == signature(32, 0)
+    assert len({signature(32, 0), signature(32, 1), signature(64, 0)}) == 3
 
 
 def test_the_python_of_a_model_does_not_run_in_a_replay(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from gemma4_compat._memory.formulas import TrainingLoad
 from gemma4_compat._plan import equal_layers, switches, training, training_step
 from gemma4_compat._plan.text import plan_text
 from gemma4_compat._plan.training_step import Step
-from gemma4_compat._training import chunks, counting, mlp
+from gemma4_compat._training import chunks, counting, mlp, parts
 from gemma4_compat._training.captured import layers
 from tests.helpers import ROOT, without
 from tests.patches.training.parts import only
@@ -380,7 +380,7 @@ def test_more_memory_never_offloads_more(workspace: Any) -> None:
     away: list[set[str]] = []
     for left in (whole.peak - 1, whole.peak - whole.weights // 4):
         plan = gemma4_compat.plan_training(
-            str(workspace.checkpoint), left + switches.MARGIN, max_length=32, chunked_loss=False
+            str(workspace.checkpoint), left + parts.MARGIN, max_length=32, chunked_loss=False
         )
         assert plan.peak <= left
         assert not plan.warning
@@ -399,12 +399,12 @@ def test_a_step_leaves_memory_free_or_the_plan_warns() -> None:
             memory = training_step.StepMemory(backward=int((budget - free - least) / 1.01) - MIB, **step)
             return training._placed(cut, 0, budget, memory, {}, cpu=None).use[0]
 
-        use = placed(switches.MARGIN)
+        use = placed(parts.MARGIN)
         assert use.budget == budget
-        assert use.peak <= budget - switches.MARGIN
+        assert use.peak <= budget - parts.MARGIN
         assert not switches.warning(use)
-        use = placed(switches.MARGIN // 2)
-        assert budget - switches.MARGIN < use.peak <= budget
+        use = placed(parts.MARGIN // 2)
+        assert budget - parts.MARGIN < use.peak <= budget
         assert f"of {budget >> 30}.00 GiB are left" in switches.warning(use)
         with pytest.raises(Gemma4CompatError, match=f"there are {budget >> 30}.00 GiB"):
             placed(-3 * MIB)
@@ -418,7 +418,7 @@ def test_the_loss_is_in_chunks_where_that_is_needed() -> None:
         False: training_step.StepMemory(backward=3 << 30, **step),
         True: training_step.StepMemory(backward=1 << 30, **step),
     }
-    whole = training.layout.smallest_budget(cut, TrainingLoad(step=3 << 30), layers_leave=False) + switches.MARGIN
+    whole = training.layout.smallest_budget(cut, TrainingLoad(step=3 << 30), layers_leave=False) + parts.MARGIN
     for budget, chunked, why in (
         (whole, False, "in chunks the step would take 2.00 GiB less"),
         (whole - (200 << 20), True, "more decoder layers would be streamed"),
@@ -436,7 +436,7 @@ def test_mlps_are_in_pieces_where_nothing_else_fits() -> None:
         False: training_step.StepMemory(backward=3 << 30, **step),
         True: training_step.StepMemory(backward=1 << 30, **step),
     }
-    least = training.layout.smallest_budget(cut, TrainingLoad(step=3 << 30)) + switches.MARGIN
+    least = training.layout.smallest_budget(cut, TrainingLoad(step=3 << 30)) + parts.MARGIN
     for budget, chosen, why in (
         (least, False, "in chunks the step would take 2.00 GiB less, and more time"),
         (least - (100 << 20), True, "the step takes 2.00 GiB more, and would not leave 512 MiB free"),
@@ -495,8 +495,8 @@ def test_windows_are_used_where_layers_would_be_streamed(monkeypatch: pytest.Mon
         False: training_step.StepMemory(backward=3 << 30, **step),
         True: training_step.StepMemory(backward=2 << 30, **step),
     }
-    whole = training.layout.smallest_budget(cut, TrainingLoad(step=3 << 30), layers_leave=False) + switches.MARGIN
-    least = training.layout.smallest_budget(cut, TrainingLoad(step=3 << 30)) + switches.MARGIN
+    whole = training.layout.smallest_budget(cut, TrainingLoad(step=3 << 30), layers_leave=False) + parts.MARGIN
+    least = training.layout.smallest_budget(cut, TrainingLoad(step=3 << 30)) + parts.MARGIN
     for budget, last, chosen, why in (
         (whole, True, False, "would save 1.00 GiB and time, with another rounding of gradients"),
         (whole - (200 << 20), False, True, "more decoder layers would be streamed; it also takes less time"),
@@ -591,7 +591,7 @@ def test_layers_are_replayed_where_they_can_be_and_graphs_fit() -> None:
     never = memories | {True: training_step.StepMemory(**step, graphs=counting.Kept(reasons=("why",)))}
 
     def least(nbytes: int, **options: bool) -> int:
-        return training.layout.smallest_budget(cut, TrainingLoad(step=nbytes), **options) + switches.MARGIN
+        return training.layout.smallest_budget(cut, TrainingLoad(step=nbytes), **options) + parts.MARGIN
 
     whole = least(memories[True].peak, layers_leave=False)
     for budget, given, chosen, why in (
