@@ -33,6 +33,8 @@ FILES = {
 #: Cases of graph_decoding.py and multiprocessors.py -> what of the model is in host memory.
 _AWAY = {"gpu": (), "host": ("towers",), "streamed": ("towers", "layers")}
 _WITH_ADAPTER = "+lora"
+#: Runs before this day replayed PyTorch's kernels: ``decode_fast`` is faster today, unless the bus limits it.
+_CUSTOM_KERNELS = "2026-11-25"
 
 
 def texts() -> dict[Path, str]:
@@ -51,7 +53,9 @@ def _text(name: str, folders: tuple[str, ...]) -> str:
             base = case.removesuffix(_WITH_ADAPTER)
             if base in _AWAY:
                 entry = placements.setdefault(base, _placement(shape, base))
-                _add(entry, measured_case, adapter=case != base, context=run.get("settings", {}).get("prompt", 64))
+                context = run.get("settings", {}).get("prompt", 64)
+                replays = run["date"] >= _CUSTOM_KERNELS or base == "streamed"
+                _add(entry, measured_case, adapter=case != base, context=context, replays=replays)
     report = {
         "schema": 1,
         "gemma4_compat": runs[0]["gemma4_compat"],
@@ -125,7 +129,8 @@ def _placement(shape: str, case: str) -> dict[str, Any]:
     }
 
 
-def _add(entry: dict[str, Any], case: dict[str, Any], *, adapter: bool, context: int) -> None:
+def _add(entry: dict[str, Any], case: dict[str, Any], *, adapter: bool, context: int, replays: bool) -> None:
+    """Add what was measured; the speed of replays only if they are those of today."""
     speed: dict[str, Any] = {"adapter": adapter, "context": context}
     if "speed" in case:
         found, load = case["speed"]["summary"], case["load"]
@@ -139,8 +144,9 @@ def _add(entry: dict[str, Any], case: dict[str, Any], *, adapter: bool, context:
         if not adapter:
             entry["load_s"], entry["loading_peak"] = load["load_s"], round(load["memory"]["peak_gib"] * _GIB)
         for way, name in (("eager", "eager"), ("fast", "replayed")):
-            speed[f"{way}_tokens_s"] = found["tok_s"][name]["median"]
-            speed[f"{way}_first_token_s"] = found["first_token_s"][name]
+            timed = way == "eager" or replays
+            speed[f"{way}_tokens_s"] = found["tok_s"][name]["median"] if timed else None
+            speed[f"{way}_first_token_s"] = found["first_token_s"][name] if timed else None
     else:
         speed |= {"eager_tokens_s": None, "eager_first_token_s": None}
         speed |= {"fast_tokens_s": statistics.median(case["rounds"]), "fast_first_token_s": None}

@@ -12,8 +12,8 @@ _INTRODUCTION = """\
 
 Software that takes a model object and uses its device, its outputs or its weights. Each test gives it the tiny model
 on one device, then the same model with modules on disk or in host memory, and compares every number, text and trained
-weight: they must be bit-identical. `nox -s clients` runs them on the newest stack and on that of the
-forum thread (Python on a CPU, no hub); this page is generated from its results.
+weight: they must be bit-identical. `nox -s clients` runs them on a CPU, without a hub; this page is
+generated from its last results.
 
 What they need: [`transformers-model-device`](PATCHES.md#transformers-model-device),
 [`transformers-pipeline-device`](PATCHES.md#transformers-pipeline-device), and for training
@@ -45,5 +45,6 @@ def page() -> str:
         failed = [test for test, found in run["outcomes"].items() if found == "failed"]
         listed = "".join(f"\n- failed: `{re.sub('::', ' ', test)}`" for test in failed)
         raw = f"[raw](evidence/clients/{file.name})"
-        parts.append(f"## {file.stem}\n\n{stack} ({raw})\n\n" + "\n".join(rows) + f"\n{listed}")
+        title = f"## transformers {run['versions']['transformers']}"
+        parts.append(f"{title}\n\n{stack} ({raw})\n\n" + "\n".join(rows) + f"\n{listed}")
     return "\n".join(parts).rstrip() + "\n"

@@ -66,32 +66,32 @@ def test_whose_card_a_name_is(driver: str, name: str, same: bool) -> None:
 
 
 def test_a_plan_takes_the_measured_speed_and_says_so() -> None:
-    plan = gemma4_compat.plan_device_map("E2B", "9GiB", card="H200", **E2B)
+    plan = gemma4_compat.plan_device_map("E2B", "9GiB", card="H100", **E2B)
     (rate,) = plan.measured.values()
-    (report,) = [item for item in measured.of_card("H200") if item.model.variant == "E2B"]
+    (report,) = [item for item in measured.of_card("H100") if item.model.variant == "E2B"]
     whole = next(item for item in report.placements if not any(item.away.values()))
     assert rate == next(speed.fast_tokens_s for speed in whole.speeds if not speed.adapter)
     assert plan.modelled == {}
-    assert plan.as_data()["measured"] == {"H200": rate}
+    assert plan.as_data()["measured"] == {"H100": rate}
     said = " ".join(plan_text(plan).split())
-    assert f"Tokens a second, measured: {rate:.0f} on H200 after 64 tokens (docs/CARDS.md)." in said
+    assert f"Tokens a second, measured: {rate:.0f} on H100 after 64 tokens (docs/CARDS.md)." in said
     assert "modelled" not in said
 
 
 def test_towers_do_not_matter_for_decoding() -> None:
     """The plan keeps a tower that was in host memory when it was measured."""
-    plan = gemma4_compat.plan_device_map("E2B", "2GiB", card="H200", **E2B)
+    plan = gemma4_compat.plan_device_map("E2B", "2GiB", card="H100", **E2B)
     assert plan.measured
     assert not plan.streamed
 
 
 @pytest.mark.parametrize(
     "vram, options",
-    [("9GiB", {"quantize": "4bit"}), ("1.2GiB", {}), ("9GiB", {"card": "RTX 4090"})],
-    ids=["stored otherwise", "other layers in host memory", "another card"],
+    [("9GiB", {"quantize": "4bit"}), ("1.2GiB", {}), ("9GiB", {"card": "RTX 4090"}), ("9GiB", {"card": "H200"})],
+    ids=["stored otherwise", "other layers in host memory", "another card", "with PyTorch's kernels"],
 )
 def test_what_was_not_measured_is_modelled(vram: str, options: dict[str, Any]) -> None:
-    plan = gemma4_compat.plan_device_map("E2B", vram, **{"card": "H200", **E2B, **options})
+    plan = gemma4_compat.plan_device_map("E2B", vram, **{"card": "H100", **E2B, **options})
     assert plan.measured == {}
     assert len(plan.modelled) == 1
     assert "modelled and not measured" in " ".join(plan_text(plan).split())
@@ -107,7 +107,7 @@ def test_the_bus_of_a_measured_card_is_the_measured_one() -> None:
 
 
 def test_the_nearest_context_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = json.loads((measured.FOLDER / "NVIDIA-H200-E2B.json").read_bytes())
+    data = json.loads((measured.FOLDER / "NVIDIA-H100-E2B.json").read_bytes())
     speeds = data["placements"][0]["speeds"]
     speeds.append(speeds[0] | {"context": 4096, "fast_tokens_s": 99.0})
     (tmp_path / "card.json").write_text(json.dumps(data))
@@ -115,7 +115,7 @@ def test_the_nearest_context_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     measured.reports.cache_clear()
     try:
         for context, rate in ((128, speeds[0]["fast_tokens_s"]), (3000, 99.0)):
-            plan = gemma4_compat.plan_device_map("E2B", "12GiB", card="H200", **E2B | {"context": context})
-            assert plan.measured == {"H200": rate}
+            plan = gemma4_compat.plan_device_map("E2B", "12GiB", card="H100", **E2B | {"context": context})
+            assert plan.measured == {"H100": rate}
     finally:
         measured.reports.cache_clear()
