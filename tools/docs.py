@@ -118,7 +118,7 @@ def main() -> int:
         wanted[ROOT / "docs" / "INTERPRETERS.md"] = interpreters.page()
     for page, content in questions.pages().items():
         wanted[page] = filled(page.read_text(encoding="utf-8"), page.stem.replace("_", " "), content)
-    wanted |= small_card_report.pictures() | questions.pictures()
+    wanted |= small_card_report.pictures() | questions.pictures() | gives.pictures()
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv:
         for path in stale:

@@ -1,16 +1,20 @@
-"""The README's table of placement, memory and speed, from runs of graph_decoding.py, depth.py and experts.py."""
+"""What README shows: speed by depth and placement, from the last runs of depth.py and experts.py on one card with one
+release, and memory by placement, from the last runs of graph_decoding.py and experts.py.
+"""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
+from benchmarks.reporting.pictures import Panel, Row, chart
 from tools.pages import decoding
 from tools.pages.markers import ROOT
 
-#: Shape -> the cases of its run, and what a reader calls them.
+#: Shape -> the cases of its run, and what of the model is in host memory.
 ROWS = {
     "E2B": {
         "gpu": "nothing",
@@ -19,11 +23,11 @@ ROWS = {
     },
     "E4B": {
         "gpu": "nothing",
-        "gpu+lora": "the same, with an adapter",
+        "gpu+lora": "nothing; with an adapter",
         "host": "towers and per-layer embeddings",
     },
 }
-#: The same of the runs of experts.py.
+#: The same of the run of experts.py.
 EXPERTS = {
     "26B-A4B": {
         "card": "nothing",
@@ -31,6 +35,9 @@ EXPERTS = {
     }
 }
 ON_CARD = "layers_with_experts_on_card"
+#: Tokens of context.
+_LEAST, _MOST = "64", "32768"
+SPEED, MEMORY = ROOT / "docs" / "speed.svg", ROOT / "docs" / "memory.svg"
 
 
 def newest(shape: str, case: str, benchmark: str = "graph_decoding", done: str = "summary") -> dict[str, Any]:
@@ -44,52 +51,6 @@ def newest(shape: str, case: str, benchmark: str = "graph_decoding", done: str =
     )
 
 
-def section() -> str:
-    """A row for each placement, and what was measured on."""
-    rows = [
-        "| model, 4-bit | in host memory | peak VRAM | tokens a second | with `decode_fast` | llama.cpp, Q4_0 |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    dates: list[str] = []
-    for shape, cases in ROWS.items():
-        for case, what in cases.items():
-            run = newest(shape, case)
-            dates.append(run["date"])
-            found = run["cases"][case]["speed"]["summary"]
-            speed = found["tok_s"]
-            rows.append(
-                f"| {shape} | {what} | {peak(run['cases'][case]):.2f} GiB | {speed['eager']['median']:.1f} "
-                f"| **{at_depth(shape, case, 'own') or speed['replayed']['median']:.1f}** "
-                f"| {llama(shape, case)} |"
-            )
-    for shape, cases in EXPERTS.items():
-        for case, what in cases.items():
-            measured = newest(shape, case, "experts", "replayed")
-            dates.append(measured["date"])
-            found = measured["cases"][case]["speed"]
-            layers = measured["experts"]["layers"]
-            what = what.format(layers=layers, away=layers - measured["cases"][case].get(ON_CARD, 0))
-            rows.append(
-                f"| {shape} | {what} | {found['replayed']['peak_gib']:.2f} GiB | {found['eager']['tok_s']:.1f} "
-                f"| **{found['replayed']['tok_s']:.1f}** | - |"
-            )
-    machine, settings = run["machine"], run["settings"]
-    measured_on = " to ".join(sorted({min(dates), max(dates)}))
-    other = measured["machine"]["device"]
-    besides = f" (26B-A4B: one {other})" if other != machine["device"] else ""
-    rows += [
-        "",
-        f"One {machine['device']}{besides}, transformers {machine['versions']['transformers']}, random weights in the "
-        f"real shapes, a prompt of {settings['prompt']} tokens and at least {settings['tokens']['replayed']} new ones "
-        f"({measured_on}); VRAM is PyTorch's peak allocation, including loading. Without `decode_fast`, the CPU "
-        f"limits decoding speed. {deep()} llama.cpp does not train, and its outputs are its own "
-        "([comparison](docs/benchmarks/peers.md)). Longer contexts, a comparison with "
-        "upstream and all figures: "
-        "[a small card](docs/SMALL_CARD.md), [benchmarks](docs/BENCHMARKS.md#decoding-by-replay).",
-    ]
-    return "\n".join(rows)
-
-
 def by_depth(shape: str) -> dict[str, Any]:
     """The last committed run of depth.py."""
     file = max((ROOT / "benchmarks" / "results").glob(f"*/depth-{shape}.json"))
@@ -97,38 +58,102 @@ def by_depth(shape: str) -> dict[str, Any]:
     return found
 
 
-def at_depth(shape: str, case: str, way: str, depth: str = "64") -> float | None:
+def at_depth(shape: str, case: str, way: str, depth: str = _LEAST) -> float | None:
     """Tokens a second after so many tokens; None where it was not measured."""
-    found: float | None = (
-        by_depth(shape)["cases"].get(case, {"contexts": {}})["contexts"].get(depth, {"summary": {}})["summary"]
-    ).get(way, {"median": None})["median"]
+    summary = by_depth(shape)["cases"].get(case, {"contexts": {}})["contexts"].get(depth, {"summary": {}})["summary"]
+    found: float | None = summary.get(way, {"median": None})["median"]
     return found
 
 
-def deep() -> str:
-    """What decode_fast and llama.cpp reach in the same run, at the least and the greatest depth of the last runs."""
-    found: list[str] = []
-    for shape in ("E2B", "E4B", "12B"):
-        run = by_depth(shape)
-        contexts = run["cases"]["gpu"]["contexts"]
-        least, most = min(contexts, key=int), max(contexts, key=int)
-        own, peer = (
-            " and ".join(f"{contexts[depth]['summary'][way]['median']:.0f}" for depth in (least, most))
-            for way in ("own", "llama.cpp")
-        )
-        found.append(f"{shape} {own} (llama.cpp {peer})")
-    return (
-        f"`decode_fast` and llama.cpp in one run for each model: one {run['machine']['device']}, {run['date']}. "
-        "Tokens a second after "
-        f"{int(least):,} and {int(most):,} tokens of context, nothing in host memory: {', '.join(found)}; "
-        f"[all depths](docs/benchmarks/depth.md). {decoding.first_tokens()}"
+def with_experts(case: str) -> dict[str, Any]:
+    """The last committed run of experts.py with the 26B-A4B that has the case."""
+    return newest("26B-A4B", case, "experts", "replayed")
+
+
+def section() -> str:
+    """The pictures, a row for each placement, and what was measured on."""
+    columns = [(way, depth) for way in ("own", "llama.cpp") for depth in (_LEAST, _MOST)]
+    rows = [
+        "![Tokens a second by depth of the text](docs/speed.svg) ![Peak VRAM by placement](docs/memory.svg)",
+        "",
+        f"| model, 4-bit | in host memory | tokens a second, after {int(_LEAST):,} | after {int(_MOST):,} "
+        f"| llama.cpp, Q4_0, after {int(_LEAST):,} | after {int(_MOST):,} |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for shape, cases in ROWS.items():
+        for case, what in cases.items():
+            cells = [_number(at_depth(shape, case, *column)) for column in columns]
+            rows.append(f"| {shape} | {what} | **{cells[0]}** | **{cells[1]}** | {cells[2]} | {cells[3]} |")
+    for shape, cases in EXPERTS.items():
+        for case, what in cases.items():
+            speed = with_experts(case)["cases"][case]["speed"]["replayed"]["tok_s"]
+            rows.append(f"| {shape} | {_away(case, what)} | **{_number(speed)}** | - | - | - |")
+    notes = [_measured_on(), decoding.first_tokens(), _memory_measured_on()]
+    notes.append(
+        "llama.cpp does not train, and its outputs are its own. More: [every depth](docs/benchmarks/depth.md), [the "
+        "comparison](docs/benchmarks/peers.md), [all placements](docs/SMALL_CARD.md), "
+        "[benchmarks](docs/BENCHMARKS.md#decoding-by-replay)."
     )
+    rows += ["", " ".join(notes)]
+    return "\n".join(rows)
 
 
-def llama(shape: str, case: str) -> str:
-    """Tokens a second of llama.cpp; "-" where it was not measured."""
-    found = at_depth(shape, case, "llama.cpp")
-    return "-" if found is None else f"{found:.1f}"
+def _measured_on() -> str:
+    """One card and one release."""
+    runs = [by_depth(shape) for shape in ("E2B", "E4B", "12B")] + [with_experts(case) for case in EXPERTS["26B-A4B"]]
+    (card,) = {run["machine"]["device"] for run in runs}
+    (release,) = {run["machine"]["versions"]["transformers"] for run in runs}
+    (day,) = {run["date"] for run in runs}
+    return f"One {card}, transformers {release}, random weights in the real shapes, {day}."
+
+
+def _memory_measured_on() -> str:
+    runs = [newest(shape, case) for shape in ("E2B", "E4B") for case in ROWS[shape]]
+    cards = {f"{run['machine']['device']}, transformers {run['machine']['versions']['transformers']}" for run in runs}
+    (found,) = cards
+    return f"Peak VRAM is what PyTorch allocates (E2B, E4B: one {found})."
+
+
+def _away(case: str, what: str) -> str:
+    run = with_experts(case)
+    layers = run["experts"]["layers"]
+    return what.format(layers=layers, away=layers - run["cases"][case].get(ON_CARD, 0))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+def pictures() -> dict[Path, str]:
+    """Each picture and its text."""
+    depths = list(by_depth("E2B")["cases"]["gpu"]["contexts"])
+    kinds = {"own": "ours", "llama.cpp": "other"}
+    speeds = [
+        Row(
+            f"{int(depth):,} tokens",
+            kind,
+            tuple(at_depth(shape, "gpu", way, depth) for shape in ("E2B", "E4B", "12B")),
+        )
+        for depth in depths
+        for way, kind in kinds.items()
+    ]
+    title = "Tokens a second after so many tokens of text, all on the card (other software: llama.cpp, Q4_0)"
+    peaks = [
+        Row(f"{shape}: {what}", "ours", (peak(newest(shape, case)["cases"][case]),))
+        for shape in ("E2B", "E4B")
+        for case, what in ROWS[shape].items()
+    ]
+    peaks += [
+        Row(f"26B-A4B: {_away(case, what)}", "ours", (_peak_with_experts(case),))
+        for case, what in EXPERTS["26B-A4B"].items()
+    ]
+    memory = chart("Peak VRAM in GiB while loading and decoding in 4-bit, by what is in host memory", [Panel()], peaks)
+    return {SPEED: chart(title, [Panel("E2B"), Panel("E4B"), Panel("12B")], speeds), MEMORY: memory}
+
+
+def _peak_with_experts(case: str) -> float:
+    found: float = with_experts(case)["cases"][case]["speed"]["replayed"]["peak_gib"]
+    return found
 
 
 def peak(case: dict[str, Any]) -> float:
