@@ -8,11 +8,13 @@ nobody measures: an exit code, a size that an option takes, a step of a list.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.small_card import report
@@ -187,6 +189,26 @@ def drafted(shape: str, title: str) -> float:
     return float(found[heads.index(title)])
 
 
+def of_transformers(file: str, name: str) -> int:
+    """A default in a file of transformers' Gemma 4, read without its libraries."""
+    (folder,) = importlib.util.find_spec("transformers").submodule_search_locations  # type: ignore[union-attr,misc]
+    text = (Path(folder) / "models" / "gemma4" / f"{file}_gemma4.py").read_text(encoding="utf-8")
+    found = re.search(rf"^    +{name}(?:: int)? = (\d+)", text, re.MULTILINE)
+    assert found is not None, (file, name)
+    return int(found[1])
+
+
+def frames() -> tuple[int, int]:
+    """Of a video, and tokens of each."""
+    video = "video_processing"
+    return of_transformers(video, "num_frames"), of_transformers(video, "max_soft_tokens")
+
+
+def sounds() -> tuple[int, int]:
+    """Milliseconds of sound for a token, and tokens at most."""
+    return of_transformers("processing", "audio_ms_per_token"), of_transformers("processing", "audio_seq_length")
+
+
 CLAIMS = (
     Claim(
         "README.md",
@@ -242,6 +264,22 @@ CLAIMS = (
         "{:.0f} for the 31B)",
         lambda: tuple(map(windows, ("E2B", "E4B", "12B", "26B-A4B", "31B"))),
     ),
+    Claim(
+        "docs/MEDIA.md",
+        "An image takes up to {} tokens of the context, a second of sound {}, and a frame of a video up to {}, {}",
+        lambda: (of_transformers("image_processing", "max_soft_tokens"), 1000 // sounds()[0], *reversed(frames())),
+    ),
+    Claim(
+        "docs/MEDIA.md", "an image | at most {} |", lambda: (of_transformers("image_processing", "max_soft_tokens"),)
+    ),
+    Claim(
+        "docs/MEDIA.md",
+        "1 for each {} ms, at most {} ({} s)",
+        lambda: (*sounds(), sounds()[0] * sounds()[1] // 1000),
+    ),
+    Claim("docs/MEDIA.md", "a frame of a video | at most {},", lambda: (frames()[1],)),
+    Claim("docs/MEDIA.md", "frames of a video | {},", lambda: (frames()[0],)),
+    Claim("docs/MEDIA.md", "{} frames of {} tokens are {:,}", lambda: (*frames(), math.prod(frames()))),
     Claim("docs/DECODING.md", "fewer than {} tokens are shared", lambda: (session.LEAST,)),
     Claim("docs/DECODING.md", "caches of {:,} positions or more", lambda: (reading.POSITIONS,)),
     Claim("docs/DECODING.md", "a model keeps {} graphs", lambda: (decoder.MAX_GRAPHS,)),
@@ -261,13 +299,17 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
     "docs/CARDS.md": ("nested 4 bits",),
     "docs/SMALL_CARD.md": ("half a GiB", "about four times the size"),
     "docs/CHECK.md": ("Exit code 0", "1: it is", "2: it could", "leaves 128 of them"),
+    "docs/MEDIA.md": ("70, 140, 280, 560 or 1120",),
     "docs/DECODING.md": ("4 bits or nested 4 bits", "a quarter of the experts", "4 sequences, 8 of 128 experts"),
 }
 
 #: The pages that are read.
 PAGES = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("index", "SMALL_CARD", "LIMITS", "SYSTEMS", "CARDS", "CHECK", "DECODING")),
+    *(
+        f"docs/{name}.md"
+        for name in ("index", "SMALL_CARD", "LIMITS", "SYSTEMS", "CARDS", "CHECK", "DECODING", "MEDIA")
+    ),
 )
 
 
