@@ -224,6 +224,7 @@ CLAIMS = (
     ),
     Claim("docs/MEDIA.md", "a frame of a video | at most {},", lambda: (frames()[1],)),
     Claim("docs/MEDIA.md", "frames of a video | {},", lambda: (frames()[0],)),
+    Claim("docs/MEDIA.md", "it is ignored, and {} frames are read", lambda: (frames()[0],)),
     Claim("docs/MEDIA.md", "{} frames of {} tokens are {:,}", lambda: (*frames(), math.prod(frames()))),
     Claim("docs/DECODING.md", "fewer than {} tokens are shared", lambda: (session.LEAST,)),
     Claim("docs/DECODING.md", "caches of {:,} positions or more", lambda: (reading.POSITIONS,)),
