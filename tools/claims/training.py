@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from typing import Any
 
@@ -85,7 +86,30 @@ def asked() -> tuple[Any, ...]:
     return each, each // 4
 
 
+def step(way: str, tokens: str = "2,048") -> float:
+    """GiB that a step of the E4B reserves at most, from the table of trainers."""
+    page = (ROOT / "docs" / "benchmarks" / "trainers.md").read_text(encoding="utf-8")
+    found = re.findall(rf"\n\| \[E4B.*\| {way} \| {tokens} \| .*? \| [\d.]+ \| ([\d.]+) \|", page)
+    return max(map(float, found))
+
+
 CLAIMS = (
+    Claim(
+        "docs/TRAINERS.md",
+        "a step of 2,048 tokens with everything on the card reserves {:.1f} GiB without it, and {:.1f} GiB with it. TRL "
+        "has a loss in chunks of its own ({:.1f} GiB).",
+        lambda: tuple(map(step, ("upstream", "the same, loss in chunks", "upstream under TRL"))),
+    ),
+    Claim(
+        "docs/TRAINERS.md",
+        "use 512 tokens ({:.1f} GiB reserved)",
+        lambda: (step("the same, loss in chunks", "512"),),
+    ),
+    Claim(
+        "docs/TRAINERS.md",
+        "there, the step reserves {:.1f} GiB",
+        lambda: (step("table and towers on the host, loss in chunks"),),
+    ),
     Claim(
         _TRAINING,
         "sliding layers by windows, from {:,} tokens (E2B, E4B on a CPU: {:,})",
@@ -228,6 +252,10 @@ CLAIMS = (
 )
 
 CONSTANTS: dict[str, tuple[str, ...]] = {
+    "docs/TRAINERS.md": (
+        "12 GB",
+        "below 5.20",
+    ),
     _TRAINING: (
         "without a third copy",
         "that are 64 more than a multiple",
