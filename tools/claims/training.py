@@ -96,8 +96,8 @@ def step(way: str, tokens: str = "2,048") -> float:
 CLAIMS = (
     Claim(
         "docs/TRAINERS.md",
-        "a step of 2,048 tokens with everything on the card reserves {:.1f} GiB without it, and {:.1f} GiB with it. TRL "
-        "has a loss in chunks of its own ({:.1f} GiB).",
+        "a step of 2,048 tokens with everything on the card reserves {:.1f} GiB without it, and {:.1f} GiB with it. "
+        "TRL has a loss in chunks of its own ({:.1f} GiB).",
         lambda: tuple(map(step, ("upstream", "the same, loss in chunks", "upstream under TRL"))),
     ),
     Claim(
