@@ -44,6 +44,7 @@ from tools.pages.markers import filled, from_docs  # noqa: E402
 #: Page -> its generated parts. What is written for the README names files from the root of the repository.
 PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "README.md": [("common errors", errors.common), ("what it gives", gives.section)],
+    "docs/ERRORS.md": [("common errors", errors.common)],
     "docs/SMALL_CARD.md": [("small card", small_card_report.section)],
     "docs/MERGING.md": [("merge", measurements.merge_section), ("checkpoints", measurements.checkpoints_section)],
     "docs/RELEASES.md": [("upstream", measurements.upstream_section)],

@@ -48,6 +48,8 @@ def test_it_is_built_without_warnings_and_fetches_nothing(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     pages = list((tmp_path / "site").rglob("*.html"))
     assert len(pages) > 30
+    api = (tmp_path / "site" / "API.html").read_text(encoding="utf-8")
+    assert ("<blockquote>" in api, api.count('class="gp"') > 20) == (False, True)  # examples are code
     fetched = re.compile(r'<(?:script|img|iframe)\b[^>]*\bsrc="(?:https?:)?//|<link\b(?=[^>]*stylesheet)[^>]*//')
     assert fetched.search('<script src="https://unpkg.com/x"></script>')
     for page in pages:
