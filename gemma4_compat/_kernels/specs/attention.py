@@ -172,7 +172,7 @@ def bounds(call: Call) -> tuple[Kernel, Any] | None:
     batch, queries, length = call.mask.shape
     found = torch.empty((batch, queries, _RECORD), dtype=torch.int32, device=call.mask.device)
     sizes = (queries, length, *call.mask.stride())
-    text = _bounds_text(call.mask.dtype)
+    text = instance("attention.cuh", "attention::bounds", kinds()[call.mask.dtype].name)
     threads = min(1024, -(-length // 32) * 32)
     return Kernel(text, (call.mask, found), 1, sizes, block=threads, grid=(batch * queries, 1)), found
 
@@ -196,41 +196,28 @@ def kernels(call: Call, found: Any = None) -> tuple[list[Kernel], Any]:
     if found is None and mask is not None:
         first = bounds(call)
         launched, found = [first[0]], first[1]  # type: ignore[index]
-    outer = batch * queries
-    rows, splits = outer * kv_heads, _most_splits(length, kv_heads, width, _by_tensor_cores(query.dtype, width))
+    by_tensor_cores = _by_tensor_cores(query.dtype, width)
+    rows, splits = batch * queries * kv_heads, _most_splits(length, kv_heads, width, by_tensor_cores)
     new = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
     result = torch.empty((batch, queries, kv_heads * heads, width), dtype=query.dtype, device=query.device)
     parts = new((rows, splits if splits > 1 else 0, heads, width))
     of_splits = new((rows, splits if splits > 1 else 0, heads, 2))
     adds = mask is not None and 1 < splits <= _FEW  # the last block adds up
-    layout = _Layout(query.dtype, width, heads, None if mask is None else mask.dtype, adds)
-    shared = (kv_heads, queries, splits) if mask is not None else (kv_heads, queries, splits, length)
-    reads = [query, key, value] if mask is None else [query, key, value, mask]
-    if found is not None and not adds:
-        reads.append(found)
-    writes = [parts, of_splits, result, *([found] if adds else [])]
-    strides = [query.stride(0), query.stride(1), query.stride(2), query.stride(3)]
-    strides += [*key.stride()[:3], *value.stride()[:3], *(() if mask is None else mask.stride())]
-    grid = (splits if layout.by_tensor_cores else min(splits, max(1, _BLOCKS // kv_heads)), rows)
-    sizes = (*shared, *strides, call.scale)
-    text, threads = _attention_text(layout)
-    launched.append(Kernel(text, (*reads, *writes), len(writes), sizes, block=threads, grid=grid))
+    given, valid = (key, result) if mask is None else (mask, found)  # in place of what is not read
+    strides = [*query.stride()[:4], *key.stride()[:3], *value.stride()[:3]]
+    strides += (0, 0, 0) if mask is None else mask.stride()
+    (text, threads), (text_of_sum, threads_of_sum) = _texts(
+        query.dtype, None if mask is None else mask.dtype, width, heads, adds
+    )
+    tensors = query, key, value, given, parts, of_splits, result, valid  # of which those that add write the last
+    sizes = (kv_heads, queries, splits, length, *strides, call.scale)
+    grid = (splits if by_tensor_cores else min(splits, max(1, _BLOCKS // kv_heads)), rows)
+    launched.append(Kernel(text, tensors, 4, sizes, block=threads, grid=grid))
     if splits > 1 and not adds:
-        reads = [parts, of_splits, *([] if found is None else [found])]
-        text, threads = _sum_text(layout)
-        grid = (heads * width // (threads // 8), rows)
-        launched.append(Kernel(text, (*reads, result), 1, shared, block=threads, grid=grid))
+        sums, grid = (parts, of_splits, valid, result), (heads * width // (threads_of_sum // 8), rows)
+        launched.append(Kernel(text_of_sum, sums, 1, (kv_heads, splits, length), block=threads_of_sum, grid=grid))
     result = result.transpose(1, 2)
     return launched, result if tuple(result.shape) == call.shape else result.reshape(call.shape)
-
-
-def _splits(count: int, kv_heads: int, width: int, by_tensor_cores: bool) -> int:
-    """How many splits there are for so many keys: as ``Splits`` in ``attention.cuh``."""
-    if count <= _alone(width):
-        return 1
-    per = -(-count * kv_heads // (_BLOCKS * 4)) * 4
-    per = max(per, _FEWEST if count * kv_heads <= _BLOCKS // 2 * _FEWEST else _FEWER)
-    return -(-count // (per if by_tensor_cores else min(per, _MOST)))
 
 
 def _alone(width: int) -> int:
@@ -253,50 +240,24 @@ def _most_splits(length: int, kv_heads: int, width: int, by_tensor_cores: bool) 
     return max(found)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """What a kernel's text depends on; ``mask`` is a dtype or None, ``adds`` whether the last block adds up splits."""
-
-    dtype: Any
-    width: int
-    heads: int
-    mask: Any
-    adds: bool
-
-    @property
-    def by_tensor_cores(self) -> bool:
-        """Whether tensor cores compute it."""
-        return _by_tensor_cores(self.dtype, self.width)
-
-
 def _by_tensor_cores(dtype: Any, width: int) -> bool:
     return bool(dtype.itemsize == 2 and width >= 64)
 
 
 @functools.cache
-def _bounds_text(dtype: Any) -> str:
-    return instance("attention.cuh", "attention::bounds", kinds()[dtype].name)
+def _texts(dtype: Any, mask: Any, width: int, heads: int, adds: bool) -> tuple[tuple[str, int], tuple[str, int]]:
+    """The kernel that attends, and the one that adds up splits: each one's text, and the threads of a block.
 
-
-@functools.cache
-def _attention_text(layout: _Layout) -> tuple[str, int]:
-    """The text, and the threads of a block."""
-    file, how = ("attention_tensor.cuh", "TensorCores") if layout.by_tensor_cores else ("attention.cuh", "Lanes")
-    threads = 512 if layout.heads > 8 and not layout.by_tensor_cores else 256
-    kernel = "attend_to_all" if layout.mask is None else "attend_and_add" if layout.adds else "attend"
-    arguments = f"{kinds()[layout.dtype].name}, {_mask(layout)}, {layout.width}, {layout.heads}, {threads}"
-    return instance(file, f"attention::{kernel}", f"attention::{how}<{arguments}>"), threads
-
-
-@functools.cache
-def _sum_text(layout: _Layout) -> tuple[str, int]:
-    """The text, and the threads of a block."""
-    threads = 8 * min(layout.width, 32)
-    dtypes = (kinds()[layout.dtype].name, *(() if layout.mask is None else (_mask(layout),)))
-    kernel = "attention::sum_of_all" if layout.mask is None else "attention::sum"
-    arguments = (*dtypes, layout.width, layout.heads, layout.by_tensor_cores, threads)
-    return instance("attention.cuh", kernel, *arguments), threads
-
-
-def _mask(layout: _Layout) -> str:
-    return "attention::None" if layout.mask is None else kinds()[layout.mask].name
+    Args:
+        dtype: of the query.
+        mask: its dtype; None without.
+        width: of a head.
+        heads: that share a key-value head.
+        adds: whether the last block adds up splits.
+    """
+    known, by_tensor_cores = kinds(), _by_tensor_cores(dtype, width)
+    common = known[dtype].name, "attention::None" if mask is None else known[mask].name, width, heads
+    threads, of_sum = 512 if heads > 8 and not by_tensor_cores else 256, 8 * min(width, 32)
+    file, name = ("attention_tensor.cuh", "attend_by_tensor_cores") if by_tensor_cores else ("attention.cuh", "attend")
+    attend = instance(file, f"attention::{name}", *common, threads, adds)
+    return (attend, threads), (instance("attention.cuh", "attention::sum", *common, by_tensor_cores, of_sum), of_sum)
