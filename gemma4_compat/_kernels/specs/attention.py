@@ -16,7 +16,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._kernels.programs import Kernel, instance, kinds
+from gemma4_compat._kernels.programs import FAR, Kernel, instance, kinds, span
 
 #: Query positions of a call; each has the bits that it would have in a call of its own.
 MAX_QUERIES = 8
@@ -24,7 +24,6 @@ MAX_QUERIES = 8
 MAX_HEADS = 16
 WIDTHS = (16, 32, 64, 128, 256, 512)
 _WORD = 16  # bytes of a load
-FAR = 1 << 31
 #: Splits of one sequence, over all key-value heads, if there are many keys: two blocks for each SM of an H100.
 _BLOCKS = 264
 #: Keys of a split: at least; at least if that gives each SM a block; at most without tensor cores, which
@@ -86,21 +85,12 @@ def match(
     """
     import torch
 
-    tensors = [query, key, value]
-    if dropout_p or is_causal or any(tensor.ndim != 4 for tensor in tensors):
+    dtypes = torch.float32, torch.bfloat16, torch.float16
+    if dropout_p or is_causal or not are_readable(query, key, value, dtypes):
         return None
     batch, heads, rows, width = query.shape
     kv_heads, length = key.shape[1], key.shape[2]
-    if (
-        query.dtype not in (torch.float32, torch.bfloat16, torch.float16)
-        or width not in WIDTHS
-        or value.shape != key.shape
-        or (key.shape[0], key.shape[3]) != (batch, width)
-        or not 0 < length < FAR
-        or any(tensor.dtype != query.dtype or tensor.device != query.device for tensor in tensors)
-        or any(not is_readable(tensor) for tensor in tensors)
-        or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
-    ):
+    if width not in WIDTHS or not 0 < length < FAR:
         return None
     mask = None if attn_mask is None else rows_of(attn_mask, query, length)
     if attn_mask is not None and mask is None:
@@ -123,7 +113,23 @@ def match(
     return Call(query, key, value, mask, width**-0.5 if scale is None else float(scale), shape)
 
 
-def is_readable(tensor: Any) -> bool:
+def are_readable(query: Any, key: Any, value: Any, dtypes: tuple[Any, ...]) -> bool:
+    """Whether kernels can read what attention is called with: all of one of these dtypes, without gradients."""
+    import torch
+
+    tensors = query, key, value
+    return (
+        all(tensor.ndim == 4 for tensor in tensors)
+        and query.dtype in dtypes
+        and value.shape == key.shape
+        and (key.shape[0], key.shape[3]) == (query.shape[0], query.shape[3])
+        and all(tensor.dtype == query.dtype and tensor.device == query.device for tensor in tensors)
+        and all(_is_readable(tensor) for tensor in tensors)
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+    )
+
+
+def _is_readable(tensor: Any) -> bool:
     """Whether its last dimension can be read by 128-bit loads, at offsets that 32 bits can count."""
     import torch
 
@@ -132,7 +138,7 @@ def is_readable(tensor: Any) -> bool:
         and tensor.stride(3) == 1
         and not tensor.data_ptr() % _WORD
         and all(stride >= 0 and not stride * tensor.itemsize % _WORD for stride in tensor.stride()[:3])
-        and _span(tensor) < FAR
+        and span(tensor) < FAR
     )
 
 
@@ -149,12 +155,7 @@ def rows_of(mask: Any, query: Any, length: int) -> Any:
     batch, heads, rows, keys = mask.shape
     if batch not in (1, query.shape[0]) or heads != 1 or rows not in (1, query.shape[2]) or keys != length:
         return None
-    return mask[:, 0] if min(mask.stride()) >= 0 and _span(mask) < FAR else None
-
-
-def _span(tensor: Any) -> int:
-    """Elements from the first to the last one in memory."""
-    return int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+    return mask[:, 0] if min(mask.stride()) >= 0 and span(mask) < FAR else None
 
 
 def bounds(call: Call) -> tuple[Kernel, Any] | None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._kernels.match import dequantizing
-from gemma4_compat._kernels.specs.nf4_dequantize import Format
+from gemma4_compat._kernels.specs.expert_rows import Format
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(

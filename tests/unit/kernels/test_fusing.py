@@ -176,8 +176,7 @@ def test_sizes_are_no_part_of_a_kernel() -> None:
 
 def test_an_operation_with_other_bits_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = pointwise.Operation("__fadd_rn({0}, {0})", torch.neg)
-    pointwise.operation("move")  # now all are known
-    monkeypatch.setitem(pointwise._known, "negate", wrong)
+    monkeypatch.setitem(pointwise.operations(), "negate", wrong)
     fresh = kernels.Kernels(CPU)
     signature = ("negate", (torch.float32,), torch.float32)
     assert not fresh.prepare([], [signature])
