@@ -175,7 +175,9 @@ class Kernels:
         generator = torch.Generator(self._device).manual_seed(0)
         tensors = [kind for kind in kinds if not isinstance(kind, float)]
         elements = _SIXTEEN if len(tensors) == 1 and tensors[0].itemsize == 2 else _TRIED
-        given = [kind if isinstance(kind, float) else _any_bits(kind, elements, generator) for kind in kinds]
+        given: list[Any] = [
+            kind if isinstance(kind, float) else _any_bits(kind, elements, generator) for kind in kinds
+        ]
         operands = tuple(Number(one) if isinstance(one, float) else Load(one, (1,)) for one in given)
         reference = pointwise.operations()[name].reference
         expected = given[0].to(dtype) if reference is None else reference(*given)
