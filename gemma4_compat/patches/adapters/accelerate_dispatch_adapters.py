@@ -16,8 +16,6 @@ computes, as if they had been loaded after the dispatch.
 Remove when: ``dispatch_model`` leaves the adapters of offloaded modules on their execution device.
 """
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

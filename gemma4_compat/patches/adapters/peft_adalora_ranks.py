@@ -13,8 +13,6 @@ for training.
 Remove when: PEFT keeps ``AdaLoraLayer.ranknum`` frozen (without a gradient) on a bf16 base.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import walk

@@ -20,8 +20,6 @@ the model as it was. If the keys of an adapter already fit, only upstream's code
 Remove when: PEFT translates adapter keys between a model's classes and refuses an adapter in which nothing fits.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -15,8 +15,6 @@ skipped, and the walks are loops. Modules, parameters, dtypes, devices and ``req
 Remove when: PEFT neither draws the weights that a load replaces nor compares all names with all targets.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator

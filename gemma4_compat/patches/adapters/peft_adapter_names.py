@@ -19,8 +19,6 @@ towers.
 Remove when: PEFT removes these hooks in ``finally`` and gives each layer the names of what it gets.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator

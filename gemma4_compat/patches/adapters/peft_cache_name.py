@@ -12,8 +12,6 @@ Fix: The wrapped call uses the old name; its result uses the new one.
 Remove when: transformers 5.24.0 with a PEFT that knows only the old name is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine.runtime.proxies import Proxy

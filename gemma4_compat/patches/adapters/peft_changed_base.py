@@ -15,8 +15,6 @@ Remove when: PEFT saves the part that ``pissa_niter`` took (or its seed), and re
 weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine.io import notice

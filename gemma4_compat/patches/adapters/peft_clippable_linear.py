@@ -18,8 +18,6 @@ Remove when: PEFT adapts ``Gemma4ClippableLinear``, or transformers makes it an 
 far.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.adapters import clipped

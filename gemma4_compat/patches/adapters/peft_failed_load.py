@@ -12,8 +12,6 @@ that names the first module, instead of one line per tensor.
 Remove when: PEFT removes what it injected when a load fails.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.adapters import rollback

@@ -13,8 +13,6 @@ enabled, also if an error came in between. If ``set_adapter`` was called meanwhi
 Remove when: PEFT keeps ``requires_grad`` while adapters are disabled.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Iterator

@@ -11,8 +11,6 @@ Fix: During that call, the weights of offloaded layers report the device where t
 Remove when: in all supported releases PEFT puts these tensors on the device of the adapter's own weights.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

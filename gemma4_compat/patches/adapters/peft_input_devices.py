@@ -16,8 +16,6 @@ changes for a model on one device, or for a layer whose inputs arrive on its dev
 Remove when: PEFT brings inputs to the device of the base layer in all supported releases.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate import attached, module_hooks

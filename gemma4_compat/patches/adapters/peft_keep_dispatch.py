@@ -28,8 +28,6 @@ Remove when: PEFT keeps the hooks and the ``hf_device_map`` of a dispatched base
 dispatching it again.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

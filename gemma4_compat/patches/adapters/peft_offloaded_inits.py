@@ -16,8 +16,6 @@ initialization itself is that of ``peft-keep-dispatch``.
 Remove when: PEFT onloads what these initializations read, and accelerate keeps what a forward changes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import importlib.util

@@ -13,8 +13,6 @@ Fix: The prefix of each layer goes to where that layer's attention computes.
 Remove when: PEFT finds the layers of a Gemma 4, and those without a prefix, in all supported releases.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate import module_hooks

@@ -16,8 +16,6 @@ anything is changed, and the error says how to merge: into the model that ``dequ
 Remove when: PEFT dequantizes layers whose weights are packed integers, and refuses to merge into them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError

@@ -15,8 +15,6 @@ says how to merge without loss. Other parameters are left to PEFT.
 Remove when: PEFT adapts parameters that bitsandbytes has quantized.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -17,8 +17,6 @@ changed.
 Remove when: PEFT measures what a merge into quantized weights loses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

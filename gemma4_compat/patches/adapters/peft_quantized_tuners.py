@@ -30,8 +30,6 @@ Remove when: PEFT's layers for bitsandbytes return the dtype of their input, and
 layers.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

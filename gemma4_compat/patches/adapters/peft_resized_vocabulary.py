@@ -15,8 +15,6 @@ the per-layer embedding, and ``False`` saves none.
 Remove when: PEFT reads ``config.get_text_config().vocab_size``, and saves ``get_per_layer_input_embeddings()``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine.io import notice

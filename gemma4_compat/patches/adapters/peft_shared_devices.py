@@ -13,8 +13,6 @@ Fix: Lily's forward gets shared weights on the device of its input, and RandLora
 Remove when: both move the shared weights to their layer's device in all supported releases of PEFT.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine.runtime.views import PlainView

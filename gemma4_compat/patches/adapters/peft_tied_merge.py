@@ -13,8 +13,6 @@ them again. Trained tokens, which PEFT puts on both, are left to it.
 Remove when: PEFT unties two weights before it merges into one of them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -15,8 +15,6 @@ Remove when: in all supported releases PEFT casts UniLora's scales only to float
 layers for neither device nor values.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -17,8 +17,6 @@ Remove when: PEFT passes ``per_layer_inputs``, and types of virtual tokens, toge
 supported releases.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -14,8 +14,6 @@ before anything is changed; if only some keys do not fit, there is one warning.
 Remove when: ``PeftAdapterMixin.load_adapter`` translates adapter keys between a model's classes.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path

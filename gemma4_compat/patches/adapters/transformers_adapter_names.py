@@ -14,8 +14,6 @@ batch whose media are not those of whole rows is an error.
 Remove when: PEFT and transformers encode the media of each row with its adapter.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from typing import Any

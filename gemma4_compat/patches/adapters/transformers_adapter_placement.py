@@ -17,8 +17,6 @@ place.
 Remove when: ``PeftAdapterMixin.load_adapter`` loads adapter weights onto the execution device of their layer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate.module_hooks import map_owner, offload_hook

@@ -21,8 +21,6 @@ Remove when: ``dequantize()`` leaves adapter layers that can be merged: it repla
 at their base layer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._errors import OffloadedWeightsError

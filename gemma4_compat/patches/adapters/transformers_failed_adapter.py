@@ -12,8 +12,6 @@ names the first module with a mismatch.
 Remove when: ``PeftAdapterMixin.load_adapter`` removes what it injected when a load fails.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -12,8 +12,6 @@ Fix: A check for 0.22.0 is answered as a check for 0.20.0; an older PEFT is stil
 Remove when: transformers 5.24.0 with a PEFT before 0.22.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace

@@ -16,8 +16,6 @@ no value and keeps the stored one.
 Remove when: accelerate's hooks accept what ``load_state_dict`` loads.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import family

@@ -16,8 +16,6 @@ are loaded by ``transformers-load-4bit-state``.
 Remove when: ``Accelerator.get_state_dict`` reads offloaded weights through accelerate's hooks.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

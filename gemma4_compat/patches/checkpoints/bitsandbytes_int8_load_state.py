@@ -12,8 +12,6 @@ Fix: During the load the parameter has the scales of the state. They are loaded 
 Remove when: ``Linear8bitLt._load_from_state_dict`` looks for the scales in the layer's state.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace

@@ -12,8 +12,6 @@ model on one device.
 Remove when: ``get_peft_model_state_dict`` reads offloaded weights through accelerate's hooks.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -14,8 +14,6 @@ Remove when: the configuration's ``to_dict`` has ``global_head_dim`` and ``num_g
 understand ``per_layer_config``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -15,8 +15,6 @@ with as many bytes is an error; so are scales of which a part is missing, as bef
 Remove when: ``Linear4bit._load_from_state_dict`` loads the scales.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import family

@@ -14,8 +14,6 @@ Fix: These operations are not reversed. All others, such as renamed weights, are
 Remove when: transformers reverses bitsandbytes' deserialization.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

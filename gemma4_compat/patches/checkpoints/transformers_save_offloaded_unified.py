@@ -13,8 +13,6 @@ Every tensor is saved as from a model on one device, bit for bit. Names that the
 Remove when: transformers below 5.14.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import family

@@ -20,8 +20,6 @@ Remove when: ``save_pretrained`` recognizes offloaded tied weights by the model'
 ``load_offloaded_parameter`` returns a weight in its parameter's dtype.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._offload import host_memory

@@ -15,8 +15,6 @@ repair``. Quantized models are still saved without them, because other readers w
 Remove when: ``save_pretrained`` writes the weights of KV-shared layers, or no reader asks for them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import family, shared_weights

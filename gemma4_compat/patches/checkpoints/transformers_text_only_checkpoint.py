@@ -20,8 +20,6 @@ left to upstream.
 Remove when: transformers has conversions for ``gemma4_text`` and ``gemma4_unified_text``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterable

@@ -17,8 +17,6 @@ wake it.
 Remove when: ``_maybe_slice_kv_shared_inputs`` accepts None as the per-layer inputs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine import dormant

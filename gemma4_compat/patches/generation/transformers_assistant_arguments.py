@@ -11,8 +11,6 @@ Fix: The patch passes ``None`` in their place, by position: upstream warns that 
 Remove when: transformers below 5.20.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace

@@ -14,8 +14,6 @@ tokens are the same. A model compiled by ``torch.compile`` is left as it is, bec
 Remove when: ``SinglePositionMultiTokenCandidateGenerator`` no longer asks for the hidden states of all layers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

@@ -13,8 +13,6 @@ The other modules are offloaded as before.
 Remove when: the assistant's forward reads no weight outside the forward of the module that owns it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._offload.weights import gathered_weights

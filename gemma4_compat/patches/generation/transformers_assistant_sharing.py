@@ -18,8 +18,6 @@ of each type stores, as in earlier releases. Other models get upstream's result.
 Remove when: ``kv_sharing_modes`` handles models in which all layers, or none, reuse keys and values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

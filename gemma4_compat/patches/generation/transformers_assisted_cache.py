@@ -15,8 +15,6 @@ A cache that has already discarded tokens is refused with a clear error and stay
 Remove when: transformers below 5.15.0, where sliding layers cannot be cropped, is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError

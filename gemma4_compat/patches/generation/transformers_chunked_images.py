@@ -15,8 +15,6 @@ through an image in any row of the batch.
 Remove when: transformers cuts prompts between images.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -13,8 +13,6 @@ would have to be cut. Text-only prompts are still read in chunks.
 Remove when: transformers below 5.23.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

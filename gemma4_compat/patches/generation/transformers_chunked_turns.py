@@ -12,8 +12,6 @@ that are given without those before.
 Remove when: transformers below 5.21.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

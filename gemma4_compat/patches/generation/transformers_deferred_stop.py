@@ -18,8 +18,6 @@ of built; the first of them are compared with those that ``generate`` builds.
 Remove when: ``DeferredStopCheck.is_supported`` is True on CUDA.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

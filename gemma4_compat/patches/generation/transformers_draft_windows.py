@@ -14,8 +14,6 @@ Fix: ``update`` returns the last keys and values, which the mask is for, as in 5
 Remove when: transformers below 5.18.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine import dormant

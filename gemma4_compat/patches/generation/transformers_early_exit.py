@@ -16,8 +16,6 @@ stays as it is. The tokens are those of ``generate`` without ``assistant_early_e
 Remove when: ``EarlyExitCandidateGenerator`` can draft with a Gemma 4 of every size in all supported releases.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import threading

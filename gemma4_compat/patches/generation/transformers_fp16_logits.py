@@ -15,8 +15,6 @@ looked at as well. Tokens after the prompt are not: one that overflows by itself
 Remove when: ``generate`` says that the logits are not finite.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine.runtime.proxies import Proxy

@@ -13,8 +13,6 @@ Remove when: transformers looks at what the method passes on, or the method name
 releases.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -11,8 +11,6 @@ Fix: The given ones are used instead of the search.
 Remove when: transformers below 5.9.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import per_layer

@@ -25,8 +25,6 @@ Remove when: transformers decodes quantized and offloaded models with a static c
 kernel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -16,8 +16,6 @@ patch of its own. Logits equal those of 5.23.0 up to rounding.
 Remove when: transformers before 5.13 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.attention import masks

@@ -14,8 +14,6 @@ tokens attend to each other inside the window. Prompts without an image keep ups
 Remove when: ``Gemma4UnifiedModel.forward`` makes its masks with ``create_masks_for_vision_model``.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from typing import Any

@@ -13,8 +13,6 @@ Fix: The prefetch stream waits for the compute stream, as from transformers 5.20
 Remove when: transformers below 5.20.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4 import host

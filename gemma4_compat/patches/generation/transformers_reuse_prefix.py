@@ -15,8 +15,6 @@ to the longest common prefix. Without ``reuse_prefix`` nothing changes.
 Remove when: ``generate`` reuses the longest common prefix of the last call by itself.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.cache import cache_names

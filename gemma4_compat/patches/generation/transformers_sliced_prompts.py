@@ -15,8 +15,6 @@ cache is left alone: ``output_hidden_states``, several positions, flash and flex
 Remove when: transformers slices prompts with static caches.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine import dormant

@@ -18,8 +18,6 @@ separate patch for the cache of assisted generation takes care of that.
 Remove when: transformers below 5.14.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.cache.cache_config import Unshared, shares_nothing

@@ -13,8 +13,6 @@ limited to Gemma 4.
 Remove when: transformers below 5.10.1 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.cache.cache_config import Unshared, shares_nothing

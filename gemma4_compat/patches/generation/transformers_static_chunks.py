@@ -14,8 +14,6 @@ without chunks and in every other release. Other models keep upstream's behaviou
 Remove when: transformers 5.13 to 5.17 are no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models.family import is_gemma4_config

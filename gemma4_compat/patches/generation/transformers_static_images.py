@@ -16,8 +16,6 @@ to rounding.
 Remove when: static caches see images as the default cache does, also in chunks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models.family import is_gemma4_config

@@ -16,8 +16,6 @@ single layers).
 Remove when: transformers does not run KV-shared layers for chunks whose logits it does not read.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

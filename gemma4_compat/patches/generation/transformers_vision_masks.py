@@ -13,8 +13,6 @@ rounding.
 Remove when: transformers 5.13 to 5.16 are no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.attention import masks

@@ -16,8 +16,6 @@ attention for ``audio_config`` by name still gets upstream's error, unless it re
 Remove when: a request for the whole model does not raise for the audio tower and leaves its attention as it is.
 """
 
-from __future__ import annotations
-
 import contextvars
 import functools
 import logging

@@ -14,8 +14,6 @@ in float32, where the lowest float16 value still masks completely. Outside of fl
 Remove when: the audio tower limits its numbers to the range of the dtype of the tensor they apply to.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine.runtime.views import PlainView

@@ -14,8 +14,6 @@ have this dtype, tuple outputs (``return_dict=False``) and embeddings of an inte
 Remove when: transformers below 5.15.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace

@@ -17,8 +17,6 @@ raises upstream's error.
 Remove when: transformers below 5.20.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from typing import Any

@@ -13,8 +13,6 @@ when they leave the tower. Other dtypes are not affected.
 Remove when: transformers below 5.10.1 is no longer supported.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -15,8 +15,6 @@ offloaded ``patch_dense`` is repaired as well, and so is autocast.
 Remove when: ``Gemma4UnifiedVisionEmbedder`` projects patches in float32 in a float16 model.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -17,8 +17,6 @@ E4B, whose images are read from left to right, stay as they are.
 Remove when: transformers derives the types of tokens from ``input_ids``.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -14,8 +14,6 @@ Fix: For Gemma 4, drafts end before the first such token. The text is the same: 
 Remove when: ``_assisted_decoding`` leaves out drafts that stand for features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 

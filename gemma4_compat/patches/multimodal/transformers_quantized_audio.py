@@ -12,8 +12,6 @@ use. An unquantized tower takes upstream's own path.
 Remove when: transformers below 5.11.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.quantization import compute_dtype

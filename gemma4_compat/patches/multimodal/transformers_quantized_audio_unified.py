@@ -13,8 +13,6 @@ releases.
 Remove when: transformers below 5.13.0 is no longer supported: later releases do not cast to an integer dtype.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.quantization import compute_dtype

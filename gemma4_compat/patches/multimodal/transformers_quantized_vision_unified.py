@@ -20,8 +20,6 @@ Remove when: ``Gemma4UnifiedVisionEmbedder`` casts the pixels of a quantized mod
 (``patch_ln1``).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.quantization import compute_dtype

@@ -16,8 +16,6 @@ Remove when: transformers casts the pixel values of a quantized vision tower, or
 ``embed_vision``).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import autocast

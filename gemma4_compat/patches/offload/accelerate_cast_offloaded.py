@@ -19,8 +19,6 @@ The defect and the fix are the same for every model, so this patch is not restri
 Remove when: accelerate casts the stored weights, or repeats the casts of the placeholders.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref

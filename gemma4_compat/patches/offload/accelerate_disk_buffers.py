@@ -19,8 +19,6 @@ keep their dtype unless ``dtype`` says otherwise.
 Remove when: ``load_checkpoint_in_model`` loads the buffers that it does not offload.
 """
 
-from __future__ import annotations
-
 import inspect
 import shutil
 from collections.abc import Mapping

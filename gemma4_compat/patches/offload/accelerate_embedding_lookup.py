@@ -25,8 +25,6 @@ The defect and the fix are the same for every model, so this patch is not restri
 Remove when: accelerate looks up the rows of an offloaded embedding instead of moving the whole embedding weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

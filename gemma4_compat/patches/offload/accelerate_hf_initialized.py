@@ -14,8 +14,6 @@ other code may still hold.
 Remove when: the oldest supported accelerate is 1.14.0.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace

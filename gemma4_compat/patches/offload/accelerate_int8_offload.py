@@ -29,8 +29,6 @@ Remove when: accelerate leaves the state of a ``Linear8bitLt`` forward alone and
 branch checks the dtype instead of using GPU 0; no release does so far.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError

@@ -17,8 +17,6 @@ lacks is not changed.
 Remove when: ``load_checkpoint_in_model`` loads a tied weight under all its names.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import shutil

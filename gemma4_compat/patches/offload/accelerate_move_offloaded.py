@@ -19,8 +19,6 @@ Remove when: accelerate refuses every move of a model with offloaded modules, by
 that uses it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -19,8 +19,6 @@ Remove when: ``dispatch_model`` compares or refuses an ``offload_dir`` that was 
 errors name the folder and the weight.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from pathlib import Path

@@ -27,8 +27,6 @@ During a forward, hooks that have nothing to do on the layers that stay on the a
 Remove when: accelerate moves an offloaded block in one piece, ahead of the computation.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate import module_hooks

@@ -17,8 +17,6 @@ Detaching a hook also ends this package's layer streaming for its module.
 Remove when: accelerate brings disk-offloaded weights back and checks a module's own attributes for a hook.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._offload import model_lock

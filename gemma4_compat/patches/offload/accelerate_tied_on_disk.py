@@ -15,8 +15,6 @@ weight on disk is then read once for each of its modules, like every other weigh
 Remove when: accelerate forgets the address of a tied weight when its memory is freed.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

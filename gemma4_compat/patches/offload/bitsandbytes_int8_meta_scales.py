@@ -22,8 +22,6 @@ scales after a move to its own device.
 Remove when: bitsandbytes keeps ``Int8Params.SCB`` on a move to meta; no release does so far.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.quantization import quant_states

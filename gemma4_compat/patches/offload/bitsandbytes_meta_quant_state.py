@@ -20,8 +20,6 @@ A state that was destroyed before the patch was active cannot be restored: using
 Remove when: bitsandbytes keeps ``QuantState`` on a move to meta; no release does so far.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -17,8 +17,6 @@ offloaded.
 Remove when: ``ModuleUtilsMixin.device`` of transformers takes accelerate's hooks into account.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -17,8 +17,6 @@ Remove when: transformers calls the embedding instead of reading ``embed_tokens.
 forward.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -13,8 +13,6 @@ Fix: If that entry is ``"disk"``, or ``"cpu"`` for a Gemma 4 that computes elsew
 Remove when: ``Pipeline.__init__`` of transformers uses the execution device of an offloaded module.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate import module_hooks

@@ -18,8 +18,6 @@ Remove when: accelerate names the nearest modules of an entry that matches none,
 modules before it moves anything.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from typing import Any

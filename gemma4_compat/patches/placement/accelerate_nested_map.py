@@ -19,8 +19,6 @@ gave. The main device is that of ``""``, if it computes and no other was request
 Remove when: accelerate reads a nested device map as its most specific entries.
 """
 
-from __future__ import annotations
-
 import contextvars
 from collections.abc import Mapping
 from typing import Any

@@ -15,8 +15,6 @@ Fix: ``dispatch_model`` of a Gemma 4 without ``skip_keys`` takes the model's own
 Remove when: ``dispatch_model`` takes the model's own list by default, or the oldest supported transformers is 5.23.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

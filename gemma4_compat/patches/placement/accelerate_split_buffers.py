@@ -14,8 +14,6 @@ not warn of entries for single parameters and buffers.
 Remove when: ``infer_auto_device_map`` in accelerate keeps the buffers of a module that it splits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -13,8 +13,6 @@ is, and it is a single trainable parameter.
 Remove when: ``retie_parameters`` leaves no module with a weight on another device than its hook says.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate import module_hooks

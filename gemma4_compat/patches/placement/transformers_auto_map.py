@@ -26,8 +26,6 @@ Remove when: transformers plans for what a model needs to run, leaves room for i
 embedding weight to the accelerator.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Collection, Iterator, Mapping

@@ -17,8 +17,6 @@ Remove when: all supported releases take ``inputs_embeds`` to the device of the 
 embeddings to that of the hidden state.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -14,8 +14,6 @@ is on the CPU, as upstream does it.
 Remove when: ``expand_device_map`` in transformers matches device-map entries at module boundaries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

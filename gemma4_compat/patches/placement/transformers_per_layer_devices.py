@@ -12,8 +12,6 @@ Fix: The embeddings go to the device of the projection before the two are added.
 Remove when: ``project_per_layer_inputs`` brings both to one device in all supported releases of transformers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate import hooked, module_hooks

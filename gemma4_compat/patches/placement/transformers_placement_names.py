@@ -18,8 +18,6 @@ one warning with both figures before anything is loaded.
 Remove when: transformers names the nearest modules of an entry that matches none.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

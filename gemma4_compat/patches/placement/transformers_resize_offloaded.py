@@ -16,8 +16,6 @@ way.
 Remove when: ``resize_token_embeddings`` resizes the weights that the hooks of accelerate store.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -23,8 +23,6 @@ Remove when: no supported release hands a rebuilt container to its layers, that 
 no longer supported: 5.23.0 has a container that hooks pass on unchanged.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.cache import shared_kv

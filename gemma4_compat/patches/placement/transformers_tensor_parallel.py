@@ -13,8 +13,6 @@ tensor, gathered from the processes. Outputs are those of one process up to the 
 Remove when: ``Gemma4Model.forward`` calls the embedding instead of reading its weight.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -24,8 +24,6 @@ bit-exact.
 Remove when: transformers indexes a tied weight under all its names and loads those that stay in memory.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

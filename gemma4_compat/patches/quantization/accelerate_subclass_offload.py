@@ -15,8 +15,6 @@ what to do instead. torchao's weights are offloaded to host memory as before, wi
 Remove when: accelerate offloads tensor subclasses.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

@@ -18,8 +18,6 @@ Remove when: bitsandbytes restores the original scales when it unpacks, exactly 
 0.49.0, which introduced the packing, does.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

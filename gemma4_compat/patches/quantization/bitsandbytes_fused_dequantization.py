@@ -16,8 +16,6 @@ before 2.9, which cannot compile the kernel.
 Remove when: bitsandbytes dequantizes weights with nested scales in one kernel.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._kernels.match import dequantizing

@@ -13,8 +13,6 @@ Fix: The input is made contiguous first, also for ``int8_double_quant``. A conti
 Remove when: bitsandbytes makes the input of ``int8_vectorwise_quant`` contiguous.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4 import host

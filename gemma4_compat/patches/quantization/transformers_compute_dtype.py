@@ -12,8 +12,6 @@ outputs, and results saved or merged with it must stay reproducible.
 Remove when: transformers takes the model's dtype for 4-bit computation, or says that it does not.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

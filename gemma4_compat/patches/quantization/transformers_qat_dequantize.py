@@ -16,8 +16,6 @@ before anything is replaced.
 Remove when: ``GemmaQuantizer`` implements ``_dequantize``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError, OffloadedWeightsError

@@ -18,8 +18,6 @@ multimodal one.
 Remove when: transformers prepares scales of the shape that the checkpoint has, and initializes no packed weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -15,8 +15,6 @@ reads one row by itself.
 Remove when: ``Gemma4Model.forward`` calls the embedding instead of reading its weight.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

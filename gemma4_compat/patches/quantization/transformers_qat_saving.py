@@ -12,8 +12,6 @@ transformers does not load, are not saved.
 Remove when: ``GemmaQuantizer.is_serializable`` is a method.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

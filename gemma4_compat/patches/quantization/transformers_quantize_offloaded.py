@@ -25,8 +25,6 @@ its name in the environment could not serve a context manager, or a single threa
 Remove when: transformers can quantize what it offloads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

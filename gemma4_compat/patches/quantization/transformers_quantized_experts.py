@@ -20,8 +20,6 @@ such experts need it.
 Remove when: transformers can quantize experts with bitsandbytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -13,8 +13,6 @@ configuration passed by the caller is not changed. A checkpoint whose routers ar
 Remove when: transformers leaves routers unquantized.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -16,8 +16,6 @@ checkpoint, is quantized as before.
 Remove when: transformers leaves tied weights unquantized with any list.
 """
 
-from __future__ import annotations
-
 import copy
 import zipfile
 from collections.abc import Iterable

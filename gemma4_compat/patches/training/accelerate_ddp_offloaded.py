@@ -13,8 +13,6 @@ exchanged as before. An offloaded weight to be trained is one error, also the ``
 Remove when: accelerate tells DDP what it has offloaded.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError

@@ -22,8 +22,6 @@ that accelerate never sees is refused at its step, before any weight has changed
 Remove when: accelerate prepares a quantized model with frozen offloaded layers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterator

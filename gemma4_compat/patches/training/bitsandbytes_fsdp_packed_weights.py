@@ -16,8 +16,6 @@ Remove when: torch copies all bits of a NaN in ``_foreach_copy_``, or FSDP2 no l
 releases.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace

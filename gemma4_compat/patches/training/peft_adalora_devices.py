@@ -11,8 +11,6 @@ Fix: On a model on several devices the sum is computed on the device of the loss
 Remove when: ``AdaLoraModel.forward`` brings all terms to one device in all supported releases of PEFT.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

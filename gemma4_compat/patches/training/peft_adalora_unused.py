@@ -13,8 +13,6 @@ no batch uses are the first to lose their rank.
 Remove when: ``RankAllocator.update_ipt`` skips weights without gradients.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace

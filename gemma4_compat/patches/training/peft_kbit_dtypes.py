@@ -21,8 +21,6 @@ quantized with bitsandbytes.
 Remove when: PEFT casts norms only.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -16,8 +16,6 @@ rounding.
 Remove when: transformers runs Gemma 4 with flash attention, or no longer declares that it does.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from typing import Any

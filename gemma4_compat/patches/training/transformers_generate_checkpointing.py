@@ -16,8 +16,6 @@ model, also for those whose forward has a check of its own (GPT-2).
 Remove when: no supported release is older than transformers 5.24.0.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.state import checkpointing

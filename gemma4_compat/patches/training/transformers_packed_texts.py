@@ -19,8 +19,6 @@ models are left alone: upstream's documentation says that a mask turns its searc
 Remove when: transformers separates packed texts with a mask of two dimensions and with an empty cache.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.attention import masks, packing

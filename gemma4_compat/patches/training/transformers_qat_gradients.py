@@ -15,8 +15,6 @@ do models that are not trained. ``is_trainable`` says that adapters can be train
 Remove when: ``apply_srq`` of transformers passes gradients.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -20,8 +20,6 @@ checkpoint functions are not changed.
 Remove when: transformers refuses or fixes reentrant checkpointing of KV-shared layers and of towers.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import Any

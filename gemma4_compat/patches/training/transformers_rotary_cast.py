@@ -13,8 +13,6 @@ Casts to float32 and float64 are unchanged.
 Remove when: casts of Gemma 4 keep its rotary frequencies in float32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import rotary

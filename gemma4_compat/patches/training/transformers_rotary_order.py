@@ -18,8 +18,6 @@ Fix: After ``__init__`` of either class, the buffers are put in the order of the
 Remove when: transformers below 5.16.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import rotary

@@ -22,8 +22,6 @@ there (CUDA, torch 2.8 or newer).
 Remove when: transformers computes the sliding layers of Gemma 4 by windows with ``sdpa``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine import dormant

@@ -13,8 +13,6 @@ patch's.
 Remove when: transformers below 5.6.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace

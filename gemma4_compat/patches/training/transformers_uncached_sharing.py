@@ -14,8 +14,6 @@ Logits without a cache equal those with a cache bit for bit.
 Remove when: transformers below 5.5.2 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.cache import shared_kv

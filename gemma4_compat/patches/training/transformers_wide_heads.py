@@ -14,8 +14,6 @@ memory-efficient kernel. Outputs are equal up to that kernel's rounding.
 Remove when: transformers before 5.13.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.attention.flash import WIDEST

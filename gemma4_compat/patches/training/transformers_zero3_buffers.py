@@ -12,8 +12,6 @@ partition them, so each process has its own.
 Remove when: transformers below 5.6.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import family
