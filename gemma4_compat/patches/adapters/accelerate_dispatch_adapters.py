@@ -28,8 +28,8 @@ PATCH = Patch(
     "F13",
     severity="wrong_result",
     affected=">=1.12",
-    requires=("peft",),
-    after=("accelerate-nested-map", "accelerate-offload-folder"),
+    requires="peft",
+    after="accelerate-nested-map accelerate-offload-folder",
 )
 
 

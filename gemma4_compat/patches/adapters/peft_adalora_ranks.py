@@ -18,9 +18,7 @@ from typing import Any
 from gemma4_compat._gemma4.models import walk
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F4", severity="wrong_result", affected=">=0.21.0", acts_on="every model", requires=("transformers>=5.5",)
-)
+PATCH = Patch("F4", severity="wrong_result", affected=">=0.21.0", acts_on="every model", requires="transformers>=5.5")
 
 
 @PATCH.replaces("peft.tuners.adalora.layer", "AdaLoraLayer.update_layer")

@@ -28,7 +28,7 @@ from gemma4_compat._gemma4.adapters.translation import PREFIX
 from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F22", severity="wrong_result", affected=">=0.18.0", needs=("peft-failed-load", "peft-clippable-linear"))
+PATCH = Patch("F22", severity="wrong_result", affected=">=0.18.0", needs="peft-failed-load peft-clippable-linear")
 
 _NO_TARGETS = ("not found in the base model", "No modules were targeted", "All modules were excluded")
 

@@ -27,7 +27,7 @@ from gemma4_compat._gemma4.adapters.translation import PREFIX
 from gemma4_compat._gemma4.models import family, walk
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F71", kind="speed", severity="speed", affected=">=0.18.0", needs=("peft-adapter-keys",))
+PATCH = Patch("F71", kind="speed", severity="speed", affected=">=0.18.0", needs="peft-adapter-keys")
 
 _UTILS = "peft.tuners.tuners_utils"
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"

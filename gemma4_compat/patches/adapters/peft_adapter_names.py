@@ -27,13 +27,7 @@ from typing import Any
 from gemma4_compat._gemma4.adapters import rows
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F119 F120",
-    severity="wrong_result",
-    affected=">=0.18.0",
-    acts_on="every model",
-    bug=("https://github.com/huggingface/peft/issues/3475",),
-)
+PATCH = Patch("F119 F120", severity="wrong_result", affected=">=0.18.0", acts_on="every model", bug="issues/3475")
 
 _NAMES, _OFFSETS = "adapter_names", "alora_offsets"
 _CHECKPOINTED = "_peft_gradient_checkpointing_forward_hooks"

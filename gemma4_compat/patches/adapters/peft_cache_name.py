@@ -19,7 +19,7 @@ from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F75", severity="wrong_result", affected=">=0.18.0", acts_on="every model", requires=("transformers>=5.24",)
+    "F75", severity="wrong_result", affected=">=0.18.0", acts_on="every model", requires="transformers>=5.24"
 )
 
 #: Allowed difference between step-by-step generation and one forward, relative to the largest logit, in float32.

@@ -27,8 +27,8 @@ PATCH = Patch(
     kind="notice",
     severity="wrong_result",
     affected=">=0.18.0",
-    requires=("bitsandbytes", "transformers>=5.5"),
-    after=("peft-quantized-tuners",),
+    requires="bitsandbytes transformers>=5.5",
+    after="peft-quantized-tuners",
 )
 
 

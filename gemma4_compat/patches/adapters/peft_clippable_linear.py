@@ -23,7 +23,7 @@ from typing import Any
 from gemma4_compat._gemma4.adapters import clipped
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F4", severity="crash", affected=">=0.18.0", bug=("https://github.com/huggingface/peft/issues/3129",))
+PATCH = Patch("F4", severity="crash", affected=">=0.18.0", bug="issues/3129")
 
 
 @PATCH.replaces("peft.tuners.tuners_utils", "_maybe_include_all_linear_layers")

@@ -27,8 +27,8 @@ PATCH = Patch(
     severity="crash",
     affected=">=0.18.0",
     acts_on="every model",
-    requires=("accelerate",),
-    after=("peft-keep-dispatch",),
+    requires="accelerate",
+    after="peft-keep-dispatch",
 )
 
 _REGISTERED = attached.BRINGS_INPUTS

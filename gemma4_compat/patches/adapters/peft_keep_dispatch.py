@@ -43,7 +43,7 @@ PATCH = Patch(
     severity="wrong_result",
     affected=">=0.18.0",
     acts_on="every model",
-    bug=("https://github.com/huggingface/peft/issues/3169", "https://github.com/huggingface/peft/issues/2541"),
+    bug="issues/3169 issues/2541",
 )
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

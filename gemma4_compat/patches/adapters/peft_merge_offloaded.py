@@ -39,8 +39,8 @@ PATCH = Patch(
     severity="wrong_result",
     affected=">=0.18.0",
     acts_on="every model",
-    requires=("accelerate",),
-    needs=("accelerate-tied-on-disk", "accelerate-load-offloaded"),
+    requires="accelerate",
+    needs="accelerate-tied-on-disk accelerate-load-offloaded",
 )
 
 _NO_LONGER_TIED = "Input and output embeddings are no longer tied after merging"

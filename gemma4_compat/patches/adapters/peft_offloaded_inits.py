@@ -32,8 +32,8 @@ PATCH = Patch(
     severity="crash",
     affected=">=0.18.0",
     acts_on="every model",
-    requires=("accelerate",),
-    needs=("peft-keep-dispatch",),
+    requires="accelerate",
+    needs="peft-keep-dispatch",
 )
 
 #: The model whose adapter weights LoftQ replaces.

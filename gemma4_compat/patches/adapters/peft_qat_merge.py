@@ -27,8 +27,8 @@ PATCH = Patch(
     severity="crash",
     affected=">=0.18.0",
     acts_on="QAT checkpoints",
-    requires=("transformers>=5.11",),
-    needs=("transformers-qat-loading",),
+    requires="transformers>=5.11",
+    needs="transformers-qat-loading",
 )
 
 

@@ -27,8 +27,8 @@ PATCH = Patch(
     "F21",
     severity="wrong_result",
     affected=">=0.18.0",
-    requires=("transformers>=5.5", "bitsandbytes"),
-    needs=("transformers-quantized-experts",),
+    requires="transformers>=5.5 bitsandbytes",
+    needs="transformers-quantized-experts",
 )
 
 

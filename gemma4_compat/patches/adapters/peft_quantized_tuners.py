@@ -46,8 +46,8 @@ PATCH = Patch(
     severity="crash",
     affected=">=0.18.0",
     acts_on="every model",
-    requires=("bitsandbytes", "transformers>=5.5"),
-    after=("peft-keep-dispatch",),
+    requires="bitsandbytes transformers>=5.5",
+    after="peft-keep-dispatch",
 )
 
 #: Relative to the output's norm; quantized kernels stay below 0.1.

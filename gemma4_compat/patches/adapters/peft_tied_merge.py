@@ -20,7 +20,7 @@ from gemma4_compat._gemma4.models import family
 from gemma4_compat._offload.weights import merged_layers, stored_weights
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F91", severity="wrong_result", affected=">=0.18.0", requires=("transformers>=5.5",))
+PATCH = Patch("F91", severity="wrong_result", affected=">=0.18.0", requires="transformers>=5.5")
 
 ROUNDING = 0.01
 

@@ -27,8 +27,8 @@ PATCH = Patch(
     "F93",
     severity="crash",
     affected=">=0.18.0",
-    after=("peft-cache-name",),
-    needs=("peft-cache-name", "transformers-given-per-layer"),
+    after="peft-cache-name",
+    needs="peft-cache-name transformers-given-per-layer",
 )
 
 _TYPES = "mm_token_type_ids"

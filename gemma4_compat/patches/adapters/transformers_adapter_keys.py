@@ -24,7 +24,7 @@ from gemma4_compat._gemma4.models import family, walk
 from gemma4_compat._offload.weights import tied_weights
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F22", severity="wrong_result", affected=">=5.5", requires=("peft",), needs=("peft-adapter-keys",))
+PATCH = Patch("F22", severity="wrong_result", affected=">=5.5", requires="peft", needs="peft-adapter-keys")
 
 _HUB = ("revision", "token", "subfolder", "cache_dir", "force_download", "local_files_only", "proxies")
 

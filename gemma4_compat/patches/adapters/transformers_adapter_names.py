@@ -22,9 +22,7 @@ from gemma4_compat._gemma4.adapters import rows
 from gemma4_compat._gemma4.models import media
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F119", severity="wrong_result", affected=">=5.5.0", requires=("peft>=0.18.0",), needs=("peft-adapter-names",)
-)
+PATCH = Patch("F119", severity="wrong_result", affected=">=5.5.0", requires="peft>=0.18.0", needs="peft-adapter-names")
 
 #: Arguments with a row for each item: those that are encoded, and those that say how many tokens each becomes.
 _ARGUMENTS = {

@@ -28,8 +28,8 @@ PATCH = Patch(
     severity="wrong_result",
     affected=">=5.5",
     acts_on="every model",
-    requires=("peft",),
-    needs=("peft-keep-dispatch",),
+    requires="peft",
+    needs="peft-keep-dispatch",
 )
 
 

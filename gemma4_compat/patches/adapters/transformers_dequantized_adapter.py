@@ -28,7 +28,7 @@ from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat._gemma4.quantization.plain_layers import is_quantized, make_plain
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F6", severity="crash", affected=">=5.5", acts_on="every model", requires=("peft", "bitsandbytes"))
+PATCH = Patch("F6", severity="crash", affected=">=5.5", acts_on="every model", requires="peft bitsandbytes")
 
 
 @PATCH.replaces("transformers.integrations.bitsandbytes", "dequantize_and_replace")

@@ -19,7 +19,7 @@ from typing import Any
 from gemma4_compat._gemma4.adapters import rollback
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F3", severity="wrong_result", affected=">=5.5", acts_on="every model", requires=("peft",))
+PATCH = Patch("F3", severity="wrong_result", affected=">=5.5", acts_on="every model", requires="peft")
 
 _PREFIX = "base_model.model."
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F74", severity="crash", affected=">=5.24.0", acts_on="every model", requires=("peft>=0.20,<0.22",))
+PATCH = Patch("F74", severity="crash", affected=">=5.24.0", acts_on="every model", requires="peft>=0.20,<0.22")
 
 #: The release that transformers requires, and the one that the same code required before.
 _ASKED, _BEFORE = "0.22.0", "0.20.0"

@@ -27,7 +27,7 @@ PATCH = Patch(
     "F48",
     severity="wrong_result",
     affected=">=1.12",
-    after=("accelerate-skip-keys", "accelerate-nested-map", "accelerate-offload-folder"),
+    after="accelerate-skip-keys accelerate-nested-map accelerate-offload-folder",
 )
 
 

@@ -29,8 +29,8 @@ PATCH = Patch(
     "F95",
     severity="crash",
     affected=">=1.12",
-    requires=("peft",),
-    needs=("accelerate-load-offloaded", "transformers-load-4bit-state"),
+    requires="peft",
+    needs="accelerate-load-offloaded transformers-load-4bit-state",
 )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from gemma4_compat._offload.weights import stored_state
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F49", severity="crash", affected=">=0.18.0", acts_on="every model", requires=("accelerate",))
+PATCH = Patch("F49", severity="crash", affected=">=0.18.0", acts_on="every model", requires="accelerate")
 
 
 @PATCH.replaces("peft.utils.save_and_load", "get_peft_model_state_dict")

@@ -25,8 +25,8 @@ PATCH = Patch(
     "F132",
     severity="crash",
     affected=">=5.5",
-    requires=("bitsandbytes",),
-    after=("transformers-compute-dtype", "transformers-quantized-experts"),
+    requires="bitsandbytes",
+    after="transformers-compute-dtype transformers-quantized-experts",
 )
 
 

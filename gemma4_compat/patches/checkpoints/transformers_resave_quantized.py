@@ -22,7 +22,7 @@ from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F69", severity="crash", affected=">=5.5", requires=("accelerate", "bitsandbytes"))
+PATCH = Patch("F69", severity="crash", affected=">=5.5", requires="accelerate bitsandbytes")
 
 _BUILDS_WEIGHTS = ("Bnb4bitDeserialize", "Bnb8bitDeserialize")
 

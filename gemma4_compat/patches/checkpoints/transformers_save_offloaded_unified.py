@@ -22,9 +22,9 @@ PATCH = Patch(
     "F30",
     severity="crash",
     affected=">=5.10.1,<5.14.0",
-    applied_upstream="https://github.com/huggingface/transformers/pull/47018",
-    requires=("accelerate",),
-    after=("transformers-save-tied-offloaded",),  # which is given the model's own name then
+    applied_upstream="pull/47018",
+    requires="accelerate",
+    after="transformers-save-tied-offloaded",  # which is given the model's own name then
 )
 
 

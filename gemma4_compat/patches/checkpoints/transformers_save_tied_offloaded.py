@@ -26,7 +26,7 @@ from gemma4_compat._offload import host_memory
 from gemma4_compat._offload.weights import stored_weights, tied_pairs
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F49", severity="crash", affected=">=5.5", acts_on="every model", requires=("accelerate",))
+PATCH = Patch("F49", severity="crash", affected=">=5.5", acts_on="every model", requires="accelerate")
 
 
 @PATCH.replaces("transformers.modeling_utils", "remove_tied_weights_from_state_dict")

@@ -24,7 +24,7 @@ PATCH = Patch(
     "F55",
     severity="wrong_result",
     affected=">=5.5.2",
-    after=("transformers-text-only-checkpoint", "transformers-save-tied-offloaded"),
+    after="transformers-text-only-checkpoint transformers-save-tied-offloaded",
 )
 
 

@@ -26,7 +26,7 @@ PATCH = Patch(
     "F108",
     severity="crash",
     affected=">=5.23.0",
-    after=("transformers-rotary-order", "transformers-rotary-cast", "transformers-sliced-prompts"),
+    after="transformers-rotary-order transformers-rotary-cast transformers-sliced-prompts",
 )
 
 

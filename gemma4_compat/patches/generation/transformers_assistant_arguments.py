@@ -20,8 +20,8 @@ PATCH = Patch(
     severity="crash",
     affected=">=5.18.0,<5.20.0",
     acts_on="every model",
-    bug=("https://github.com/huggingface/transformers/pull/48982",),
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
+    bug="pull/48982",
+    applied_upstream="releases/tag/v5.20.0",
 )
 
 #: Parameters without a default, in order.

@@ -22,7 +22,7 @@ from typing import Any
 from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F87", severity="memory", affected=">=5.8.0", after=("transformers-assisted-turns",))
+PATCH = Patch("F87", severity="memory", affected=">=5.8.0", after="transformers-assisted-turns")
 
 _FLAG = "output_hidden_states"
 

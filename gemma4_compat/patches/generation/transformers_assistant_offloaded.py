@@ -18,7 +18,7 @@ from typing import Any
 from gemma4_compat._offload.weights import gathered_weights
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F30", severity="crash", affected=">=5.10.1", requires=("accelerate",))
+PATCH = Patch("F30", severity="crash", affected=">=5.10.1", requires="accelerate")
 
 
 @PATCH.replaces(

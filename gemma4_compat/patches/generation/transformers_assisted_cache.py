@@ -21,13 +21,7 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F24",
-    severity="crash",
-    affected=">=5.5.0,<5.15.0",
-    bug=("https://github.com/huggingface/transformers/issues/46629",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/47447",
-)
+PATCH = Patch("F24", severity="crash", affected=">=5.5.0,<5.15.0", bug="issues/46629", applied_upstream="pull/47447")
 
 _NAME = "past_key_values"
 

@@ -28,7 +28,7 @@ from gemma4_compat._graphs import deferred_stop, step_inputs
 from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F52", kind="speed", severity="speed", affected=">=5.17", needs=("transformers-graph-decoding",))
+PATCH = Patch("F52", kind="speed", severity="speed", affected=">=5.17", needs="transformers-graph-decoding")
 
 _TOKENS = 16
 

@@ -20,11 +20,7 @@ from gemma4_compat._engine import dormant
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F24",
-    severity="crash",
-    affected=">=5.15.0,<5.18.0",
-    acts_on="every model",
-    applied_upstream="https://github.com/huggingface/transformers/pull/48280",
+    "F24", severity="crash", affected=">=5.15.0,<5.18.0", acts_on="every model", applied_upstream="pull/48280"
 )
 
 #: Tokens of a draft.

@@ -28,8 +28,8 @@ PATCH = Patch(
     "F93",
     severity="crash",
     affected=">=5.5.0",
-    after=("transformers-offloaded-embedding", "transformers-embedding-devices", "transformers-static-images"),
-    needs=("transformers-given-per-layer",),
+    after="transformers-offloaded-embedding transformers-embedding-devices transformers-static-images",
+    needs="transformers-given-per-layer",
 )
 
 

@@ -20,8 +20,8 @@ PATCH = Patch(
     "F93",
     severity="crash",
     affected=">=5.5.0,<5.9.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.9.0",
-    after=("transformers-embedding-search", "transformers-offloaded-embedding", "transformers-embedding-devices"),
+    applied_upstream="releases/tag/v5.9.0",
+    after="transformers-embedding-search transformers-offloaded-embedding transformers-embedding-devices",
 )
 
 

@@ -49,12 +49,8 @@ PATCH = Patch(
     severity="speed",
     affected=">=5.5",
     after=(
-        "transformers-fp16-logits",
-        "transformers-expanded-media",
-        "transformers-model-device",
-        "transformers-assisted-cache",
-        "transformers-assisted-turns",
-        "transformers-assistant-memory",
+        "transformers-fp16-logits transformers-expanded-media transformers-model-device "
+        "transformers-assisted-cache transformers-assisted-turns transformers-assistant-memory"
     ),
 )
 

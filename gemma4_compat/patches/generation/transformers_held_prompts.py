@@ -24,7 +24,7 @@ PATCH = Patch(
     "F107",
     severity="wrong_result",
     affected=">=5.5",
-    after=("transformers-chunked-media", "transformers-chunked-images", "transformers-chunked-turns"),
+    after="transformers-chunked-media transformers-chunked-images transformers-chunked-turns",
 )
 
 

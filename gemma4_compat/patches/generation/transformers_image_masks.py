@@ -21,12 +21,7 @@ from typing import Any
 from gemma4_compat._gemma4.attention import masks
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F68",
-    severity="wrong_result",
-    affected=">=5.5.0,<5.13.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.13.0",
-)
+PATCH = Patch("F68", severity="wrong_result", affected=">=5.5.0,<5.13.0", applied_upstream="releases/tag/v5.13.0")
 
 
 @PATCH.replaces(MODELING_GEMMA4, "create_causal_mask_mapping", optional=True)  # until 5.8.1

@@ -23,7 +23,7 @@ PATCH = Patch(
     severity="wrong_result",
     affected=">=5.5.0,<5.20.0",
     acts_on="every model",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
+    applied_upstream="releases/tag/v5.20.0",
 )
 detect = host.has_cuda
 

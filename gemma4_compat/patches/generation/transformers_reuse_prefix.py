@@ -26,16 +26,11 @@ PATCH = Patch(
     kind="speed",
     severity="speed",
     affected=">=5.5",
-    needs=("transformers-chunked-turns", "transformers-vision-masks"),
+    needs="transformers-chunked-turns transformers-vision-masks",
     after=(
-        "transformers-expanded-media",
-        "transformers-assisted-cache",
-        "transformers-chunked-media",
-        "transformers-chunked-images",
-        "transformers-chunked-turns",
-        "transformers-held-prompts",
-        "transformers-unread-chunks",
-        "transformers-graph-decoding",
+        "transformers-expanded-media transformers-assisted-cache transformers-chunked-media "
+        "transformers-chunked-images transformers-chunked-turns transformers-held-prompts "
+        "transformers-unread-chunks transformers-graph-decoding"
     ),
 )
 

@@ -21,7 +21,7 @@ from gemma4_compat._engine import dormant
 from gemma4_compat._gemma4.cache import cache_names, prefill
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F84", kind="speed", severity="speed", affected=">=5.23.0", after=("transformers-unread-chunks",))
+PATCH = Patch("F84", kind="speed", severity="speed", affected=">=5.23.0", after="transformers-unread-chunks")
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 

@@ -28,8 +28,8 @@ PATCH = Patch(
     "F24",
     severity="memory",
     affected=">=5.5.0,<5.14.0",
-    applied_upstream="https://github.com/huggingface/transformers/pull/47118",
-    needs=("transformers-assisted-cache", "transformers-vision-masks"),
+    applied_upstream="pull/47118",
+    needs="transformers-assisted-cache transformers-vision-masks",
 )
 
 _CONTEXT = 200

@@ -19,11 +19,7 @@ from gemma4_compat._gemma4.cache.cache_config import Unshared, shares_nothing
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F24",
-    severity="crash",
-    affected=">=5.5.0,<5.10.1",
-    acts_on="every model",
-    applied_upstream="https://github.com/huggingface/transformers/pull/46235",
+    "F24", severity="crash", affected=">=5.5.0,<5.10.1", acts_on="every model", applied_upstream="pull/46235"
 )
 
 

@@ -19,13 +19,7 @@ from typing import Any
 from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F24",
-    severity="crash",
-    affected=">=5.13.0,<5.18.0",
-    bug=("https://github.com/huggingface/transformers/issues/48501",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/48619",
-)
+PATCH = Patch("F24", severity="crash", affected=">=5.13.0,<5.18.0", bug="issues/48501", applied_upstream="pull/48619")
 
 
 @PATCH.replaces("transformers.generation.utils", "GenerationMixin._get_static_cache_init_shape")

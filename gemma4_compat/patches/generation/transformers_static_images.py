@@ -25,7 +25,7 @@ PATCH = Patch(
     "F24 F30",
     severity="wrong_result",
     affected=">=5.5.0",
-    needs=("transformers-image-masks-unified", "transformers-static-cache", "transformers-vision-masks"),
+    needs="transformers-image-masks-unified transformers-static-cache transformers-vision-masks",
 )
 
 

@@ -32,11 +32,8 @@ PATCH = Patch(
     severity="speed",
     affected=">=5.5",
     after=(
-        "transformers-shared-kv",
-        "transformers-chunked-media",
-        "transformers-chunked-images",
-        "transformers-chunked-turns",
-        "transformers-held-prompts",
+        "transformers-shared-kv transformers-chunked-media transformers-chunked-images "
+        "transformers-chunked-turns transformers-held-prompts"
     ),
 )
 

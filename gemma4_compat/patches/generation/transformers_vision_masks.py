@@ -18,12 +18,7 @@ from typing import Any
 from gemma4_compat._gemma4.attention import masks
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F24",
-    severity="wrong_result",
-    affected=">=5.13.0,<5.17.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.17.0",
-)
+PATCH = Patch("F24", severity="wrong_result", affected=">=5.13.0,<5.17.0", applied_upstream="releases/tag/v5.17.0")
 
 
 @PATCH.replaces(MODELING_GEMMA4, "create_masks_for_vision_model")

@@ -18,13 +18,7 @@ from typing import Any
 
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F25",
-    severity="crash",
-    affected=">=5.5.0,<5.15.0",
-    bug=("https://github.com/huggingface/transformers/issues/47672",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/47482",
-)
+PATCH = Patch("F25", severity="crash", affected=">=5.5.0,<5.15.0", bug="issues/47672", applied_upstream="pull/47482")
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.get_audio_features")

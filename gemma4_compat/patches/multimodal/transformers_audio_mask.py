@@ -27,8 +27,8 @@ PATCH = Patch(
     "F8",
     severity="wrong_result",
     affected=">=5.5.0,<5.20.0",
-    bug=("https://github.com/huggingface/transformers/issues/48818",),
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
+    bug="issues/48818",
+    applied_upstream="releases/tag/v5.20.0",
 )
 
 _LOGGER = logging.getLogger("gemma4_compat")

@@ -27,7 +27,7 @@ from gemma4_compat._gemma4.models import media
 from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F118", severity="wrong_result", affected=">=5.5.0", after=("transformers-image-masks-unified",))
+PATCH = Patch("F118", severity="wrong_result", affected=">=5.5.0", after="transformers-image-masks-unified")
 
 _TYPES = "mm_token_type_ids"
 

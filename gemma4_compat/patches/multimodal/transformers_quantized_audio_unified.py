@@ -22,9 +22,9 @@ PATCH = Patch(
     "F10 F30",
     severity="wrong_result",
     affected=">=5.10.1,<5.13.0",
-    bug=("https://github.com/huggingface/transformers/issues/46899",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/46904",
-    requires=("bitsandbytes",),
+    bug="issues/46899",
+    applied_upstream="pull/46904",
+    requires="bitsandbytes",
 )
 
 #: As in ``transformers_quantized_vision_unified.py``: 0.004 in 4-bit, 0.007 in 8-bit; 80 and 0.7 without the patch.

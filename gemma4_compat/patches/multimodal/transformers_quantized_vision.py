@@ -21,9 +21,9 @@ PATCH = Patch(
     "F9",
     severity="wrong_result",
     affected=">=5.5.0,<5.13.0",
-    bug=("https://github.com/huggingface/transformers/issues/46932",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/46933",
-    requires=("bitsandbytes",),
+    bug="issues/46932",
+    applied_upstream="pull/46933",
+    requires="bitsandbytes",
 )
 
 #: How far the features of the tiny random tower may be from those of the same weights, dequantized. The tower

@@ -29,9 +29,9 @@ PATCH = Patch(
     "F9 F30",
     severity="crash",
     affected=">=5.10.1",
-    bug=("https://github.com/huggingface/transformers/issues/46899",),
-    requires=("bitsandbytes",),
-    needs=("transformers-quantized-audio-unified",),
+    bug="issues/46899",
+    requires="bitsandbytes",
+    needs="transformers-quantized-audio-unified",
 )
 
 #: As in ``transformers_quantized_vision.py``. Two linears magnify less than a tower: 0.006 in 4-bit, 0.009 in 8-bit.

@@ -21,7 +21,7 @@ from typing import Any
 from gemma4_compat._gemma4.models import autocast
 from gemma4_compat.patches.api import FORWARDS, MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F9", severity="crash", affected=">=5.13.0", requires=("bitsandbytes",))
+PATCH = Patch("F9", severity="crash", affected=">=5.13.0", requires="bitsandbytes")
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4MultimodalEmbedder.forward")

@@ -31,7 +31,7 @@ from gemma4_compat._offload import host_memory
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F43", severity="wrong_result", affected=">=1.12", acts_on="every model", after=("accelerate-move-offloaded",)
+    "F43", severity="wrong_result", affected=">=1.12", acts_on="every model", after="accelerate-move-offloaded"
 )
 
 # Module of a tied pair with an offloaded half -> its weight's name, and the other module with its name there.

@@ -32,7 +32,7 @@ from gemma4_compat._offload.transfer import parametrized, row_lookup
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F12", severity="memory", affected=">=1.12", acts_on="every model", needs=("transformers-offloaded-embedding",)
+    "F12", severity="memory", affected=">=1.12", acts_on="every model", needs="transformers-offloaded-embedding"
 )
 
 

@@ -41,9 +41,9 @@ PATCH = Patch(
     severity="crash",
     affected=">=1.12",
     acts_on="every model",
-    requires=("bitsandbytes>=0.48.2",),
-    after=("accelerate-hf-initialized",),
-    needs=("bitsandbytes-int8-meta-scales",),
+    requires="bitsandbytes>=0.48.2",
+    after="accelerate-hf-initialized",
+    needs="bitsandbytes-int8-meta-scales",
 )
 
 

@@ -32,7 +32,7 @@ PATCH = Patch(
     severity="crash",
     affected=">=1.12",
     acts_on="every model",
-    needs=("transformers-offloaded-embedding", "accelerate-tied-on-disk"),
+    needs="transformers-offloaded-embedding accelerate-tied-on-disk",
 )
 
 

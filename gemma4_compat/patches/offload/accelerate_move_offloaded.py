@@ -28,7 +28,7 @@ from gemma4_compat._errors import OffloadedWeightsError
 from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F3", severity="crash", affected=">=1.12", acts_on="every model", after=("accelerate-offload-folder",))
+PATCH = Patch("F3", severity="crash", affected=">=1.12", acts_on="every model", after="accelerate-offload-folder")
 
 
 @PATCH.replaces("accelerate.big_modeling", "dispatch_model")

@@ -40,8 +40,8 @@ PATCH = Patch(
     kind="speed",
     severity="speed",
     affected=">=1.12",
-    after=("accelerate-skip-keys", "accelerate-nested-map", "accelerate-offload-folder", "accelerate-move-offloaded"),
-    needs=("bitsandbytes-meta-quant-state",),
+    after="accelerate-skip-keys accelerate-nested-map accelerate-offload-folder accelerate-move-offloaded",
+    needs="bitsandbytes-meta-quant-state",
 )
 
 

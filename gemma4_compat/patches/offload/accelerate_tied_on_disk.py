@@ -22,9 +22,7 @@ from typing import Any
 from gemma4_compat._gemma4.accelerate.module_hooks import offload_hook
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F15", severity="wrong_result", affected=">=1.12", acts_on="every model", after=("accelerate-nested-map",)
-)
+PATCH = Patch("F15", severity="wrong_result", affected=">=1.12", acts_on="every model", after="accelerate-nested-map")
 
 
 @PATCH.replaces("accelerate.hooks", "attach_align_device_hook_on_blocks")

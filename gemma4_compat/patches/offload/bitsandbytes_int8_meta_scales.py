@@ -27,7 +27,7 @@ from typing import Any
 from gemma4_compat._gemma4.quantization import quant_states
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F28", severity="crash", affected=">=0.48.2", acts_on="every model", needs=("accelerate-int8-offload",))
+PATCH = Patch("F28", severity="crash", affected=">=0.48.2", acts_on="every model", needs="accelerate-int8-offload")
 
 # A tensor of scales has the same attributes as a 4-bit weight's quantization state.
 PRISTINE, ORIGIN = quant_states.PRISTINE, quant_states.ORIGIN

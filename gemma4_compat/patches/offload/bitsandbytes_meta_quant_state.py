@@ -32,7 +32,7 @@ PATCH = Patch(
     severity="crash",
     affected=">=0.48.2",
     acts_on="every model",
-    bug=("https://github.com/huggingface/transformers/issues/43873",),
+    bug="https://github.com/huggingface/transformers/issues/43873",
 )
 
 

@@ -29,8 +29,8 @@ PATCH = Patch(
     severity="crash",
     affected=">=5.5",
     acts_on="every model",
-    requires=("accelerate",),
-    needs=("transformers-offloaded-embedding",),
+    requires="accelerate",
+    needs="transformers-offloaded-embedding",
 )
 PATCH.replaces(**hooked.ADD_HOOK, group="model.device")(hooked.activator(PATCH.id))
 

@@ -28,7 +28,7 @@ from gemma4_compat._offload import host_memory
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F11 F38 F42", severity="crash", affected=">=5.5", requires=("accelerate",), needs=("accelerate-tied-on-disk",)
+    "F11 F38 F42", severity="crash", affected=">=5.5", requires="accelerate", needs="accelerate-tied-on-disk"
 )
 PATCH.replaces(**hooked.ADD_HOOK)(hooked.activator(PATCH.id))
 

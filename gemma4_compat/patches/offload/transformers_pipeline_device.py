@@ -24,8 +24,8 @@ PATCH = Patch(
     severity="crash",
     affected=">=5.5",
     acts_on="every model",
-    requires=("accelerate",),
-    needs=("transformers-model-device",),
+    requires="accelerate",
+    needs="transformers-model-device",
 )
 
 

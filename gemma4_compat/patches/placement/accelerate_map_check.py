@@ -33,8 +33,8 @@ PATCH = Patch(
     kind="refusal",
     severity="memory",
     affected=">=1.12",
-    requires=("transformers>=5.5",),
-    after=("accelerate-move-offloaded",),
+    requires="transformers>=5.5",
+    after="accelerate-move-offloaded",
 )
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from gemma4_compat._gemma4.accelerate import device_maps
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F14", severity="crash", affected=">=1.12", acts_on="every model", after=("accelerate-skip-keys",))
+PATCH = Patch("F14", severity="crash", affected=">=1.12", acts_on="every model", after="accelerate-skip-keys")
 
 # The map of the dispatch running in this thread, for the function that collects the weights to offload.
 _dispatched: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("dispatched", default=None)

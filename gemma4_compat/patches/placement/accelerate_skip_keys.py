@@ -22,7 +22,7 @@ from gemma4_compat._engine import versions
 from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F5", severity="crash", affected=">=1.12", requires=("transformers>=5.5.3,<5.23",))
+PATCH = Patch("F5", severity="crash", affected=">=1.12", requires="transformers>=5.5.3,<5.23")
 
 
 @PATCH.replaces("accelerate.big_modeling", "dispatch_model")

@@ -47,8 +47,8 @@ PATCH = Patch(
     "F17 F50",
     severity="crash",
     affected=">=5.5",
-    requires=("accelerate",),
-    needs=("accelerate-embedding-lookup", "transformers-quantize-offloaded"),
+    requires="accelerate",
+    needs="accelerate-embedding-lookup transformers-quantize-offloaded",
 )
 
 _LOGGER = logging.getLogger("gemma4_compat")

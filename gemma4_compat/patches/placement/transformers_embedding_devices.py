@@ -24,7 +24,7 @@ from gemma4_compat._gemma4.accelerate import hooked, module_hooks
 from gemma4_compat._gemma4.models import walk
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F81", severity="crash", affected=">=5.5.0", acts_on="every model", requires=("accelerate",))
+PATCH = Patch("F81", severity="crash", affected=">=5.5.0", acts_on="every model", requires="accelerate")
 PATCH.replaces(**hooked.ADD_HOOK)(hooked.activator(PATCH.id))
 
 _INPUTS = ("input_ids", "inputs_embeds")

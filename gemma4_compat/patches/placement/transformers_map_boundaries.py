@@ -25,8 +25,8 @@ PATCH = Patch(
     severity="wrong_result",
     affected=">=5.5",
     acts_on="every model",
-    requires=("accelerate",),
-    needs=("accelerate-nested-map",),
+    requires="accelerate",
+    needs="accelerate-nested-map",
 )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from gemma4_compat._gemma4.accelerate import hooked, module_hooks
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F79", severity="crash", affected=">=5.5.0", requires=("accelerate",))
+PATCH = Patch("F79", severity="crash", affected=">=5.5.0", requires="accelerate")
 PATCH.replaces(**hooked.ADD_HOOK)(hooked.activator(PATCH.id))
 
 

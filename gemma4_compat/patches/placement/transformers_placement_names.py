@@ -28,7 +28,7 @@ from gemma4_compat._gemma4.models import family
 from gemma4_compat._offload import host_room
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F26", kind="notice", severity="memory", affected=">=5.5", requires=("accelerate",))
+PATCH = Patch("F26", kind="notice", severity="memory", affected=">=5.5", requires="accelerate")
 
 
 @PATCH.replaces("transformers.integrations.accelerate", "_get_device_map")

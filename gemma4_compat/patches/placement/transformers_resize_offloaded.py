@@ -29,8 +29,8 @@ PATCH = Patch(
     "F40",
     severity="wrong_result",
     affected=">=5.5",
-    requires=("accelerate",),
-    needs=("transformers-offloaded-embedding", "transformers-tied-split", "accelerate-tied-on-disk"),
+    requires="accelerate",
+    needs="transformers-offloaded-embedding transformers-tied-split accelerate-tied-on-disk",
 )
 
 _log = logging.getLogger("gemma4_compat")

@@ -29,11 +29,7 @@ from gemma4_compat._gemma4.cache import shared_kv
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F5 F30 F33",
-    severity="crash",
-    affected=">=5.5.2,<5.23.0",
-    bug=("https://github.com/huggingface/transformers/issues/45663",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/47290",
+    "F5 F30 F33", severity="crash", affected=">=5.5.2,<5.23.0", bug="issues/45663", applied_upstream="pull/47290"
 )
 
 

@@ -37,8 +37,8 @@ PATCH = Patch(
     severity="crash",
     affected=">=5.5",
     acts_on="every model",
-    requires=("accelerate",),
-    needs=("transformers-offloaded-embedding", "accelerate-tied-on-disk"),
+    requires="accelerate",
+    needs="transformers-offloaded-embedding accelerate-tied-on-disk",
 )
 
 

@@ -23,7 +23,7 @@ from gemma4_compat._gemma4.models import family
 from gemma4_compat._gemma4.quantization import other_quantizers
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F66", kind="refusal", severity="crash", affected=">=1.12", requires=("transformers>=5.5",))
+PATCH = Patch("F66", kind="refusal", severity="crash", affected=">=1.12", requires="transformers>=5.5")
 
 #: Module of the classes -> the library, and the places to which their weights cannot be offloaded.
 _LIBRARIES = {"torchao": ("torchao", ("disk",)), "optimum": ("quanto", ("disk", "cpu"))}

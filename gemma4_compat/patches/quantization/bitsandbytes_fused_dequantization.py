@@ -28,7 +28,7 @@ PATCH = Patch(
     severity="speed",
     affected=">=0.48.2",
     acts_on="every model",
-    after=("bitsandbytes-cpu-packing",),
+    after="bitsandbytes-cpu-packing",
 )
 
 _NESTED = 256  # bitsandbytes' only block size of nested scales

@@ -18,13 +18,7 @@ from typing import Any
 from gemma4_compat._gemma4 import host
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F10",
-    severity="wrong_result",
-    affected=">=0.48.2",
-    acts_on="every model",
-    bug=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1690",),
-)
+PATCH = Patch("F10", severity="wrong_result", affected=">=0.48.2", acts_on="every model", bug="issues/1690")
 detect = host.has_cuda
 
 

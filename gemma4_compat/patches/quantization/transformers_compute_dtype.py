@@ -18,7 +18,7 @@ from typing import Any
 from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F61", kind="notice", severity="speed", affected=">=5.5", requires=("bitsandbytes",))
+PATCH = Patch("F61", kind="notice", severity="speed", affected=">=5.5", requires="bitsandbytes")
 
 _log = logging.getLogger("gemma4_compat")
 

@@ -26,7 +26,7 @@ from gemma4_compat._gemma4.checkpoint.header import header
 from gemma4_compat._gemma4.quantization import qat
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F56", severity="crash", affected=">=5.11", acts_on="QAT checkpoints", requires=("accelerate",))
+PATCH = Patch("F56", severity="crash", affected=">=5.11", acts_on="QAT checkpoints", requires="accelerate")
 
 _SCALE = "embedding_scale"
 

@@ -38,8 +38,8 @@ PATCH = Patch(
     "F32",
     severity="wrong_result",
     affected=">=5.5",
-    requires=("accelerate", "bitsandbytes"),
-    needs=("bitsandbytes-meta-quant-state", "bitsandbytes-int8-meta-scales", "accelerate-int8-offload"),
+    requires="accelerate bitsandbytes",
+    needs="bitsandbytes-meta-quant-state bitsandbytes-int8-meta-scales accelerate-int8-offload",
 )
 
 # Attributes of a quantizer, which belongs to a single load. The first is unknown before it sees the model.

@@ -39,7 +39,7 @@ from gemma4_compat._gemma4.quantization.experts import (
 )
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F21", severity="memory", affected=">=5.5", requires=("accelerate", "bitsandbytes"))
+PATCH = Patch("F21", severity="memory", affected=">=5.5", requires="accelerate bitsandbytes")
 
 _STORED = attached.STORED_EXPERTS
 

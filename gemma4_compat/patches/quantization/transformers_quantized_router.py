@@ -20,7 +20,7 @@ from gemma4_compat._gemma4.models import family
 from gemma4_compat._gemma4.quantization import config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F21", severity="wrong_result", affected=">=5.5", requires=("accelerate", "bitsandbytes"))
+PATCH = Patch("F21", severity="wrong_result", affected=">=5.5", requires="accelerate bitsandbytes")
 
 _ROUTER = "router.proj"
 

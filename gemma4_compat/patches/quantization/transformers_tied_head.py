@@ -27,7 +27,7 @@ from gemma4_compat._gemma4.models import family
 from gemma4_compat._gemma4.quantization import config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F36", severity="crash", affected=">=5.5", requires=("accelerate", "bitsandbytes"))
+PATCH = Patch("F36", severity="crash", affected=">=5.5", requires="accelerate bitsandbytes")
 
 
 @PATCH.replaces(

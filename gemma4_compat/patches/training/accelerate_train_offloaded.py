@@ -38,9 +38,9 @@ PATCH = Patch(
     "F34",
     severity="crash",
     affected=">=1.12",
-    requires=("peft",),
-    needs=("peft-keep-dispatch", "bitsandbytes-meta-quant-state", "accelerate-int8-offload"),
-    after=("accelerate-offload-folder",),
+    requires="peft",
+    needs="peft-keep-dispatch bitsandbytes-meta-quant-state accelerate-int8-offload",
+    after="accelerate-offload-folder",
 )
 
 

@@ -25,10 +25,7 @@ PATCH = Patch(
     severity="wrong_result",
     affected=">=0.48.2",
     acts_on="every model",
-    bug=(
-        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945",
-        "https://github.com/pytorch/pytorch/issues/159333",
-    ),
+    bug="issues/1945 https://github.com/pytorch/pytorch/issues/159333",
 )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F4", severity="crash", affected=">=0.18.0", acts_on="every model", requires=("transformers>=5.5",))
+PATCH = Patch("F4", severity="crash", affected=">=0.18.0", acts_on="every model", requires="transformers>=5.5")
 
 
 @PATCH.replaces("peft.tuners.adalora.layer", "RankAllocator.update_ipt")

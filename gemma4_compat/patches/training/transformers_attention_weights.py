@@ -26,7 +26,7 @@ PATCH = Patch(
     "F123",
     severity="wrong_result",
     affected=">=5.5.0",
-    after=("transformers-sliding-windows", "transformers-flash-attention"),  # whose functions return no weights
+    after="transformers-sliding-windows transformers-flash-attention",  # whose functions return no weights
 )
 
 

@@ -29,7 +29,7 @@ PATCH = Patch(
     severity="wrong_result",
     affected=">=5.5.0",
     acts_on="every model",
-    bug=("https://github.com/pytorch/pytorch/issues/196678",),
+    bug="https://github.com/pytorch/pytorch/issues/196678",
 )
 
 

@@ -25,7 +25,7 @@ PATCH = Patch(
     "F109",
     severity="wrong_result",
     affected=">=5.5,<5.24.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.24.0",
+    applied_upstream="releases/tag/v5.24.0",
     acts_on="every model",
 )
 

@@ -25,12 +25,7 @@ from gemma4_compat._gemma4.attention import masks, packing
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F115",
-    severity="wrong_result",
-    affected=">=5.5.0",
-    bug=("https://github.com/huggingface/transformers/pull/46634",),
-)
+PATCH = Patch("F115", severity="wrong_result", affected=">=5.5.0", bug="pull/46634")
 
 _NAMES = ("config", "inputs_embeds", "attention_mask", cache_names.NEW, "position_ids")
 

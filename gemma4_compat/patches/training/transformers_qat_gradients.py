@@ -21,7 +21,7 @@ from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F56", severity="wrong_result", affected=">=5.11", acts_on="QAT checkpoints", requires=("peft",))
+PATCH = Patch("F56", severity="wrong_result", affected=">=5.11", acts_on="QAT checkpoints", requires="peft")
 
 
 @PATCH.replaces("transformers.integrations.gemma_quant", "apply_srq")

@@ -18,7 +18,7 @@ from typing import Any
 from gemma4_compat._gemma4.models import rotary
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F90", severity="wrong_result", affected=">=5.5.0", after=("transformers-rotary-order",))
+PATCH = Patch("F90", severity="wrong_result", affected=">=5.5.0", after="transformers-rotary-order")
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4TextRotaryEmbedding.__init__", group="gemma4")

@@ -29,13 +29,8 @@ from gemma4_compat._gemma4.attention import block_layout, windows
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F104",
-    kind="speed",
-    severity="speed",
-    affected=">=5.5.0",
-    after=("transformers-cudnn-padding",),  # the sdpa that blocks run is the repaired one
-)
+# The sdpa that blocks run is the repaired one.
+PATCH = Patch("F104", kind="speed", severity="speed", affected=">=5.5.0", after="transformers-cudnn-padding")
 
 
 @PATCH.replaces("transformers.modeling_utils", "AttentionInterface.__getitem__", affected="<5.7.0", dormant=True)

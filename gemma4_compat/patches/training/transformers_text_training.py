@@ -17,13 +17,7 @@ from typing import Any
 
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F58",
-    severity="crash",
-    affected=">=5.5,<5.6",
-    bug=("https://github.com/huggingface/transformers/issues/45200",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/45454",
-)
+PATCH = Patch("F58", severity="crash", affected=">=5.5,<5.6", bug="issues/45200", applied_upstream="pull/45454")
 
 
 @PATCH.replaces(MODELING_GEMMA4, "create_causal_mask_mapping")

@@ -20,11 +20,7 @@ from gemma4_compat._gemma4.attention.flash import WIDEST
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F59",
-    severity="memory",
-    affected=">=5.5.0,<5.13.0",
-    acts_on="every model",
-    applied_upstream="https://github.com/huggingface/transformers/pull/46960",
+    "F59", severity="memory", affected=">=5.5.0,<5.13.0", acts_on="every model", applied_upstream="pull/46960"
 )
 
 

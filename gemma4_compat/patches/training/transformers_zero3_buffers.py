@@ -17,13 +17,7 @@ from typing import Any
 from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F62",
-    severity="wrong_result",
-    affected=">=5.5,<5.6",
-    bug=("https://github.com/huggingface/transformers/issues/45397",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/45402",
-)
+PATCH = Patch("F62", severity="wrong_result", affected=">=5.5,<5.6", bug="issues/45397", applied_upstream="pull/45402")
 
 
 @PATCH.replaces("transformers.modeling_utils", "_load_state_dict_into_zero3_model")

@@ -29,7 +29,7 @@ Remove when: double is right.
 SOURCE = """
 from gemma4_compat.patches.api import Patch
 
-PATCH = Patch("F1 F2", severity="crash", affected=">=1,<2", requires=("other",))
+PATCH = Patch("F1 F2", severity="crash", affected=">=1,<2", requires="other")
 
 @PATCH.replaces("fakelib.leaf", "double")
 @PATCH.replaces("fakelib.leaf", "Layer.double", group="layers", dormant=True)
