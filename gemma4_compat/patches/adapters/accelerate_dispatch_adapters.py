@@ -47,8 +47,6 @@ def dispatch_model(original: Original, *args: Any, **kwargs: Any) -> Any:
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import PeftModel
 
-    from gemma4_compat._lab.workspace import difference
-
     def with_adapter() -> Any:
         return PeftModel.from_pretrained(workspace.load(), workspace.cached(_embedding_adapter), is_trainable=True)
 
@@ -65,5 +63,4 @@ def reproduce(workspace: Workspace) -> Outcome:
     lost = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.is_meta]
     if lost:
         return Outcome(True, f"{len(lost)} adapter weights are on meta and get no gradient, {lost[0]} among them")
-    found = difference(reference, workspace.outputs(model, text_only=True))
-    return Outcome.of_parity(found, "dispatched with an adapter")
+    return Outcome.of_parity(workspace.difference(reference, model, text_only=True), "dispatched with an adapter")

@@ -42,13 +42,9 @@ def cast_adapter_dtype(original: Original, model: Any, adapter_name: str, *args:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-    from pathlib import Path
 
     import torch
     from peft import AdaLoraConfig, PeftModel, get_peft_model
-
-    from gemma4_compat._lab.workspace import difference
 
     torch.manual_seed(0)
     targets = r".*language_model\..*\.up_proj"
@@ -58,8 +54,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     optimizer = torch.optim.Adam([value for value in model.parameters() if value.requires_grad], lr=0.1)
     model(**batch, labels=batch["input_ids"]).loss.backward()
     optimizer.step()
-    folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=workspace.folder))
+    folder = workspace.new_folder()
     model.save_pretrained(folder)
     again = PeftModel.from_pretrained(workspace.load(), folder)
-    found = difference(workspace.outputs(model.eval()), workspace.outputs(again.eval()))
+    found = workspace.difference(workspace.outputs(model.eval()), again.eval())
     return Outcome.of_parity(found, "AdaLoRA after one step, saved and loaded again")

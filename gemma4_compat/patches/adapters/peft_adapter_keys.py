@@ -141,10 +141,8 @@ def _is_of_a_layer(name: str) -> bool:
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import PeftModel
 
-    from gemma4_compat._lab.workspace import difference
-
     adapter = workspace.text_adapter()
     reference = workspace.outputs(PeftModel.from_pretrained(workspace.load_text(), adapter), text_only=True)
     model = PeftModel.from_pretrained(workspace.load(), adapter)
-    found = difference(reference, workspace.outputs(model, text_only=True))
+    found = workspace.difference(reference, model, text_only=True)
     return Outcome.of_parity(found, "an adapter of Gemma4ForCausalLM on Gemma4ForConditionalGeneration")

@@ -329,8 +329,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import LoraConfig, PeftModel, get_peft_model
     from peft.utils import load_peft_weights
 
-    from gemma4_compat._lab.workspace import difference
-
     adapter = workspace.adapter("language")
     model = workspace.load()
     drawn = calls_of(torch.nn.init.kaiming_uniform_, lambda: PeftModel.from_pretrained(model, adapter))
@@ -341,9 +339,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     with torch.no_grad():
         for name, value in load_peft_weights(str(adapter), device="cpu").items():
             parameters[name.replace(".weight", ".default.weight")].copy_(value)
-    found = difference(
-        workspace.outputs(reference), workspace.outputs(PeftModel.from_pretrained(workspace.load(), adapter))
-    )
+    found = workspace.difference(workspace.outputs(reference), PeftModel.from_pretrained(workspace.load(), adapter))
     return Outcome.of_parity(found, "an adapter without random weights before its own")
 
 

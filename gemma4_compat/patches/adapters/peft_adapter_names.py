@@ -142,8 +142,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import PeftModel
 
-    from gemma4_compat._lab.workspace import difference
-
     model = PeftModel.from_pretrained(workspace.load(), workspace.adapter("language"), adapter_name="one")
     expected = workspace.outputs(model)
 
@@ -154,6 +152,4 @@ def reproduce(workspace: Workspace) -> Outcome:
     with contextlib.suppress(MemoryError), torch.no_grad():
         model(**workspace.inputs(), adapter_names=["__base__"])
     handle.remove()
-    return Outcome.of_parity(
-        difference(expected, workspace.outputs(model)), "after a call for the base model that failed"
-    )
+    return Outcome.of_parity(workspace.difference(expected, model), "after a call for the base model that failed")

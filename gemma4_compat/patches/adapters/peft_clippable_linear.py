@@ -39,8 +39,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    from gemma4_compat._lab.workspace import difference
-
     workspace.needs("clipped_linears")
     explicit = PeftModel.from_pretrained(workspace.load(), workspace.adapter("all"))
     values = {name: value for name, value in explicit.state_dict().items() if "lora_" in name}
@@ -55,5 +53,5 @@ def reproduce(workspace: Workspace) -> Outcome:
         )
     with torch.no_grad():
         model.load_state_dict(values, strict=False)
-    found = difference(reference, workspace.outputs(model.eval()))
+    found = workspace.difference(reference, model.eval())
     return Outcome.of_parity(found, f"{', '.join(names[:2])}, ... reach {len(values) // 2} layers")

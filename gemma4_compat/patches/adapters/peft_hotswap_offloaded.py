@@ -37,7 +37,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 
     from gemma4_compat._lab import tiny_adapters
-    from gemma4_compat._lab.workspace import difference
 
     def prepared(model: Any) -> Any:
         torch.manual_seed(0)
@@ -45,5 +44,5 @@ def reproduce(workspace: Workspace) -> Outcome:
         prepare_model_for_compiled_hotswap(tuned, target_rank=8)
         return workspace.outputs(tuned)
 
-    found = difference(prepared(workspace.load()), prepared(workspace.split()))
+    found = workspace.difference(prepared(workspace.load()), prepared(workspace.split()))
     return Outcome.of_parity(found, "a split model prepared for hot swaps")

@@ -98,7 +98,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from gemma4_compat._lab import tiny, tiny_adapters
     from gemma4_compat._lab.stand_ins import second_device
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs_second_device()
     cases: list[dict[str, Any]] = [
@@ -121,5 +120,5 @@ def reproduce(workspace: Workspace) -> Outcome:
             whole, several = (
                 workspace.outputs(tuned(options, split=there), text_only=True, device="cpu") for there in (False, True)
             )
-            found = max(found, difference(whole, several))
+            found = max(found, workspace.difference(whole, several))
     return Outcome.of_parity(found, "adapters on a head whose input comes from another device")

@@ -110,7 +110,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     from gemma4_compat._lab import tiny_adapters
-    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.outputs(PeftModel.from_pretrained(workspace.load(), workspace.adapter("all")))
     base = workspace.split()
@@ -126,7 +125,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     ]
     if moved:
         return Outcome(True, f"{len(moved)} base tensors moved, {moved[0]} among them")
-    found = difference(reference, workspace.outputs(model))
+    found = workspace.difference(reference, model)
     fresh = get_peft_model(workspace.split(), LoraConfig(target_modules=tiny_adapters.TARGETS["language"]))
     lost = [
         name for name, parameter in fresh.named_parameters() if "lora_" in name and parameter.device.type == "meta"

@@ -104,12 +104,11 @@ def merge_osf(original: Original, self: Any, safe_merge: bool = False, adapter_n
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab.workspace import difference
 
     adapter = _adapter(workspace)
     whole = _merged(workspace, adapter)
     split = _merged(workspace, adapter, "model.language_model.layers.0", "lm_head")
-    found = max(difference(first, second) for first, second in zip(whole, split))
+    found = max(workspace.difference(first, second) for first, second in zip(whole, split))
     return Outcome.of_parity(found, "a layer and the head, offloaded, merged and unmerged")
 
 

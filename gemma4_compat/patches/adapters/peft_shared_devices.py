@@ -68,7 +68,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from gemma4_compat._lab import tiny, tiny_adapters
     from gemma4_compat._lab.stand_ins import second_device
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs_second_device()
 
@@ -85,5 +84,5 @@ def reproduce(workspace: Workspace) -> Outcome:
         for kind in ("LilyConfig", "RandLoraConfig"):
             if hasattr(peft, kind):
                 whole, several = (workspace.outputs(tuned(kind, split=there), device="cpu") for there in (False, True))
-                found = max(found, difference(whole, several))
+                found = max(found, workspace.difference(whole, several))
     return Outcome.of_parity(found, "Lily, and RandLora merged, on two devices")

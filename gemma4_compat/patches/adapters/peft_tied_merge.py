@@ -58,13 +58,11 @@ def unmerge_adapter(original: Original, self: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
 
     import torch
     from peft import PeftModel
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     def head_adapter(folder: Path) -> Path:
         from gemma4_compat._lab import tiny_adapters
@@ -76,13 +74,13 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     expected, model = workspace.outputs(loaded()), loaded()
     model.merge_adapter()
-    found = difference(expected, workspace.outputs(model))
+    found = workspace.difference(expected, model)
     model = loaded().merge_and_unload()
-    found = max(found, difference(expected, workspace.outputs(model)))
-    folder = Path(tempfile.mkdtemp(prefix="merged-", dir=workspace.folder))
+    found = max(found, workspace.difference(expected, model))
+    folder = workspace.new_folder()
     model.save_pretrained(folder)
     saved = tiny.load(folder, device=workspace.main, cls=type(model).__name__, dtype=torch.float32)
-    found = max(found, difference(expected, workspace.outputs(saved)))
+    found = max(found, workspace.difference(expected, saved))
     what = "a LoRA on the head, merged, unloaded and saved"
     if found < ROUNDING:
         return Outcome(False, f"{what}: the outputs of the loaded adapter, rounded by {found:.1g}", found)

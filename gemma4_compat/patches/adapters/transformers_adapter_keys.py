@@ -93,7 +93,6 @@ def _hub(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab.workspace import difference
 
     adapter = str(workspace.text_adapter())
     text = workspace.load_text()
@@ -104,5 +103,5 @@ def reproduce(workspace: Workspace) -> Outcome:
     reference = workspace.outputs(text, text_only=True)
     model = workspace.load()
     model.load_adapter(adapter)
-    found = difference(reference, workspace.outputs(model, text_only=True))
+    found = workspace.difference(reference, model, text_only=True)
     return Outcome.of_parity(found, "model.load_adapter of a Gemma4ForCausalLM's adapter")

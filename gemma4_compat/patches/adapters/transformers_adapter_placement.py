@@ -66,7 +66,6 @@ def _device(model: Any, name: str, default: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab.workspace import difference
 
     adapter = str(workspace.adapter("all"))
     model = workspace.load()
@@ -85,4 +84,4 @@ def reproduce(workspace: Workspace) -> Outcome:
     ]
     if lost:
         return Outcome(True, f"{len(lost)} LoRA weights are on meta, their values lost")
-    return Outcome.of_parity(difference(reference, workspace.outputs(model)), "model.load_adapter on a split base")
+    return Outcome.of_parity(workspace.difference(reference, model), "model.load_adapter on a split base")

@@ -67,8 +67,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from peft import PeftModel
 
-    from gemma4_compat._lab.workspace import difference
-
     found = []
     for quantization in ("4bit", "8bit"):
         base = workspace.load(quantization)
@@ -80,5 +78,5 @@ def reproduce(workspace: Workspace) -> Outcome:
         merged = copy.deepcopy(model).merge_and_unload()
         if trainable:
             return Outcome(True, f"{trainable} base weights are trainable after dequantize()")
-        found.append(difference(workspace.outputs(reference), workspace.outputs(merged)))
+        found.append(workspace.difference(workspace.outputs(reference), merged))
     return Outcome.of_parity(max(found), "an adapter merged after dequantize(), as one loaded after it")

@@ -68,7 +68,6 @@ def _mismatches(model: Any, folder: Any, adapter_name: str) -> Iterator[tuple[st
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab.workspace import difference
 
     found = []
     for base in (workspace.load(), workspace.split()):
@@ -82,5 +81,5 @@ def reproduce(workspace: Workspace) -> Outcome:
         left = [name for name, _ in base.named_modules() if "lora_" in name]
         if left:
             return Outcome(True, f"{message} {len(left)} modules of it stay in the model, {left[0]} among them")
-        found.append(difference(reference, workspace.outputs(base)))
+        found.append(workspace.difference(reference, base))
     return Outcome.of_parity(max(found), "the model after an adapter that does not fit")

@@ -31,16 +31,14 @@ def reproduce(workspace: Workspace) -> Outcome:
     import peft
     from packaging.version import Version
 
-    from gemma4_compat._lab.workspace import difference
-
     if Version(peft.__version__) < Version(_BEFORE):
         return Outcome(False, f"PEFT is older than the {_BEFORE} that transformers 5.23.0 asks for", applicable=False)
     model = workspace.load()
     model.load_adapter(str(workspace.adapter("language")), adapter_name="first")
     expected = workspace.outputs(model)
     model.disable_adapters()
-    off = difference(workspace.reference(), workspace.outputs(model))
+    off = workspace.difference(workspace.reference(), model)
     model.enable_adapters()
     model.set_adapter("first")
-    on = difference(expected, workspace.outputs(model))
+    on = workspace.difference(expected, model)
     return Outcome.of_parity(max(off, on), "an adapter of a transformers model, off and on")

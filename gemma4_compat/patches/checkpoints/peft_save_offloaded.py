@@ -29,7 +29,6 @@ def get_peft_model_state_dict(original: Original, model: Any, *args: Any, **kwar
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
 
     import torch
     from peft import PeftModel
@@ -52,7 +51,7 @@ def reproduce(workspace: Workspace) -> Outcome:
             placement |= {f"lm_head.{name}": workspace.main for name, _ in base.lm_head.named_children()}
             pair = ("model.language_model.embed_tokens", "lm_head.base_layer")
             workspace.dispatch_map(base, placement | dict.fromkeys(pair, workspace.offloaded))
-        folder = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
+        folder = workspace.new_folder()
         model.save_pretrained(folder)
         found.append(load_file(f"{folder}/adapter_model.safetensors"))
     expected, saved = found

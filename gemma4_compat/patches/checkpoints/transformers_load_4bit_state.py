@@ -39,9 +39,8 @@ def process_model_after_weight_loading(original: Original, self: Any, model: Any
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab.workspace import difference
 
     model = workspace.load("4bit-double")
     expected = workspace.outputs(model)
     model.load_state_dict(model.state_dict())
-    return Outcome.of_parity(difference(expected, workspace.outputs(model)), "a 4-bit model, its state loaded again")
+    return Outcome.of_parity(workspace.difference(expected, model), "a 4-bit model, its state loaded again")

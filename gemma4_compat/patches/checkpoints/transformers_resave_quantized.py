@@ -14,8 +14,6 @@ Fix: These operations are not reversed. All others, such as renamed weights, are
 Remove when: transformers reverses bitsandbytes' deserialization.
 """
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from gemma4_compat._engine.runtime import in_place
@@ -43,14 +41,13 @@ def _builds_weights(conversion: Any) -> bool:
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     found = []
     for quantization in ("4bit", "8bit"):
         model = workspace.load(quantization)
         for _ in range(2):  # the second time from a quantized checkpoint
-            folder = Path(tempfile.mkdtemp(prefix="saved-", dir=workspace.folder))
+            folder = workspace.new_folder()
             model.save_pretrained(folder)
             model = tiny.load(folder, device=workspace.main)
-        found.append(difference(workspace.reference(quantization), workspace.outputs(model)))
+        found.append(workspace.difference(workspace.reference(quantization), model))
     return Outcome.of_parity(max(found), "4-bit and 8-bit models saved, loaded, saved and loaded")

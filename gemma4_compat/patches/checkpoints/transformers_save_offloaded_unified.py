@@ -53,16 +53,13 @@ def _own_name(model: Any, saved: str) -> str:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
-    from gemma4_compat._lab.workspace import difference
 
     unified = workspace.unified()
     if unified is None:
         return Outcome(False, "this release has no gemma4_unified", applicable=False)
     reference, model = unified.load(), unified.split(offload="towers")
-    saved = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
+    saved = workspace.new_folder()
     model.save_pretrained(saved)
     reloaded = type(model).from_pretrained(saved, dtype=reference.dtype, device_map={"": workspace.main}).eval()
-    found = difference(unified.outputs(reference), unified.outputs(reloaded))
+    found = unified.difference(unified.outputs(reference), reloaded)
     return Outcome.of_parity(found, "embedders offloaded, saved and loaded again")

@@ -58,7 +58,6 @@ def load_offloaded_parameter(original: Original, model: Any, param_name: str) ->
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
 
     import torch
     from safetensors.torch import load_file
@@ -67,13 +66,11 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     pair = ("model.language_model.embed_tokens", "lm_head")
     found: list[dict[str, Any]] = []
-    for model in (workspace.load(), workspace.load()):
+    for model in (workspace.load(), workspace.load_unmarked()):
         if found:
-            for parameter in model.parameters():
-                vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
             placement = tiny.device_map(model, "none", main=workspace.main, offloaded=workspace.offloaded)
             model = workspace.dispatch_map(model, placement | dict.fromkeys(pair, workspace.offloaded))
-        folder = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
+        folder = workspace.new_folder()
         model.save_pretrained(folder)
         found.append(load_file(f"{folder}/model.safetensors"))
     expected, saved = found

@@ -52,7 +52,6 @@ def remove_tied_weights_from_state_dict(original: Original, state_dict: dict[str
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
 
     import torch
     from safetensors.torch import load_file
@@ -66,7 +65,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     released = workspace.cached(_released)
     model = tiny.load(released, device=workspace.main)
-    folder = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
+    folder = workspace.new_folder()
     model.save_pretrained(folder)
     expected, saved = (load_file(f"{file}/model.safetensors") for file in (released, folder))
     lost = sorted(expected.keys() - saved.keys())

@@ -113,7 +113,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from gemma4_compat._lab import tiny
     from gemma4_compat._lab.scenarios import features
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("audio_tower")
     batch = tiny.inputs(workspace.main)
@@ -131,5 +130,5 @@ def reproduce(workspace: Workspace) -> Outcome:
             if not torch.equal(features(model, batch, modality), features(reference, batch, modality)):
                 return Outcome(True, f"the {modality} features are not those without a request")
     expected = workspace.reference()
-    found = [difference(expected, workspace.outputs(model)) for model in (asked, later)]
+    found = [workspace.difference(expected, model) for model in (asked, later)]
     return Outcome.of_parity(max(found), 'attn_implementation="sdpa"')

@@ -36,7 +36,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("audio_tower")
     model = tiny.load(workspace.checkpoint, device=workspace.main, dtype=torch.float32)
@@ -49,7 +48,7 @@ def reproduce(workspace: Workspace) -> Outcome:
             hook = bridge.register_forward_hook(lambda _module, _args, features: features.float())
             reference = workspace.outputs(model)
             hook.remove()
-            found.append(difference(reference, workspace.outputs(model)))
+            found.append(workspace.difference(reference, model))
         tower.half()
         bridge.half()
     return Outcome.of_parity(max(found), "bfloat16 autocast, and float16 towers under a float32 language model")

@@ -62,7 +62,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from gemma4_compat._lab import tiny
     from gemma4_compat._lab.scenarios import features, relative
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("audio_tower")
     batch = tiny.inputs(workspace.main)
@@ -76,4 +75,4 @@ def reproduce(workspace: Workspace) -> Outcome:
     expected, found = (features(each, sound, "audio") for each in (usual, model))
     if not torch.equal(found, expected):
         return Outcome(True, f"sound features are off by {relative(found, expected):.2g} of their size")
-    return Outcome.of_parity(difference(workspace.reference(), workspace.outputs(model)), "eager audio attention")
+    return Outcome.of_parity(workspace.difference(workspace.reference(), model), "eager audio attention")

@@ -109,12 +109,10 @@ def _to(model: Any, guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._lab.workspace import difference
-
     def outputs(model: Any) -> Any:
         return workspace.outputs(model.half().float(), text_only=True)
 
-    found = difference(outputs(workspace.load()), outputs(workspace.split()))
+    found = workspace.difference(outputs(workspace.load()), outputs(workspace.split()))
     if found == 0.0:
         try:
             workspace.split().to(torch.float32)

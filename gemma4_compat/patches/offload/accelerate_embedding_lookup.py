@@ -104,14 +104,13 @@ def _is_embedding(module: Any) -> bool:
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("per_layer_embeddings")
     name = "model.language_model.embed_tokens_per_layer"
     reference = workspace.reference()
     placement = tiny.device_map(workspace.load(), "none", main=workspace.main, offloaded=workspace.offloaded)
     model = workspace.dispatch_map(workspace.load(), {**placement, name: workspace.offloaded})
-    found = difference(reference, workspace.outputs(model))
+    found = workspace.difference(reference, model)
     embedding = model.get_submodule(name)
     tokens = workspace.inputs(text_only=True)["input_ids"]
     largest = largest_tensor(lambda: embedding(tokens))

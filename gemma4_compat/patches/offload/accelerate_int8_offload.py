@@ -125,12 +125,8 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     import torch
 
-    from gemma4_compat._lab.workspace import difference
-
-    reference, model = workspace.load("8bit"), workspace.load("8bit")
-    for parameter in model.parameters():
-        vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
-    found = difference(workspace.reference("8bit"), workspace.outputs(workspace.dispatch(model)))
+    reference, model = workspace.load("8bit"), workspace.load_unmarked("8bit")
+    found = workspace.difference(workspace.reference("8bit"), workspace.dispatch(model))
     if not torch.equal(_gradient(workspace, reference), _gradient(workspace, model)):
         found = math.inf
     return Outcome.of_parity(found, "8-bit layers offloaded, gradients through them")

@@ -106,15 +106,12 @@ def getitem(original: Original, self: Any, key: str) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-    from pathlib import Path
 
     import torch
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
-    folder = Path(tempfile.mkdtemp(dir=workspace.folder))
+    folder = workspace.new_folder()
     first = workspace.load()
     placement = tiny.device_map(first, "towers", main=workspace.main, offloaded="disk")
     tiny.dispatch(first, placement, folder)
@@ -126,5 +123,5 @@ def reproduce(workspace: Workspace) -> Outcome:
     try:
         tiny.dispatch(other, placement, folder)
     except Gemma4CompatError:
-        return Outcome.of_parity(difference(reference, workspace.outputs(other)), "refused, and the model as it was")
-    return Outcome.of_parity(difference(reference, workspace.outputs(other)), "an offload folder of another model")
+        return Outcome.of_parity(workspace.difference(reference, other), "refused, and the model as it was")
+    return Outcome.of_parity(workspace.difference(reference, other), "an offload folder of another model")

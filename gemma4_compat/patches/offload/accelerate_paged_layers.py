@@ -62,15 +62,12 @@ def dispatch_model(original: Original, model: Any, *args: Any, **kwargs: Any) ->
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab.workspace import difference
 
     found = []
     for quantization in (None, "4bit-double"):
-        model = workspace.load(quantization)
-        for parameter in model.parameters():
-            vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
+        model = workspace.load_unmarked(quantization)
         model = workspace.dispatch(model)
-        found.append(difference(workspace.reference(quantization), workspace.outputs(model)))
+        found.append(workspace.difference(workspace.reference(quantization), model))
         layer = model.model.language_model.layers[0]
         missing: list[str] = []
 

@@ -49,18 +49,16 @@ def _addresses(model: Any, on_host: Mapping[str, Any]) -> set[int]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
 
     import torch
     from transformers import Gemma4ForCausalLM
 
     from gemma4_compat._lab import tiny_models
-    from gemma4_compat._lab.workspace import difference
 
     checkpoint = workspace.cached(tiny_models.build_text_checkpoint)
 
     def load(placement: dict[str, Any]) -> Any:
-        folder = tempfile.mkdtemp(dir=workspace.folder)
+        folder = workspace.new_folder()
         return Gemma4ForCausalLM.from_pretrained(
             checkpoint, dtype=torch.bfloat16, device_map=placement, offload_folder=folder
         ).eval()
@@ -70,10 +68,10 @@ def reproduce(workspace: Workspace) -> Outcome:
     rest += ["model.per_layer_model_projection", "model.per_layer_projection_norm"]
     placement = {**on_disk, **dict.fromkeys(rest, workspace.main)}
     reference = workspace.outputs(load({"": workspace.main}), text_only=True)
-    found = difference(reference, workspace.outputs(load(placement), text_only=True))
+    found = workspace.difference(reference, load(placement), text_only=True)
     if found == 0.0:
         model = workspace.dispatch_map(load({"": workspace.main}), placement)
-        found = difference(reference, workspace.outputs(model, text_only=True))
+        found = workspace.difference(reference, model, text_only=True)
         freed = model.lm_head._hf_hook.tied_params_map.keys() - _addresses(model, {})
         if freed:
             return Outcome(True, f"{len(freed)} addresses of freed memory pass for those of tied weights")

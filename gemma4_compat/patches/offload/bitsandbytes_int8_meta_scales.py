@@ -77,16 +77,11 @@ def _device_copy(pristine: Any, device: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
-    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.reference("8bit")
-    model = workspace.load("8bit")
-    for parameter in model.parameters():
-        vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
-    saved = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
+    model = workspace.load_unmarked("8bit")
+    saved = workspace.new_folder()
     workspace.dispatch(model).save_pretrained(saved)
     reloaded = type(model).from_pretrained(saved, device_map={"": workspace.main}).eval()
-    found = difference(reference, workspace.outputs(reloaded))
+    found = workspace.difference(reference, reloaded)
     return Outcome.of_parity(found, "an offloaded 8-bit model, saved and loaded again")

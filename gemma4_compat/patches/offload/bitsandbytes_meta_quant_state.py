@@ -98,13 +98,10 @@ def quant_state_as_dict(
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab.workspace import difference
 
     found = []
     for quantization in ("4bit-double", "4bit"):
         reference = workspace.reference(quantization)
-        model = workspace.load(quantization)
-        for parameter in model.parameters():
-            vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
-        found.append(difference(reference, workspace.outputs(workspace.dispatch(model))))
+        model = workspace.load_unmarked(quantization)
+        found.append(workspace.difference(reference, workspace.dispatch(model)))
     return Outcome.of_parity(max(found), "4-bit layers offloaded, single and double quantization")

@@ -61,7 +61,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     model = workspace.load()
     placement = tiny.device_map(model, "towers", main=workspace.main, offloaded=workspace.offloaded)
@@ -72,4 +71,4 @@ def reproduce(workspace: Workspace) -> Outcome:
     expected = workspace.reference()
     with torch.no_grad():
         model.generate(**batch, max_new_tokens=2, do_sample=False)
-    return Outcome.of_parity(difference(expected, workspace.outputs(model)), f"inputs moved to {model.device}")
+    return Outcome.of_parity(workspace.difference(expected, model), f"inputs moved to {model.device}")

@@ -78,11 +78,10 @@ def _onloaded(embedding: Any) -> Iterator[None]:
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.reference()
     model = workspace.load()
     placement = tiny.device_map(model, "none", main=workspace.main, offloaded=workspace.offloaded)
     placement["model.language_model.embed_tokens"] = placement["lm_head"] = workspace.offloaded
     model = workspace.dispatch_map(model, placement)
-    return Outcome.of_parity(difference(reference, workspace.outputs(model)), "embed_tokens offloaded")
+    return Outcome.of_parity(workspace.difference(reference, model), "embed_tokens offloaded")

@@ -52,7 +52,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from transformers import pipeline
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     model = workspace.load()
     entries = tiny.device_map(model, "towers", main=workspace.main, offloaded="disk")
@@ -60,9 +59,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     made = pipeline("text-generation", model=model, tokenizer=_tokenizer())
     if made.device.type != torch.device(workspace.main).type:
         return Outcome(True, f"the tensors go to {made.device}, the model computes on {workspace.main}")
-    return Outcome.of_parity(
-        difference(workspace.reference(), workspace.outputs(made.model)), f"a pipeline on {made.device}"
-    )
+    return Outcome.of_parity(workspace.difference(workspace.reference(), made.model), f"a pipeline on {made.device}")
 
 
 def _tokenizer() -> Any:

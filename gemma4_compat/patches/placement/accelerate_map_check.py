@@ -71,7 +71,6 @@ def _folder(offload_folder: Any, offload_dir: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
     import warnings
 
     from accelerate import dispatch_model
@@ -83,7 +82,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     placement["model.multi_modal_projector"] = workspace.offloaded
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        dispatch_model(model, placement, offload_dir=tempfile.mkdtemp(dir=workspace.folder))
+        dispatch_model(model, placement, offload_dir=workspace.new_folder())
     warned = [str(warning.message) for warning in caught if "multi_modal_projector" in str(warning.message)]
     if any("model.embed_vision" in text for text in warned):
         return Outcome(False, f"one warning: {warned[0]}")

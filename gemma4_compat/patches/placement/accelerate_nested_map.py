@@ -142,16 +142,14 @@ def _hook_own_tensors(
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.reference()
     names = [f"model.{name}" for name in tiny.towers(workspace.load())]
     inside = {"model.vision_tower": "encoder", "model.embed_vision": "multimodal_embedder"}[names[0]]
     placement = {"": workspace.main, **dict.fromkeys(names, "disk"), f"{names[0]}.{inside}": workspace.main}
-    folder = tempfile.mkdtemp(dir=workspace.folder)
+    folder = workspace.new_folder()
     model = tiny.load(workspace.checkpoint, device_map=placement, offload_folder=folder)
     if model.hf_device_map != placement:
         return Outcome(True, f"hf_device_map became {model.hf_device_map}")
@@ -162,4 +160,4 @@ def reproduce(workspace: Workspace) -> Outcome:
     ]
     if wrong:
         return Outcome(True, f"{len(wrong)} parameters are not where the map puts them, {wrong[0]} among them")
-    return Outcome.of_parity(difference(reference, workspace.outputs(model)), "catch-all entry, parts of it on disk")
+    return Outcome.of_parity(workspace.difference(reference, model), "catch-all entry, parts of it on disk")

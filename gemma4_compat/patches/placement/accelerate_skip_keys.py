@@ -44,17 +44,15 @@ def _own_skip_keys(model: Any) -> list[str]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
 
     from accelerate import dispatch_model
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.reference()
     model = workspace.load()
     placement = tiny.device_map(model, "both", main=workspace.main, offloaded=workspace.offloaded)
-    dispatch_model(model, placement, offload_dir=tempfile.mkdtemp(dir=workspace.folder))
+    dispatch_model(model, placement, offload_dir=workspace.new_folder())
     try:
         outputs = workspace.outputs(model)
     except KeyError as error:
@@ -62,4 +60,4 @@ def reproduce(workspace: Workspace) -> Outcome:
             raise
         # 5.5.2: see transformers-shared-kv.
         return Outcome(False, f"KeyError: {error}; the model's own list lacks shared_kv_states", applicable=False)
-    return Outcome.of_parity(difference(reference, outputs), "dispatch_model without skip_keys")
+    return Outcome.of_parity(workspace.difference(reference, outputs), "dispatch_model without skip_keys")

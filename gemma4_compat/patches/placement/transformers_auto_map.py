@@ -205,10 +205,8 @@ def _loads(model: Any, blueprint: Any) -> Iterator[Any]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("per_layer_embeddings")
     checkpoint = workspace.larger(per_layer_vocabulary=1 << 15)
@@ -220,9 +218,9 @@ def reproduce(workspace: Workspace) -> Outcome:
             quantization,
             device_map="auto",
             max_memory={workspace.main: _BUDGET},
-            offload_folder=tempfile.mkdtemp(dir=workspace.folder),
+            offload_folder=workspace.new_folder(),
         )
-        found.append(difference(workspace.outputs(reference), workspace.outputs(model)))
+        found.append(workspace.difference(workspace.outputs(reference), model))
         count = len(model.model.language_model.layers)
         layers = {str(model.hf_device_map.get(f"model.language_model.layers.{index}")) for index in range(count)}
         if layers != {str(workspace.main)}:

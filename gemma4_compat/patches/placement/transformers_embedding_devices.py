@@ -81,7 +81,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from gemma4_compat._lab import tiny
     from gemma4_compat._lab.stand_ins import second_device
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs_second_device()
     ids = tiny.inputs("cpu", text_only=True, variant=workspace.variant)["input_ids"]
@@ -95,6 +94,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     with second_device.second_device():
         there = ["model.language_model.embed_tokens", "lm_head"]
         model = tiny.dispatch_to_two(tiny.load(workspace.checkpoint), second_device.DEVICE, there)
-        found = difference(expected, workspace.outputs(model, device="cpu"))
+        found = workspace.difference(expected, model, device="cpu")
         found = max(found, (of_embeddings(model) - logits).abs().max().item())
     return Outcome.of_parity(found, "an embedding on another device than the inputs")

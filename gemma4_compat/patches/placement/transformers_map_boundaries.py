@@ -39,15 +39,13 @@ def expand_device_map(original: Original, device_map: Any, param_names: Iterable
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     checkpoint = workspace.larger(layers=12)
     reference = workspace.outputs(tiny.load(checkpoint, device=workspace.main), text_only=True)
     placement = {"": workspace.main, "model.language_model.layers.1": "disk"}
-    folder = tempfile.mkdtemp(dir=workspace.folder)
+    folder = workspace.new_folder()
     model = tiny.load(checkpoint, device_map=placement, offload_folder=folder)
     wrong = [
         name
@@ -56,5 +54,4 @@ def reproduce(workspace: Workspace) -> Outcome:
     ]
     if wrong:
         return Outcome(True, f"{len(wrong)} parameters are not where the map puts them, {wrong[0]} among them")
-    found = difference(reference, workspace.outputs(model, text_only=True))
-    return Outcome.of_parity(found, "layer 1 of 12 on disk")
+    return Outcome.of_parity(workspace.difference(reference, model, text_only=True), "layer 1 of 12 on disk")

@@ -65,7 +65,6 @@ def get_modules_to_not_convert(
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
     import warnings
 
     from gemma4_compat._lab import tiny
@@ -81,7 +80,7 @@ def reproduce(workspace: Workspace) -> Outcome:
                 device=workspace.main,
                 device_map=device_map,
                 skip_modules=skip,
-                offload_folder=tempfile.mkdtemp(dir=workspace.folder),
+                offload_folder=workspace.new_folder(),
             )
         texts = [str(warning.message) for warning in caught if "multi_modal_projector" in str(warning.message)]
         warned += [text for text in texts if "model.embed_vision" in text][:1]

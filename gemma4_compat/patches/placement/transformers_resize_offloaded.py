@@ -70,7 +70,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     def resized(model: Any) -> Any:
         torch.manual_seed(0)
@@ -78,11 +77,8 @@ def reproduce(workspace: Workspace) -> Outcome:
         return model
 
     reference = workspace.outputs(resized(workspace.load()), text_only=True)
-    model = workspace.load()
-    for parameter in model.parameters():
-        vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
+    model = workspace.load_unmarked()
     placement = tiny.device_map(model, "none", main=workspace.main, offloaded=workspace.offloaded)
     placement |= dict.fromkeys(("model.language_model.embed_tokens", "lm_head"), workspace.offloaded)
     model = workspace.dispatch_map(model, placement)
-    found = difference(reference, workspace.outputs(resized(model), text_only=True))
-    return Outcome.of_parity(found, "44 tokens added")
+    return Outcome.of_parity(workspace.difference(reference, resized(model), text_only=True), "44 tokens added")

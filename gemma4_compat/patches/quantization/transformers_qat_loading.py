@@ -74,11 +74,10 @@ def _shape_scales(embeddings: dict[str, Any], files: Iterable[str]) -> None:
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     checkpoint = workspace.qat()
     reference = tiny.load(checkpoint, device=workspace.main)
     placement = tiny.device_map(reference, "layers", main=workspace.main, offloaded="disk")
     model = tiny.load(checkpoint, device_map=placement, offload_folder=workspace.folder / "qat-offload")
-    found = difference(workspace.outputs(reference), workspace.outputs(model))
+    found = workspace.difference(workspace.outputs(reference), model)
     return Outcome.of_parity(found, "layers of a QAT checkpoint loaded to disk")

@@ -94,7 +94,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("per_layer_embeddings")
     checkpoint = workspace.qat(grouped=False)  # loads on every release
@@ -118,4 +117,4 @@ def reproduce(workspace: Workspace) -> Outcome:
     split = tiny.load(checkpoint, device=workspace.main)
     layout = tiny.device_map(split, "none", main=workspace.main, offloaded=workspace.offloaded)
     split = workspace.dispatch_map(split, {**layout, name: workspace.offloaded})
-    return Outcome.of_parity(difference(reference, workspace.outputs(split)), "the embedding offloaded")
+    return Outcome.of_parity(workspace.difference(reference, split), "the embedding offloaded")

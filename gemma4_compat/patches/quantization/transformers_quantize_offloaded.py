@@ -192,17 +192,15 @@ def accelerate_dispatch(
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     found = []
     for quantization in ("4bit-double", "8bit"):
         whole = workspace.load(quantization)
         placement = tiny.device_map(whole, "layers", main=workspace.main, offloaded=workspace.offloaded)
         with opt_in.OFFLOADED.enabled():
-            folder = tempfile.mkdtemp(dir=workspace.folder)
+            folder = workspace.new_folder()
             model = tiny.load(workspace.checkpoint, quantization, device_map=placement, offload_folder=folder)
-        found.append(difference(workspace.reference(quantization), workspace.outputs(model)))
+        found.append(workspace.difference(workspace.reference(quantization), model))
     return Outcome.of_parity(max(found), "4-bit and 8-bit decoder layers offloaded by a device map")

@@ -64,7 +64,6 @@ def routes(model: Any, batch: dict[str, Any]) -> Any:
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._lab import tiny, tiny_models
-    from gemma4_compat._lab.workspace import difference
 
     checkpoint = workspace.cached(tiny_models.build_moe_checkpoint)
     batch = tiny.inputs(workspace.main, text_only=True)
@@ -80,7 +79,5 @@ def reproduce(workspace: Workspace) -> Outcome:
                 f"router.proj is a {type(router).__name__}; {other:.0%} of the tokens are sent to other experts than "
                 "by a router in bf16",
             )
-        found.append(
-            difference(workspace.outputs(reference, text_only=True), workspace.outputs(model, text_only=True))
-        )
+        found.append(workspace.difference(workspace.outputs(reference, text_only=True), model, text_only=True))
     return Outcome.of_parity(max(found), "4-bit and 8-bit models whose routers are in bf16")

@@ -78,7 +78,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import transformers
 
     from gemma4_compat._lab import tiny_models
-    from gemma4_compat._lab.workspace import difference
 
     found = []
     for quantization in ("4bit", "8bit"):
@@ -91,5 +90,5 @@ def reproduce(workspace: Workspace) -> Outcome:
             device_map={"": workspace.main},
             quantization_config=settings,
         )
-        found.append(difference(workspace.reference(quantization), workspace.outputs(model.eval())))
+        found.append(workspace.difference(workspace.reference(quantization), model.eval()))
     return Outcome.of_parity(max(found), "4-bit and 8-bit models that skip lm_head by name")

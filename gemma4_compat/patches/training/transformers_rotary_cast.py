@@ -36,9 +36,8 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 def _cast(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab.workspace import difference
 
     model = workspace.load()
     expected = workspace.outputs(model)
-    found = difference(expected, workspace.outputs(model.to(model.dtype)))
+    found = workspace.difference(expected, model.to(model.dtype))
     return Outcome.of_parity(found, "a model after a cast to the dtype that it has")

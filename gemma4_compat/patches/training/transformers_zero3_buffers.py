@@ -65,7 +65,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from gemma4_compat._lab import tiny_models
     from gemma4_compat._lab.stand_ins import zero3
-    from gemma4_compat._lab.workspace import difference
 
     right = workspace.load()
     kind = getattr(transformers, tiny_models.class_name(workspace.checkpoint))
@@ -76,6 +75,6 @@ def reproduce(workspace: Workspace) -> Outcome:
         for (name, one), (_, other) in zip(right.named_buffers(), found.named_buffers(), strict=True)
     ]
     lost = [name for name, one, other in pairs if not torch.equal(one, other)]
-    parity = difference(workspace.reference(), workspace.outputs(found))
+    parity = workspace.difference(workspace.reference(), found)
     detail = f"{len(lost)} of {len(pairs)} buffers are not those of the checkpoint; logits differ by {parity:.3g}"
     return Outcome(bool(lost) or parity > 0, detail, parity)
