@@ -71,7 +71,7 @@ def measure(variant: str, patches: Sequence[gemma4_compat.Patch], folder: Path) 
 
 def is_its_own(patch: gemma4_compat.Patch, run: Mapping[str, Any]) -> bool:
     """Whether a defect that was seen is the patch's: with everything off another one may come first."""
-    tests = importlib.import_module(f"tests.patches.{registry.area(patch.id)}.test_{patch.id.replace('-', '_')}")
+    tests = importlib.import_module(f"tests.patches.{registry.AREA_OF[patch.id]}.test_{patch.id.replace('-', '_')}")
     return re.search(tests.TestPromise.original, run["detail"]) is not None
 
 
