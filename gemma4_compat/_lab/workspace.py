@@ -288,8 +288,13 @@ class Workspace:
         """The base model loaded like :meth:`load`, then dispatched with ``offload`` (see :func:`tiny.device_map`)."""
         return self.dispatch(self.load(quantization), offload)
 
-    def dispatch(self, model: Any, offload: str = "both") -> Any:
-        return self.dispatch_map(model, tiny.device_map(model, offload, main=self.main, offloaded=self.offloaded))
+    def device_map(self, model: Any, offload: str = "both", *names: str) -> dict[str, Any]:
+        """:func:`tiny.device_map` for the devices at hand, with the modules ``names`` offloaded too."""
+        placement = tiny.device_map(model, offload, main=self.main, offloaded=self.offloaded)
+        return placement | dict.fromkeys(names, self.offloaded)
+
+    def dispatch(self, model: Any, offload: str = "both", *names: str) -> Any:
+        return self.dispatch_map(model, self.device_map(model, offload, *names))
 
     def dispatch_map(self, model: Any, placement: dict[str, Any]) -> Any:
         """Dispatch a loaded model with any map; weights on disk go to a new folder."""

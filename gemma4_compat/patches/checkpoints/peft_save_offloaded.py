@@ -34,8 +34,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import PeftModel
     from safetensors.torch import load_file
 
-    from gemma4_compat._lab import tiny
-
     def _head_adapter(folder: Path) -> Path:
         from gemma4_compat._lab import tiny_adapters
 
@@ -46,7 +44,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         base = workspace.load()
         model = PeftModel.from_pretrained(base, workspace.cached(_head_adapter))
         if split:
-            placement = tiny.device_map(base, "none", main=workspace.main, offloaded=workspace.offloaded)
+            placement = workspace.device_map(base, "none")
             del placement["lm_head"]
             placement |= {f"lm_head.{name}": workspace.main for name, _ in base.lm_head.named_children()}
             pair = ("model.language_model.embed_tokens", "lm_head.base_layer")

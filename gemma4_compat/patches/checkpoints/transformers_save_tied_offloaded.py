@@ -62,14 +62,11 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from safetensors.torch import load_file
 
-    from gemma4_compat._lab import tiny
-
     pair = ("model.language_model.embed_tokens", "lm_head")
     found: list[dict[str, Any]] = []
     for model in (workspace.load(), workspace.load_unmarked()):
         if found:
-            placement = tiny.device_map(model, "none", main=workspace.main, offloaded=workspace.offloaded)
-            model = workspace.dispatch_map(model, placement | dict.fromkeys(pair, workspace.offloaded))
+            model = workspace.dispatch(model, "none", *pair)
         folder = workspace.new_folder()
         model.save_pretrained(folder)
         found.append(load_file(f"{folder}/model.safetensors"))

@@ -103,13 +103,10 @@ def _is_embedding(module: Any) -> bool:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab import tiny
-
     workspace.needs("per_layer_embeddings")
     name = "model.language_model.embed_tokens_per_layer"
     reference = workspace.reference()
-    placement = tiny.device_map(workspace.load(), "none", main=workspace.main, offloaded=workspace.offloaded)
-    model = workspace.dispatch_map(workspace.load(), {**placement, name: workspace.offloaded})
+    model = workspace.dispatch(workspace.load(), "none", name)
     found = workspace.difference(reference, model)
     embedding = model.get_submodule(name)
     tokens = workspace.inputs(text_only=True)["input_ids"]

@@ -60,13 +60,9 @@ def valid_auto_compile_criteria(
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._lab import tiny
-
     model = workspace.load()
-    placement = tiny.device_map(model, "towers", main=workspace.main, offloaded=workspace.offloaded)
     # Their order differs between releases.
-    placement |= dict.fromkeys(("model.language_model.embed_tokens", "lm_head"), workspace.offloaded)
-    model = workspace.dispatch_map(model, placement)
+    model = workspace.dispatch(model, "towers", "model.language_model.embed_tokens", "lm_head")
     batch = {name: value.to(model.device) for name, value in workspace.inputs().items()}
     expected = workspace.reference()
     with torch.no_grad():

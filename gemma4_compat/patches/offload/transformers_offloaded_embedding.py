@@ -77,11 +77,7 @@ def _onloaded(embedding: Any) -> Iterator[None]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab import tiny
-
     reference = workspace.reference()
     model = workspace.load()
-    placement = tiny.device_map(model, "none", main=workspace.main, offloaded=workspace.offloaded)
-    placement["model.language_model.embed_tokens"] = placement["lm_head"] = workspace.offloaded
-    model = workspace.dispatch_map(model, placement)
+    model = workspace.dispatch(model, "none", "model.language_model.embed_tokens", "lm_head")
     return Outcome.of_parity(workspace.difference(reference, model), "embed_tokens offloaded")

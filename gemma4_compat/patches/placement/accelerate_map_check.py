@@ -75,11 +75,8 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from accelerate import dispatch_model
 
-    from gemma4_compat._lab import tiny
-
     model = workspace.load()
-    placement = tiny.device_map(model, "towers", main=workspace.main, offloaded=workspace.offloaded)
-    placement["model.multi_modal_projector"] = workspace.offloaded
+    placement = workspace.device_map(model, "towers", "model.multi_modal_projector")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dispatch_model(model, placement, offload_dir=workspace.new_folder())

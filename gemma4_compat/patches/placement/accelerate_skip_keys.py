@@ -47,12 +47,9 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from accelerate import dispatch_model
 
-    from gemma4_compat._lab import tiny
-
     reference = workspace.reference()
     model = workspace.load()
-    placement = tiny.device_map(model, "both", main=workspace.main, offloaded=workspace.offloaded)
-    dispatch_model(model, placement, offload_dir=workspace.new_folder())
+    dispatch_model(model, workspace.device_map(model), offload_dir=workspace.new_folder())
     try:
         outputs = workspace.outputs(model)
     except KeyError as error:

@@ -69,8 +69,6 @@ def _gathered(model: Any, getters: list[Callable[[], Any]], original: Original, 
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._lab import tiny
-
     def resized(model: Any) -> Any:
         torch.manual_seed(0)
         model.resize_token_embeddings(model.config.get_text_config().vocab_size + 44, mean_resizing=False)
@@ -78,7 +76,5 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     reference = workspace.outputs(resized(workspace.load()), text_only=True)
     model = workspace.load_unmarked()
-    placement = tiny.device_map(model, "none", main=workspace.main, offloaded=workspace.offloaded)
-    placement |= dict.fromkeys(("model.language_model.embed_tokens", "lm_head"), workspace.offloaded)
-    model = workspace.dispatch_map(model, placement)
+    model = workspace.dispatch(model, "none", "model.language_model.embed_tokens", "lm_head")
     return Outcome.of_parity(workspace.difference(reference, resized(model), text_only=True), "44 tokens added")

@@ -49,12 +49,9 @@ def _gemma4(workspace: Workspace) -> Outcome:
 
     from accelerate import dispatch_model
 
-    from gemma4_compat._lab import tiny
-
     reference = workspace.reference()
     model = workspace.load()
-    placement = tiny.device_map(model, "both", main=workspace.main, offloaded=workspace.offloaded)
-    model = dispatch_model(model, placement, offload_dir=workspace.new_folder())
+    model = dispatch_model(model, workspace.device_map(model), offload_dir=workspace.new_folder())
     return Outcome.of_parity(workspace.difference(reference, model), "dispatch_model without skip_keys")
 
 

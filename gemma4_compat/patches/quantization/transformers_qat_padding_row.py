@@ -115,6 +115,5 @@ def reproduce(workspace: Workspace) -> Outcome:
     reference = workspace.outputs(model)
     name = "model.language_model.embed_tokens"
     split = tiny.load(checkpoint, device=workspace.main)
-    layout = tiny.device_map(split, "none", main=workspace.main, offloaded=workspace.offloaded)
-    split = workspace.dispatch_map(split, {**layout, name: workspace.offloaded})
+    split = workspace.dispatch(split, "none", name)
     return Outcome.of_parity(workspace.difference(reference, split), "the embedding offloaded")

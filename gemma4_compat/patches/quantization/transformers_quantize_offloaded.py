@@ -198,7 +198,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     found = []
     for quantization in ("4bit-double", "8bit"):
         whole = workspace.load(quantization)
-        placement = tiny.device_map(whole, "layers", main=workspace.main, offloaded=workspace.offloaded)
+        placement = workspace.device_map(whole, "layers")
         with opt_in.OFFLOADED.enabled():
             folder = workspace.new_folder()
             model = tiny.load(workspace.checkpoint, quantization, device_map=placement, offload_folder=folder)
