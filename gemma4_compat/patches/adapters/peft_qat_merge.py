@@ -68,7 +68,6 @@ def dequantize_module_weight(original: Original, module: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import torch
     from peft import LoraConfig, get_peft_model
 
     from gemma4_compat._lab import tiny
@@ -81,6 +80,6 @@ def reproduce(workspace: Workspace) -> Outcome:
         adapted.merge_and_unload()
     except Gemma4CompatError as error:
         after = adapted.state_dict()
-        changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+        changed = [name for name, value in before.items() if not value.equal(after[name])]
         return Outcome(bool(changed), f"refused: {error}")
     return Outcome(True, "merged")

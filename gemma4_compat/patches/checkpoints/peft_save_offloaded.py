@@ -30,7 +30,6 @@ def get_peft_model_state_dict(original: Original, model: Any, *args: Any, **kwar
 
 def reproduce(workspace: Workspace) -> Outcome:
 
-    import torch
     from peft import PeftModel
     from safetensors.torch import load_file
 
@@ -53,5 +52,5 @@ def reproduce(workspace: Workspace) -> Outcome:
         model.save_pretrained(folder)
         found.append(load_file(f"{folder}/adapter_model.safetensors"))
     expected, saved = found
-    other = [name for name in expected if name not in saved or not torch.equal(saved[name], expected[name])]
+    other = [name for name in expected if name not in saved or not saved[name].equal(expected[name])]
     return Outcome(bool(other), f"{len(saved)} tensors, {len(other)} of them not those of one device")

@@ -59,7 +59,6 @@ def load_offloaded_parameter(original: Original, model: Any, param_name: str) ->
 
 def reproduce(workspace: Workspace) -> Outcome:
 
-    import torch
     from safetensors.torch import load_file
 
     pair = ("model.language_model.embed_tokens", "lm_head")
@@ -73,5 +72,5 @@ def reproduce(workspace: Workspace) -> Outcome:
     expected, saved = found
     if extra := sorted(saved.keys() ^ expected.keys()):
         return Outcome(True, f"the checkpoint has {len(saved)} tensors, not {len(expected)}: {', '.join(extra)}")
-    other = [name for name, tensor in saved.items() if not torch.equal(tensor, expected[name])]
+    other = [name for name, tensor in saved.items() if not tensor.equal(expected[name])]
     return Outcome(bool(other), f"{len(saved)} tensors, {len(other)} of them not those of one device")

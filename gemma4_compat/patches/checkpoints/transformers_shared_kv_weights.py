@@ -53,7 +53,6 @@ def remove_tied_weights_from_state_dict(original: Original, state_dict: dict[str
 
 def reproduce(workspace: Workspace) -> Outcome:
 
-    import torch
     from safetensors.torch import load_file
 
     from gemma4_compat._lab import tiny, tiny_models
@@ -69,6 +68,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     model.save_pretrained(folder)
     expected, saved = (load_file(f"{file}/model.safetensors") for file in (released, folder))
     lost = sorted(expected.keys() - saved.keys())
-    other = [name for name in expected.keys() & saved.keys() if not torch.equal(expected[name], saved[name])]
+    other = [name for name in expected.keys() & saved.keys() if not expected[name].equal(saved[name])]
     named = f", {lost[0]} among them" if lost else ""
     return Outcome(bool(lost or other), f"{len(lost)} of {len(expected)} tensors lost{named}, {len(other)} changed")

@@ -84,8 +84,6 @@ def _cut(states: Any, kind: str, tokens: int) -> None:
 
 def reproduce(workspace: Workspace) -> Outcome:
     """How many positions of a prompt KV-shared layers compute, and the logits of the default cache."""
-    import torch
-
     from gemma4_compat._lab import tiny
 
     workspace.needs("shared_keys_and_values")
@@ -98,7 +96,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         mlp.register_forward_pre_hook(lambda _module, inputs: rows.append(inputs[0].shape[1]))
     expected, found = (model.generate(**options, **kind) for kind in ({}, {"cache_implementation": "static"}))
     default, static = (rows[start : start + len(shared)] for start in (0, len(shared)))
-    same = torch.equal(expected.sequences, found.sequences)
+    same = expected.sequences.equal(found.sequences)
     return Outcome(
         static != default,
         f"KV-shared layers compute {max(static)} positions of a prompt with a static cache, {max(default)} without",

@@ -29,7 +29,6 @@ def static_cache(original: Original, self: Any, config: Any, *args: Any, **kwarg
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import torch
 
     from gemma4_compat._lab import tiny, tiny_models
 
@@ -37,5 +36,5 @@ def reproduce(workspace: Workspace) -> Outcome:
     model = tiny.load(checkpoint, device=workspace.main).float()
     options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 6, "do_sample": False}
     expected, found = model.generate(**options), model.generate(**options, cache_implementation="static")
-    same = torch.equal(expected, found)
+    same = expected.equal(found)
     return Outcome(not same, f"with a static cache {'the same' if same else 'other'} tokens than with the default one")

@@ -112,8 +112,6 @@ def _may_read_more(model: Any, generation_config: Any) -> bool:
 
 def reproduce(workspace: Workspace) -> Outcome:
     """How often KV-shared layers run for a prompt in chunks, and the logits of the same chunks with all layers."""
-    import torch
-
     from gemma4_compat._lab import tiny
 
     workspace.needs("shared_keys_and_values")
@@ -146,7 +144,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     chunks = -(-options["input_ids"].shape[1] // _SIZE)
     times = calls // len(shared) - (options["max_new_tokens"] - 1)
     off = max((one - other).abs().max().item() for one, other in zip(expected.logits, found.logits))
-    if not torch.equal(expected.sequences, found.sequences):
+    if not expected.sequences.equal(found.sequences):
         off = float("inf")
     return Outcome(times > 1, f"KV-shared layers run {times} times for a prompt in {chunks} chunks", parity=off)
 

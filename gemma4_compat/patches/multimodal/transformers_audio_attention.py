@@ -109,7 +109,6 @@ def detect() -> Detection:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import torch
 
     from gemma4_compat._lab import tiny
     from gemma4_compat._lab.scenarios import features
@@ -127,7 +126,7 @@ def reproduce(workspace: Workspace) -> Outcome:
             if found != usual:
                 return Outcome(True, f"{part} runs {found} attention, {usual} without a request")
         for modality in ("vision", "audio"):
-            if not torch.equal(features(model, batch, modality), features(reference, batch, modality)):
+            if not features(model, batch, modality).equal(features(reference, batch, modality)):
                 return Outcome(True, f"the {modality} features are not those without a request")
     expected = workspace.reference()
     found = [workspace.difference(expected, model) for model in (asked, later)]

@@ -33,7 +33,6 @@ def forward(original: Original, self: Any, inputs_embeds: Any, *args: Any, **kwa
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import torch
 
     from gemma4_compat._lab import tiny
     from gemma4_compat._lab.scenarios import features
@@ -48,6 +47,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     )
     reference = features(model, batch, "vision")
     hook.remove()
-    same = all(torch.equal(reference, features(model, batch, "vision")) for _ in range(FORWARDS))
+    same = all(reference.equal(features(model, batch, "vision")) for _ in range(FORWARDS))
     said = f"a float32 image, a quantized tower, embed_vision in bf16: {'the same' if same else 'other'} features"
     return Outcome(not same, said, 0.0 if same else None)
