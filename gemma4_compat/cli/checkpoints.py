@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import gemma4_compat
-from gemma4_compat.cli.app import Json, app, command, print_json, say
+from gemma4_compat.cli.app import Json, answer, app, command
 
 
 @app.command()
@@ -24,7 +24,7 @@ def repair(
         str,
         typer.Option("--from", metavar="ORIGINAL", help="Folder of the checkpoint it was made from, or a cached id."),
     ],
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file with weights.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="Largest file with weights.")] = "5GB",
     as_json: Json = False,
 ) -> None:
     """Give a saved checkpoint back what servers ask for: keys and values of KV-shared layers, names of settings.
@@ -35,7 +35,4 @@ def repair(
     from gemma4_compat._adapter_tools.repair import report_text
 
     report = gemma4_compat.repair_checkpoint(checkpoint, original, out, max_shard_size=max_shard_size)
-    if as_json:
-        print_json(report.as_data())
-    else:
-        say(report_text(report))
+    answer(report, report_text, as_json=as_json)
