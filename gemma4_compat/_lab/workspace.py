@@ -223,6 +223,10 @@ class Workspace:
         ready = _preloaded.get((self.checkpoint, quantization))
         return ready.pop() if ready else tiny.load(self.checkpoint, quantization, device=self.main)
 
+    def load_31b(self) -> Any:
+        """A model like :meth:`load`'s whose language model is of the 31B's kind: it shares nothing between layers."""
+        return tiny.load(self.cached(tiny_models.build_checkpoint, text_variant="31B"), device=self.main)
+
     def load_unmarked(self, quantization: str | None = None) -> Any:
         """As :meth:`load`, without the marks at which accelerate before 1.14 fails: F1 would come first."""
         model = self.load(quantization)

@@ -45,19 +45,17 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
-    from gemma4_compat._lab import tiny, tiny_models
+    from gemma4_compat._lab import tiny
 
-    checkpoint = workspace.checkpoint
-    if workspace.variant is None:  # prompt tuning with per-layer embeddings is covered by another patch
-        checkpoint = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
     ids = tiny.inputs(workspace.main, text_only=True)["input_ids"][:1]
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     options |= {"return_dict_in_generate": True, "output_logits": True, "attention_mask": torch.ones_like(ids)}
 
     def tuned(kind: Any) -> Any:
         torch.manual_seed(0)
-        base = tiny.load(checkpoint, device=workspace.main).float()
-        return get_peft_model(base, kind(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+        # Prompt tuning with per-layer embeddings is covered by another patch.
+        base = workspace.load_31b() if workspace.variant is None else workspace.load()
+        return get_peft_model(base.float(), kind(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
 
     with torch.no_grad():
         model, seen = tuned(PromptTuningConfig), "all tokens"

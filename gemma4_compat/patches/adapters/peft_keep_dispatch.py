@@ -127,9 +127,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         return Outcome(True, f"{len(moved)} base tensors moved, {moved[0]} among them")
     found = workspace.difference(reference, model)
     fresh = get_peft_model(workspace.split(), LoraConfig(target_modules=tiny_adapters.TARGETS["language"]))
-    lost = [
-        name for name, parameter in fresh.named_parameters() if "lora_" in name and parameter.device.type == "meta"
-    ]
+    lost = [name for name, parameter in fresh.named_parameters() if "lora_" in name and parameter.is_meta]
     if lost:
         return Outcome(True, f"get_peft_model puts {len(lost)} LoRA weights on meta")
     return Outcome.of_parity(found, f"adapter on a split base, its {len(placement)} map entries kept")

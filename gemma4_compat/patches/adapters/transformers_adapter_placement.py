@@ -79,9 +79,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     model.load_adapter(adapter)
     if model.hf_device_map != placement:
         return Outcome(True, f"hf_device_map of {len(placement)} entries became {model.hf_device_map}")
-    lost = [
-        name for name, parameter in model.named_parameters() if "lora_" in name and parameter.device.type == "meta"
-    ]
+    lost = [name for name, parameter in model.named_parameters() if "lora_" in name and parameter.is_meta]
     if lost:
         return Outcome(True, f"{len(lost)} LoRA weights are on meta, their values lost")
     return Outcome.of_parity(workspace.difference(reference, model), "model.load_adapter on a split base")

@@ -73,13 +73,9 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from transformers import DynamicCache
 
-    from gemma4_compat._lab import scenarios, tiny, tiny_models
+    from gemma4_compat._lab import scenarios, tiny
 
-    if workspace.variant is None:
-        large = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
-        model = tiny.load(large, device=workspace.main).float()
-    else:
-        model = workspace.load().float()
+    model = (workspace.load_31b() if workspace.variant is None else workspace.load()).float()
     text = model.config.get_text_config()
     if text.model_type != "gemma4_text" or text.use_bidirectional_attention != "vision":
         return Outcome(False, "images have no mask of their own in this model", applicable=False)

@@ -47,10 +47,7 @@ def dynamic_cache(
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._lab import tiny, tiny_models
-
-    checkpoint = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
-    model = tiny.load(checkpoint, device=workspace.main)
+    model = workspace.load_31b()
     text = model.config.get_text_config()
     prompt = torch.arange(_CONTEXT, device=workspace.main).remainder(200).unsqueeze(0) + 3
     with torch.no_grad():

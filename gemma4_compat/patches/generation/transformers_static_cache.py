@@ -30,10 +30,9 @@ def static_cache(original: Original, self: Any, config: Any, *args: Any, **kwarg
 
 def reproduce(workspace: Workspace) -> Outcome:
 
-    from gemma4_compat._lab import tiny, tiny_models
+    from gemma4_compat._lab import tiny
 
-    checkpoint = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
-    model = tiny.load(checkpoint, device=workspace.main).float()
+    model = workspace.load_31b().float()
     options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 6, "do_sample": False}
     expected, found = model.generate(**options), model.generate(**options, cache_implementation="static")
     same = expected.equal(found)

@@ -48,13 +48,11 @@ def reproduce(workspace: Workspace) -> Outcome:
     import contextlib
 
     from gemma4_compat._gemma4.models import variants
-    from gemma4_compat._lab import scenarios, tiny, tiny_models
+    from gemma4_compat._lab import scenarios, tiny_models
 
     batch, off = workspace.inputs(), {}
     if workspace.variant is None:
-        large = tiny.load(
-            workspace.cached(tiny_models.build_checkpoint, text_variant="31B"), device=workspace.main
-        ).float()
+        large = workspace.load_31b().float()
         off["the 31B"] = max(_off(large, batch), _off_in_chunks(large))
     elif workspace.variant != variants.UNIFIED:
         model = workspace.load().float()

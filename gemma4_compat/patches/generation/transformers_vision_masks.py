@@ -29,11 +29,8 @@ def create_masks(original: Original, *args: Any, **kwargs: Any) -> Any:
 def reproduce(workspace: Workspace) -> Outcome:
     from transformers.models.gemma4 import modeling_gemma4
 
-    from gemma4_compat._lab import scenarios, tiny, tiny_models
+    from gemma4_compat._lab import scenarios, tiny
 
     if not hasattr(modeling_gemma4, "create_masks_for_vision_model"):
         return Outcome(False, "this release makes the masks for images another way", applicable=False)
-    model = tiny.load(
-        workspace.cached(tiny_models.build_checkpoint, text_variant="31B"), device=workspace.main
-    ).float()
-    return scenarios.image_in_second_part(model, tiny.inputs(workspace.main, text_only=True))
+    return scenarios.image_in_second_part(workspace.load_31b().float(), tiny.inputs(workspace.main, text_only=True))

@@ -117,10 +117,10 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat._gemma4.models import variants
-    from gemma4_compat._lab import tiny, tiny_models
+    from gemma4_compat._lab import tiny
 
     if workspace.variant is None:
-        models = {"31B": tiny.load(workspace.cached(tiny_models.build_checkpoint, text_variant="31B"))}
+        models = {"31B": workspace.load_31b()}
         unified = workspace.unified()
         if unified is not None:
             models[variants.UNIFIED] = unified.load()

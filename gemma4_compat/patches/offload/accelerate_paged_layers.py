@@ -72,7 +72,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         missing: list[str] = []
 
         def look(*_: Any, layer: Any = layer, missing: list[str] = missing) -> None:
-            missing += [name for name, weight in layer.named_parameters() if weight.device.type == "meta"]
+            missing += [name for name, weight in layer.named_parameters() if weight.is_meta]
 
         handle = layer.mlp.down_proj.register_forward_hook(look)
         model(**workspace.inputs(text_only=True))

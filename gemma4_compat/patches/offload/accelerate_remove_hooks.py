@@ -78,7 +78,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     folder = workspace.new_folder()
     model = tiny.load(workspace.checkpoint, device_map=device_map, offload_folder=folder)
     remove_hook_from_submodules(model)
-    left = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if left:
         return Outcome(True, f"{len(left)} weights stay on meta without a hook, {left[0]} among them")
     found = workspace.difference(reference, model.to(workspace.main))

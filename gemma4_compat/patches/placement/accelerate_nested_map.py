@@ -156,7 +156,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     wrong = [
         name
         for name, tensor in model.named_parameters()
-        if (tensor.device.type == "meta") != (placement[device_maps.entry_for(name, placement) or ""] == "disk")
+        if tensor.is_meta != (placement[device_maps.entry_for(name, placement) or ""] == "disk")
     ]
     if wrong:
         return Outcome(True, f"{len(wrong)} parameters are not where the map puts them, {wrong[0]} among them")

@@ -50,7 +50,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     wrong = [
         name
         for name, tensor in model.named_parameters()
-        if (tensor.device.type == "meta") != name.startswith("model.language_model.layers.1.")
+        if tensor.is_meta != name.startswith("model.language_model.layers.1.")
     ]
     if wrong:
         return Outcome(True, f"{len(wrong)} parameters are not where the map puts them, {wrong[0]} among them")

@@ -86,7 +86,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     chosen = [
         name
         for name, weight in split.named_parameters()
-        if "language_model.layers" in name and name.endswith("input_layernorm.weight") and weight.device.type != "meta"
+        if "language_model.layers" in name and name.endswith("input_layernorm.weight") and not weight.is_meta
     ]
 
     def steps(model: Any, *, ranks: bool) -> list[Any]:
