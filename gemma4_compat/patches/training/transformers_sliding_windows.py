@@ -71,6 +71,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     """Which part of the scores of sliding layers is computed, by a second prompt of a length that the patch is for."""
     import torch
 
+    from gemma4_compat._lab import scenarios
+
     model = workspace.load_text()
     length = 2048 if torch.device(workspace.main).type == "cpu" else 16_384
     ids = torch.randint(3, 240, (1, length), generator=torch.Generator().manual_seed(1)).to(workspace.main)
@@ -79,22 +81,15 @@ def reproduce(workspace: Workspace) -> Outcome:
         for module in model.modules()
         if type(module).__name__.endswith("TextAttention") and getattr(module, "is_sliding", False)
     ]
-    kept = torch.nn.functional.scaled_dot_product_attention
-    scores = 0
 
-    def attention(query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal scores
-        if query.shape[3] == sliding[0].head_dim:
-            scores += query[..., 0].numel() * key.shape[2]
-        return kept(query, key, *args, **kwargs)
+    def count(query: Any, key: Any, *_: Any, **__: Any) -> int:
+        return query[..., 0].numel() * key.shape[2] if query.shape[3] == sliding[0].head_dim else 0
 
     with torch.no_grad():
         model(input_ids=ids, use_cache=False)  # the first prompt is also computed as before, to compare
-        torch.nn.functional.scaled_dot_product_attention = attention
-        try:
+        with scenarios.noted(torch.nn.functional, "scaled_dot_product_attention", count) as counts:
             model(input_ids=ids, use_cache=False)
-        finally:
-            torch.nn.functional.scaled_dot_product_attention = kept
+    scores = sum(counts)
     whole = len(sliding) * model.config.get_text_config().num_attention_heads * length**2
     return Outcome(
         2 * scores > whole,
