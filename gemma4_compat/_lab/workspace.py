@@ -127,6 +127,14 @@ class Workspace:
         """An adapter for a base model of another width (two of its tensors have other shapes)."""
         return self.cached(self._mismatched_adapter)
 
+    def adapter_on(self, name: str, targets: Any) -> Path:
+        """An adapter on other modules, PEFT's ``targets``; ``name`` is that of its folder."""
+
+        def adapter(folder: Path, name: str) -> None:
+            tiny_adapters.write_adapter(self.load(), targets, folder)
+
+        return self.cached(adapter, name=name)
+
     def unified(self) -> Workspace | None:
         """A workspace with the 12B; None if the installed transformers has no such model.
 

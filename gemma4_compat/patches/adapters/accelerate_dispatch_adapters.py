@@ -17,7 +17,6 @@ Remove when: ``dispatch_model`` leaves the adapters of offloaded modules on thei
 """
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 from gemma4_compat._gemma4.models import family
@@ -47,14 +46,11 @@ def dispatch_model(original: Original, *args: Any, **kwargs: Any) -> Any:
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import PeftModel
 
+    # Not the linears of the towers, which another patch covers.
+    adapter = workspace.adapter_on("embedding", r".*language_model\.(embed_tokens|.*\.up_proj)")
+
     def with_adapter() -> Any:
-        return PeftModel.from_pretrained(workspace.load(), workspace.cached(_embedding_adapter), is_trainable=True)
-
-    def _embedding_adapter(folder: Path) -> Path:
-        from gemma4_compat._lab import tiny_adapters
-
-        # Not the linears of the towers, which another patch covers.
-        return tiny_adapters.write_adapter(workspace.load(), r".*language_model\.(embed_tokens|.*\.up_proj)", folder)
+        return PeftModel.from_pretrained(workspace.load(), adapter, is_trainable=True)
 
     reference = workspace.outputs(with_adapter().eval(), text_only=True)
     model = with_adapter().eval()

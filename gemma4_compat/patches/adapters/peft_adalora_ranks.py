@@ -42,7 +42,6 @@ def cast_adapter_dtype(original: Original, model: Any, adapter_name: str, *args:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     import torch
     from peft import AdaLoraConfig, PeftModel, get_peft_model
 

@@ -104,22 +104,13 @@ def merge_osf(original: Original, self: Any, safe_merge: bool = False, adapter_n
 
 
 def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._lab import tiny_adapters
 
-    adapter = _adapter(workspace)
+    adapter = workspace.adapter_on("language-head", rf"({tiny_adapters.TARGETS['language']}|lm_head)")
     whole = _merged(workspace, adapter)
     split = _merged(workspace, adapter, "model.language_model.layers.0", "lm_head")
     found = max(workspace.difference(first, second) for first, second in zip(whole, split))
     return Outcome.of_parity(found, "a layer and the head, offloaded, merged and unmerged")
-
-
-def _adapter(workspace: Workspace) -> Path:
-    from gemma4_compat._lab import tiny_adapters
-
-    def merged_layers_and_head(folder: Path) -> Path:
-        targets = rf"({tiny_adapters.TARGETS['language']}|lm_head)"
-        return tiny_adapters.write_adapter(workspace.load(), targets, folder)
-
-    return workspace.cached(merged_layers_and_head)
 
 
 def _merged(workspace: Workspace, adapter: Path, *offloaded: str) -> list[Outputs]:

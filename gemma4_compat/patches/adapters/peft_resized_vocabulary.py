@@ -84,7 +84,6 @@ def _embeddings(base: Any) -> list[Any]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
 

@@ -13,7 +13,6 @@ them again. Trained tokens, which PEFT puts on both, are left to it.
 Remove when: PEFT unties two weights before it merges into one of them.
 """
 
-from pathlib import Path
 from typing import Any
 
 from gemma4_compat._gemma4.models import family
@@ -58,19 +57,13 @@ def unmerge_adapter(original: Original, self: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     import torch
     from peft import PeftModel
 
     from gemma4_compat._lab import tiny
 
-    def head_adapter(folder: Path) -> Path:
-        from gemma4_compat._lab import tiny_adapters
-
-        return tiny_adapters.write_adapter(workspace.load(), ["lm_head"], folder)
-
     def loaded() -> Any:  # in float32 a merge hardly rounds
-        return PeftModel.from_pretrained(workspace.load().float(), workspace.cached(head_adapter)).eval()
+        return PeftModel.from_pretrained(workspace.load().float(), workspace.adapter_on("head", ["lm_head"])).eval()
 
     expected, model = workspace.outputs(loaded()), loaded()
     model.merge_adapter()

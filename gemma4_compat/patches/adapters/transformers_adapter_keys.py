@@ -93,7 +93,6 @@ def _hub(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     adapter = str(workspace.text_adapter())
     text = workspace.load_text()
     try:

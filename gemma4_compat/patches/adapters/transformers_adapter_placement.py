@@ -66,7 +66,6 @@ def _device(model: Any, name: str, default: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     adapter = str(workspace.adapter("all"))
     model = workspace.load()
     try:

@@ -68,7 +68,6 @@ def _mismatches(model: Any, folder: Any, adapter_name: str) -> Iterator[tuple[st
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     found = []
     for base in (workspace.load(), workspace.split()):
         reference = workspace.reference()

@@ -65,7 +65,6 @@ def _loadable(model: Any) -> Iterator[None]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     import torch
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState

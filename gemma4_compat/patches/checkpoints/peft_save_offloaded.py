@@ -12,7 +12,6 @@ model on one device.
 Remove when: ``get_peft_model_state_dict`` reads offloaded weights through accelerate's hooks.
 """
 
-from pathlib import Path
 from typing import Any
 
 from gemma4_compat._offload.weights import stored_state
@@ -29,19 +28,13 @@ def get_peft_model_state_dict(original: Original, model: Any, *args: Any, **kwar
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     from peft import PeftModel
     from safetensors.torch import load_file
-
-    def _head_adapter(folder: Path) -> Path:
-        from gemma4_compat._lab import tiny_adapters
-
-        return tiny_adapters.write_adapter(workspace.load(), ["lm_head"], folder)
 
     found: list[dict[str, Any]] = []
     for split in (False, True):
         base = workspace.load()
-        model = PeftModel.from_pretrained(base, workspace.cached(_head_adapter))
+        model = PeftModel.from_pretrained(base, workspace.adapter_on("head", ["lm_head"]))
         if split:
             placement = workspace.device_map(base, "none")
             del placement["lm_head"]

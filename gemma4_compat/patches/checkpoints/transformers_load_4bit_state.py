@@ -39,7 +39,6 @@ def process_model_after_weight_loading(original: Original, self: Any, model: Any
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     model = workspace.load("4bit-double")
     expected = workspace.outputs(model)
     model.load_state_dict(model.state_dict())

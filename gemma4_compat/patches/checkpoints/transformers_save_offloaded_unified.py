@@ -53,7 +53,6 @@ def _own_name(model: Any, saved: str) -> str:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     unified = workspace.unified()
     if unified is None:
         return Outcome(False, "this release has no gemma4_unified", applicable=False)

@@ -58,7 +58,6 @@ def load_offloaded_parameter(original: Original, model: Any, param_name: str) ->
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     from safetensors.torch import load_file
 
     pair = ("model.language_model.embed_tokens", "lm_head")

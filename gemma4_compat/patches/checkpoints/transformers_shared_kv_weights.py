@@ -52,7 +52,6 @@ def remove_tied_weights_from_state_dict(original: Original, state_dict: dict[str
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     from safetensors.torch import load_file
 
     from gemma4_compat._lab import tiny, tiny_models

@@ -65,7 +65,6 @@ def draft_always(model: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     from gemma4_compat._lab import tiny
 
     model, drafts = workspace.load().float(), draft_always(workspace.load().float())

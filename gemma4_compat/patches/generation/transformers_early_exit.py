@@ -82,7 +82,6 @@ def _shorter(whole: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     found = []
     for model, batch in (
         (workspace.load_text(), workspace.inputs(text_only=True)),

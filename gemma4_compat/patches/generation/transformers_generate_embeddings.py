@@ -48,7 +48,6 @@ def prepare_model_inputs(original: Original, self: Any, *args: Any, **kwargs: An
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     batch = workspace.inputs(text_only=True)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
     options |= {"output_logits": True, "attention_mask": batch["attention_mask"]}

@@ -29,7 +29,6 @@ def static_cache(original: Original, self: Any, config: Any, *args: Any, **kwarg
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     from gemma4_compat._lab import tiny
 
     model = workspace.load_31b().float()

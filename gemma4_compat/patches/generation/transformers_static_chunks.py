@@ -28,7 +28,6 @@ def init_shape(original: Original, self: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     from gemma4_compat._lab import tiny
 
     model = workspace.load().float()

@@ -109,7 +109,6 @@ def detect() -> Detection:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     from gemma4_compat._lab import tiny
     from gemma4_compat._lab.scenarios import features
 

@@ -33,7 +33,6 @@ def forward(original: Original, self: Any, inputs_embeds: Any, *args: Any, **kwa
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     from gemma4_compat._lab import tiny
     from gemma4_compat._lab.scenarios import features
 

@@ -82,7 +82,6 @@ def scaled_checkpoint(workspace: Workspace) -> Path:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     import torch
     from accelerate import load_checkpoint_and_dispatch
 

@@ -119,7 +119,6 @@ def _link(source: Path, target: Path) -> None:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     import torch
     from accelerate import load_checkpoint_and_dispatch
 

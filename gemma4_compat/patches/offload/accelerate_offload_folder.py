@@ -106,7 +106,6 @@ def getitem(original: Original, self: Any, key: str) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     import torch
 
     from gemma4_compat._lab import tiny

@@ -62,7 +62,6 @@ def dispatch_model(original: Original, model: Any, *args: Any, **kwargs: Any) ->
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     found = []
     for quantization in (None, "4bit-double"):
         model = workspace.load_unmarked(quantization)

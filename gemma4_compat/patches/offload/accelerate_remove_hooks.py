@@ -67,7 +67,6 @@ def _bring_from_disk(hook: Any, module: Any) -> None:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     from accelerate.hooks import remove_hook_from_submodules
     from peft import PeftModel
 

@@ -49,7 +49,6 @@ def _addresses(model: Any, on_host: Mapping[str, Any]) -> set[int]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     import torch
     from transformers import Gemma4ForCausalLM
 

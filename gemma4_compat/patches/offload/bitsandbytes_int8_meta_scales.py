@@ -77,7 +77,6 @@ def _device_copy(pristine: Any, device: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     reference = workspace.reference("8bit")
     model = workspace.load_unmarked("8bit")
     saved = workspace.new_folder()

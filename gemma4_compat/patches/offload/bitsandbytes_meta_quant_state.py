@@ -98,7 +98,6 @@ def quant_state_as_dict(
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     found = []
     for quantization in ("4bit-double", "4bit"):
         reference = workspace.reference(quantization)

@@ -142,7 +142,6 @@ def _hook_own_tensors(
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     from gemma4_compat._lab import tiny
 
     reference = workspace.reference()

@@ -44,7 +44,6 @@ def _own_skip_keys(model: Any) -> list[str]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     from accelerate import dispatch_model
 
     reference = workspace.reference()

@@ -48,7 +48,6 @@ def _without_tensors(model: Any, placement: Mapping[str, Any]) -> Mapping[str, A
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     from accelerate import dispatch_model, infer_auto_device_map
 
     from gemma4_compat._lab import tiny

@@ -205,7 +205,6 @@ def _loads(model: Any, blueprint: Any) -> Iterator[Any]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     from gemma4_compat._lab import tiny
 
     workspace.needs("per_layer_embeddings")

@@ -39,7 +39,6 @@ def expand_device_map(original: Original, device_map: Any, param_names: Iterable
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     from gemma4_compat._lab import tiny
 
     checkpoint = workspace.larger(layers=12)

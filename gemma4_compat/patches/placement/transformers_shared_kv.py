@@ -46,7 +46,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 def _gemma4(workspace: Workspace) -> Outcome:
-
     from accelerate import dispatch_model
 
     reference = workspace.reference()
@@ -56,7 +55,6 @@ def _gemma4(workspace: Workspace) -> Outcome:
 
 
 def _unified(workspace: Workspace) -> Outcome:
-
     from accelerate import dispatch_model
 
     from gemma4_compat._lab import tiny_models

@@ -139,7 +139,6 @@ def _on_disk(names: list[str], device_map: Any) -> list[str]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     from gemma4_compat._lab import tiny
 
     reference = workspace.reference()

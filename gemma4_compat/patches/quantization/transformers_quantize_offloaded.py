@@ -192,7 +192,6 @@ def accelerate_dispatch(
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-
     from gemma4_compat._lab import tiny
 
     found = []

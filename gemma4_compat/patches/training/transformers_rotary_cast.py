@@ -36,7 +36,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 def _cast(workspace: Workspace) -> Outcome:
-
     model = workspace.load()
     expected = workspace.outputs(model)
     found = workspace.difference(expected, model.to(model.dtype))

@@ -46,7 +46,11 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._lab import tiny, tiny_models
 
     workspace.needs("gemma4")
-    checkpoint = workspace.cached(_of_the_31b) if workspace.variant is None else workspace.checkpoint
+    checkpoint = (
+        workspace.cached(tiny_models.build_checkpoint, variant="31B")
+        if workspace.variant is None
+        else workspace.checkpoint
+    )
     model = tiny.load(checkpoint, device=workspace.main).train()
     batch = workspace.inputs(text_only=True)
     zeros = torch.zeros_like(batch["input_ids"])
@@ -58,9 +62,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         f"{tiny_models.class_name(checkpoint)} on text: logits differ by {off:.3g} from those with zeros given",
         off,
     )
-
-
-def _of_the_31b(folder: Any) -> None:
-    from gemma4_compat._lab import tiny_models
-
-    tiny_models.build_checkpoint(folder, variant="31B")
