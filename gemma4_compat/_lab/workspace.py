@@ -232,7 +232,7 @@ class Workspace:
         return ready.pop() if ready else tiny.load(self.checkpoint, quantization, device=self.main)
 
     def load_31b(self) -> Any:
-        """A model like :meth:`load`'s whose language model is of the 31B's kind: it shares nothing between layers."""
+        """A model like that of :meth:`load`, with a language model like the 31B's, whose layers share nothing."""
         return tiny.load(self.cached(tiny_models.build_checkpoint, text_variant="31B"), device=self.main)
 
     def load_unmarked(self, quantization: str | None = None) -> Any:
