@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.models import media
 from gemma4_compat._gemma4.models.family import is_gemma4
 
@@ -161,24 +162,14 @@ def current() -> Call | None:
     return _current.get()
 
 
-@contextlib.contextmanager
-def entered(call: Call | None) -> Iterator[None]:
+def entered(call: Call | None) -> contextlib.AbstractContextManager[None]:
     """Inside, this thread is in this call, or in none."""
-    token = _current.set(call)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return in_place.bound(_current, call)
 
 
-@contextlib.contextmanager
-def alone(call: Call, name: str) -> Iterator[None]:
+def alone(call: Call, name: str) -> contextlib.AbstractContextManager[None]:
     """Inside, everything that the call runs has this one adapter."""
-    before, call.alone = call.alone, name
-    try:
-        yield
-    finally:
-        call.alone = before
+    return in_place.assigned(call, "alone", name)
 
 
 def by_adapter(

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._engine.runtime.views import PlainView
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.accelerate import attached, module_hooks
@@ -31,7 +32,7 @@ def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_i
     if not any(hasattr(getattr(self, name, None), "quant_state") for name in NAMES):
         refuse_packed(self)
         return original(self, hidden_states, top_k_index, top_k_weights)
-    added = getattr(self, _ADDED, {})
+    added = added_to(self)
     chosen = hit(self, top_k_index) if can_choose(self) else None
     plain, make = {}, {}
     for name in NAMES:
@@ -160,7 +161,7 @@ def can_choose(module: Any) -> bool:
     """
     import torch
 
-    added = getattr(module, _ADDED, {})
+    added = added_to(module)
     if added and torch.is_grad_enabled():
         return False
     return all(_is_per_expert(add, module.num_experts) for every in added.values() for add in every)
@@ -194,7 +195,7 @@ def current(module: Any, name: str) -> Any:
     """The values of all experts that a forward of ``module`` would use now, including what PEFT adds."""
     if quantized_parameter(module, name) is None:
         return getattr(module, name)
-    return values_of(module._parameters[name], None, getattr(module, _ADDED, {}).get(name, ()))
+    return values_of(module._parameters[name], None, added_to(module).get(name, ()))
 
 
 def logical(module: Any, name: str) -> Any:
@@ -239,18 +240,7 @@ def _as_it_is(kept: Any) -> Any:
     return kept
 
 
-@contextlib.contextmanager
-def adding(module: Any, name: str, add: Callable[[Any], Any]) -> Iterator[None]:
+def adding(module: Any, name: str, add: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
     """Inside, ``add`` is applied to the values of the 4-bit parameter ``name`` in forwards of ``module``."""
-    added = vars(module).setdefault(_ADDED, {})
-    added[name] = (*added.get(name, ()), add)
-    try:
-        yield
-    finally:
-        rest = added[name][:-1]
-        if rest:
-            added[name] = rest
-        else:
-            del added[name]
-        if not added:
-            del vars(module)[_ADDED]
+    added = added_to(module)
+    return in_place.assigned(module, _ADDED, added | {name: (*added.get(name, ()), add)})

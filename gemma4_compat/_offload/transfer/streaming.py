@@ -37,6 +37,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.accelerate import attached, module_hooks
 from gemma4_compat._offload import model_lock, torch_internals
 from gemma4_compat._offload.model_lock import ModelLock
@@ -224,17 +225,9 @@ class LayerStreamer:
         finally:  # a capture whose streams have not joined again cannot even be ended
             self._copies.join_current_stream()
 
-    @contextlib.contextmanager
-    def settled(self, settle: Callable[[], None]) -> Iterator[None]:
+    def settled(self, settle: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Inside, ``settle`` is called before weights are freed, to launch everything the layer computes."""
-        if self._copies is None:
-            yield
-            return
-        self._copies.settle = settle
-        try:
-            yield
-        finally:
-            self._copies.settle = None
+        return contextlib.nullcontext() if self._copies is None else in_place.assigned(self._copies, "settle", settle)
 
     def after_capture(self) -> None:
         """Free what a failed capture left on the device, and forget its events."""
