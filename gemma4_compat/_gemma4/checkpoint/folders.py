@@ -49,6 +49,20 @@ def local(given: str | Path, what: str) -> Path:
         ) from error
 
 
+def cached(repository: str, file: str) -> Path | None:
+    """A file of a repository in the cache of the hub; None without one, or without the library."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ModuleNotFoundError:
+        return None
+    try:
+        found = try_to_load_from_cache(repository, file)
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
 def output(given: str | Path, *inputs: Path, what: str = "merged model") -> Path:
     """The absolute path of the folder to be written; ``what`` is what will be in it.
 
