@@ -9,6 +9,7 @@ streams more layers. Streamed layers are copied to the accelerator while the lay
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -146,14 +147,7 @@ def longest_context(
         used = placed_use(blueprint, placed, wanted)
         return all(use.peak <= budgets[device] for device, use in used.items())  # type: ignore[index]
 
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda context: not fits(context))
 
 
 # ------------------------------------------------------------------------------------------------------------ choices
