@@ -79,13 +79,6 @@ class Hooks:
     def __contains__(self, module: Any) -> bool:
         return module in self._handles
 
-    def __len__(self) -> int:
-        return len(self._handles)
-
-    def count(self, module: Any) -> int:
-        """How many hooks this module has."""
-        return len(self._handles.get(module, ()))
-
 
 # What it is and where it hangs, then what it is for.
 # fmt: off

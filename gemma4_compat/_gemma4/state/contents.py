@@ -33,11 +33,7 @@ def stamp(tensor: Any) -> tuple[Any, ...]:
 
 
 def digest(tensors: Iterable[Any]) -> tuple[int, ...]:
-    """A number for the values on each device. Waits for the devices.
-
-    Args:
-        tensors: of any dtype, on any device but meta; always in the same order.
-    """
+    """A number for the values on each device but meta. Waits for the devices. The order of the tensors counts."""
     import torch
 
     by_device: dict[Any, list[Any]] = {}
