@@ -147,14 +147,8 @@ class Blueprint:
         patches: number of patches per soft token of an image in the vision tower; 0 without a tower.
         vision: (width, width of the MLP, heads, rows of the position embedding) of the vision tower, or None.
         audio: (width, channels of the first convolution) of the audio tower, or None.
-        math_attention: whether this transformers sends heads wider than 256 to SDPA's fp32 "math" kernel, which holds
-            all scores; decided by its own function.
-        one_hot_positions: whether this transformers looks image positions up with a one-hot matrix.
-        one_query: whether this transformers takes only the last position through the KV-shared layers of a prefill.
-        one_query_packed: whether this transformers computes one query with a mask without repeating keys and values
-            for every head.
-        static_masks: whether this transformers makes a mask for a whole static cache that the prompt does not fill;
-            decided by its own function.
+        math_attention, one_hot_positions, one_query, one_query_packed, static_masks: what this transformers does; see
+            :mod:`upstream`, whose functions have these names.
     """
 
     blocks: tuple[Block, ...]

@@ -103,11 +103,7 @@ def layout(
 
 
 def fits(blueprint: Blueprint, budgets: _Budgets, load: Load | TrainingLoad) -> bool:
-    """Whether a placement fits these budgets; :func:`layout` then raises only for the host's memory or the disk.
-
-    Raises:
-        Gemma4CompatError: a budget or the load cannot be understood.
-    """
+    """Whether a placement fits these budgets; :func:`layout` then raises only for the host's memory or the disk."""
     _check(budgets, load)
     return _first_that_fits(blueprint, budgets, load) is not None
 
@@ -213,15 +209,12 @@ class _Placement:
         ]
         self._place_layers(list(blueprint.layers))
         self.use: dict[Any, Use] = {
-            device: self._use(device, self.on[device]) for device in self.on if self._works(device)
+            device: self._use(device, blocks) for device, blocks in self.on.items() if blocks or device == self.main
         }
 
     @property
     def fits(self) -> bool:
         return all(use.peak <= use.budget for use in self.use.values())
-
-    def _works(self, device: Any) -> bool:
-        return device == self.main or bool(self.on[device])
 
     def _place_layers(self, layers: list[Block]) -> None:
         others = [device for device in self.budgets if device != self.main]

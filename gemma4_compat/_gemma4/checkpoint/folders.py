@@ -27,11 +27,7 @@ _SHORTENED, _LONGEST_NAME = 200, 255
 
 
 def local(given: str | Path, what: str) -> Path:
-    """The given folder, or the folder of a cached id.
-
-    Raises:
-        Gemma4CompatError: there is neither.
-    """
+    """The given folder, or the folder of a cached id; raises :class:`Gemma4CompatError` if there is neither."""
     folder = arguments.path(given, what)
     if os.path.isdir(folder):  # noqa: PTH112 - it is False for what can be no name, where Path raises
         return folder

@@ -276,11 +276,7 @@ def as_bytes(piece: Any) -> Any:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a small file.
-
-    Raises:
-        Gemma4CompatError: it cannot be written.
-    """
+    """Write a small file, or raise :class:`Gemma4CompatError`."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

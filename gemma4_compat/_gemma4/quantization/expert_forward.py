@@ -78,11 +78,7 @@ def with_values(
 
 
 def refuse_packed(module: Any) -> None:
-    """Refuse packed weights without their scales: a column of numbers instead of a matrix per expert.
-
-    Raises:
-        Gemma4CompatError: the module has such weights.
-    """
+    """Refuse packed weights without their scales: a column of numbers instead of a matrix per expert."""
     for name in NAMES:
         weight = getattr(module, name, None)
         if weight is not None and weight.ndim == 2 and weight.shape[1] == 1:
