@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._gemma4.cache.cache_config import Unshared, shares_nothing
+from gemma4_compat._gemma4.cache.shared_kv import Unshared, shares_nothing
 from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
