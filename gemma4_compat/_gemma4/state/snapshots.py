@@ -44,7 +44,7 @@ class _Noted:
     def share(self, turn: int, turns: int) -> _Noted:
         """A part of it; each has its turn. All is noted by then."""
         if turn not in self.shares:
-            lists = (self.dicts, self.keys, self.defaults, self.found, self.source)
+            lists: Any = (self.dicts, self.keys, self.defaults, self.found, self.source)
             self.shares[turn] = _Noted(*(each[turn::turns] for each in lists))
         return self.shares[turn]
 
