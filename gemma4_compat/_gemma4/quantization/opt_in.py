@@ -63,7 +63,7 @@ class Loading(contextlib.ContextDecorator):
         if not self._used:
             notice.warn(
                 f"{self._call} without `with` does nothing; load the model inside `with gemma4_compat.{self._call}:`, "
-                f"or set GEMMA4_COMPAT_ENABLE={','.join(feature.id for feature in self._features)}",
+                f"or set GEMMA4_COMPAT_ENABLE={','.join(feature.id for feature in self._features)}"
             )
 
 

@@ -308,12 +308,7 @@ class LayerStreamer:
         return expert_lookup.few_tokens(group.experts, layer, inputs) and group.looks_experts_up()
 
     def _require(
-        self,
-        group: ModuleGroup,
-        following: ModuleGroup | None,
-        *,
-        in_part: bool = False,
-        next_in_part: bool = False,
+        self, group: ModuleGroup, following: ModuleGroup | None, *, in_part: bool = False, next_in_part: bool = False
     ) -> None:
         """Have ``group`` on the device for what the current stream does next, and prefetch ``following``.
 

@@ -23,33 +23,12 @@ from gemma4_compat._offload.weights import stored_weights, tied_pairs
 
 #: Fields of a LoRA config with which a layer only adds to the output of its base layer. Any other field that differs
 #: from its default may make the layer read the base weight.
-_ADDITIVE_FIELDS = frozenset(
-    {
-        "alpha_pattern",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "bias",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "inference_mode",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "lora_bias",
-        "lora_dropout",
-        "modules_to_save",
-        "peft_type",
-        "peft_version",
-        "r",
-        "rank_pattern",
-        "revision",
-        "runtime_config",
-        "target_modules",
-        "task_type",
-        "trainable_token_indices",
-        "use_rslora",
-    }
-)
+_ADDITIVE_FIELDS = {
+    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out"),
+    *("inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_bias", "lora_dropout"),
+    *("modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision", "runtime_config"),
+    *("target_modules", "task_type", "trainable_token_indices", "use_rslora"),
+}
 _ADDITIVE_INITS = (True, False, "gaussian", "orthogonal")
 _ONLOADED, _REGISTERED = attached.ONLOADED, attached.ONLOADS
 
