@@ -24,8 +24,8 @@ from gemma4_compat._gemma4.adapters.translation import PREFIX, Translation
 _SHOWN = 3
 #: Parts after a module's name that a tuner's layer does not have: trained copies, biases, rows of an embedding.
 _NOT_TUNED = {
-    *("weight", "bias", "modules_to_save", "original_module", "token_adapter", "input_min", "input_max", "output_min"),
-    *("output_max"),
+    *("weight", "bias", "modules_to_save", "original_module", "token_adapter"),
+    *("input_min", "input_max", "output_min", "output_max"),
 }
 
 
