@@ -397,8 +397,7 @@ def _kind_beside(name: str, siblings: Collection[str]) -> Kind:
 def _shapes(model: Any, text: Any) -> dict[str, Any]:
     text_config = text.config
     vision, audio = (getattr(model.config, f"{name}_config", None) for name in ("vision", "audio"))
-    towers = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ("vision_tower", "audio_tower")}
-    has_vision, has_audio = (any(name.endswith(tower) for name in towers) for tower in ("vision_tower", "audio_tower"))
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     per_layer = getattr(text, "embed_tokens_per_layer", None)
     shapes: dict[str, Any] = {
         "item": text.embed_tokens.weight.element_size(),
@@ -413,11 +412,11 @@ def _shapes(model: Any, text: Any) -> dict[str, Any]:
     }
     if getattr(text_config, "enable_moe_block", False):
         shapes["experts"] = (text_config.num_experts, text_config.top_k_experts, text_config.moe_intermediate_size)
-    if has_vision and vision is not None:
+    if "vision_tower" in names and vision is not None:
         heads = vision.num_attention_heads
         shapes["vision"] = (vision.hidden_size, vision.intermediate_size, heads, vision.position_embedding_size)
         shapes["patches"] = vision.pooling_kernel_size**2
-    if has_audio and audio is not None:
+    if "audio_tower" in names and audio is not None:
         shapes["audio"] = (audio.hidden_size, audio.subsampling_conv_channels[0])
     return shapes
 

@@ -32,6 +32,17 @@ def stamp(tensor: Any) -> tuple[Any, ...]:
     return tensor.data_ptr(), None if tensor.is_inference() else tensor._version
 
 
+def tensors_in(value: Any) -> Iterator[Any]:
+    """The tensors in tuples, lists and the values of dictionaries, in order."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part)
+
+
 def digest(tensors: Iterable[Any]) -> tuple[int, ...]:
     """A number for the values on each device but meta. Waits for the devices. The order of the tensors counts."""
     import torch
