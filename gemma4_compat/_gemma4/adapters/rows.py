@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -167,9 +167,14 @@ def entered(call: Call | None) -> contextlib.AbstractContextManager[None]:
     return in_place.bound(_current, call)
 
 
-def alone(call: Call, name: str) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def alone(call: Call, name: str) -> Iterator[None]:
     """Inside, everything that the call runs has this one adapter."""
-    return in_place.assigned(call, "alone", name)
+    before, call.alone = call.alone, name
+    try:
+        yield
+    finally:
+        call.alone = before
 
 
 def by_adapter(

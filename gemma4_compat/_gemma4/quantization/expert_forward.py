@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._engine.runtime.views import PlainView
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.accelerate import attached, module_hooks
@@ -32,7 +31,7 @@ def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_i
     if not any(hasattr(getattr(self, name, None), "quant_state") for name in NAMES):
         refuse_packed(self)
         return original(self, hidden_states, top_k_index, top_k_weights)
-    added = added_to(self)
+    added = getattr(self, _ADDED, {})
     chosen = hit(self, top_k_index) if can_choose(self) else None
     plain, make = {}, {}
     for name in NAMES:
@@ -157,7 +156,7 @@ def can_choose(module: Any) -> bool:
     """
     import torch
 
-    added = added_to(module)
+    added = getattr(module, _ADDED, {})
     if added and torch.is_grad_enabled():
         return False
     return all(_is_per_expert(add, module.num_experts) for every in added.values() for add in every)
@@ -236,7 +235,14 @@ def _as_it_is(kept: Any) -> Any:
     return kept
 
 
-def adding(module: Any, name: str, add: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def adding(module: Any, name: str, add: Callable[[Any], Any]) -> Iterator[None]:
     """Inside, ``add`` is applied to the values of the 4-bit parameter ``name`` in forwards of ``module``."""
-    added = added_to(module)
-    return in_place.assigned(module, _ADDED, added | {name: (*added.get(name, ()), add)})
+    before = added_to(module)
+    vars(module)[_ADDED] = before | {name: (*before.get(name, ()), add)}
+    try:
+        yield
+    finally:
+        vars(module)[_ADDED] = before
+        if not before:
+            del vars(module)[_ADDED]
