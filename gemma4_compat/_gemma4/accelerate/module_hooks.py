@@ -9,7 +9,7 @@ from typing import Any
 
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.accelerate import attached
-from gemma4_compat._gemma4.quantization import quant_states
+from gemma4_compat._gemma4.state import contents
 
 #: Bytes that come from a device at a time, to be compared.
 _AT_ONCE = 2**26
@@ -161,9 +161,9 @@ def _changed_scales(hook: Any, weight: Any) -> dict[str, Any]:
     for held, origin in ((one, getattr(one, attached.ORIGIN, None)) for one in (state, scales)):
         if origin is None or getattr(held, "packing_format_for_cpu", False):
             continue
-        halves = ([held], [origin]) if held is scales else map(quant_states.tensors, (held, origin))
-        pairs = zip(*halves, strict=True)
-        if not all(one.shape == other.shape and same_bytes(one, other) for one, other in pairs):
+        named = ([("SCB", one)] if held is scales else contents.named_tensors(one) for one in (held, origin))
+        pairs = zip(*named, strict=True)
+        if not all(one.shape == other.shape and same_bytes(one, other) for (_, one), (_, other) in pairs):
             delattr(held, attached.ORIGIN)  # the next move to meta makes a copy
     with contextlib.suppress(KeyError):
         if scales is not None and not scales.is_meta and not is_stored(hook, "SCB", scales):

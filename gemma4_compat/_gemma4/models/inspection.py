@@ -14,7 +14,7 @@ from gemma4_compat._engine.io import arguments
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat._gemma4.models import walk
-from gemma4_compat._gemma4.quantization import quant_states
+from gemma4_compat._gemma4.state import contents
 
 if TYPE_CHECKING:
     import torch
@@ -172,7 +172,7 @@ def _find_in_states(
                 yield _found(path, label, "quantization", value, held)
         elif name == "quant_state" and value is not None and id(value) not in states:
             states[id(value)] = label  # parameter and module share one
-            for member, tensor in quant_states.named_tensors(value):
+            for member, tensor in contents.named_tensors(value):
                 if tensor.device.type == "meta":  # no hook onloads scales
                     yield _found(path, f"{label}.{member}", "quantization", tensor, False)
         elif name == "state" and hasattr(value, "CB") and hasattr(value, "SCB"):  # of a Linear8bitLt

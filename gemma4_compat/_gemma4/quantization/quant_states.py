@@ -6,11 +6,12 @@ package. Neither this package nor bitsandbytes writes a state's tensors in place
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.accelerate import attached
+from gemma4_compat._gemma4.state import contents
 
 PRISTINE, ORIGIN, UNPACKED = attached.PRISTINE, attached.ORIGIN, attached.UNPACKED
 
@@ -80,20 +81,9 @@ def check_not_lost(state: Any) -> None:
         )
 
 
-def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
-    """Every tensor of a state by its name; those of its nested state follow ``state2.``."""
-    import torch
-
-    for name, value in vars(state).items():
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        elif name == "state2" and value is not None:
-            yield from ((f"{name}.{inner}", tensor) for inner, tensor in named_tensors(value))
-
-
 def tensors(state: Any) -> list[Any]:
     """Every tensor of a state, including those of its nested state."""
-    return [tensor for _, tensor in named_tensors(state)]
+    return [tensor for _, tensor in contents.named_tensors(state)]
 
 
 def with_tensors(pristine: Any, known: Mapping[int, Any]) -> Any:

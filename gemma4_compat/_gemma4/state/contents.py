@@ -43,6 +43,17 @@ def tensors_in(value: Any) -> Iterator[Any]:
             yield from tensors_in(part)
 
 
+def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
+    """Every tensor of a ``QuantState`` of bitsandbytes by its name; those of its nested state follow ``state2.``."""
+    import torch
+
+    for name, value in vars(state).items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif name == "state2" and value is not None:
+            yield from ((f"{name}.{inner}", tensor) for inner, tensor in named_tensors(value))
+
+
 def digest(tensors: Iterable[Any]) -> tuple[int, ...]:
     """A number for the values on each device but meta. Waits for the devices. The order of the tensors counts."""
     import torch
