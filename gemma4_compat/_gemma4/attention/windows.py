@@ -22,7 +22,7 @@ from gemma4_compat._engine import dormant, settings
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._engine.runtime.selftest import SelfTests
 from gemma4_compat._gemma4.accelerate import attached
-from gemma4_compat._gemma4.attention import layers, products, tracing
+from gemma4_compat._gemma4.attention import layers, tracing
 from gemma4_compat._gemma4.attention.block_layout import UNIT, Layout
 
 ID = "transformers-sliding-windows"
@@ -100,6 +100,8 @@ def _attention(
         return whole(*given, **kwargs)
     by_windows, by_products = _asked(module)
     if by_products and _may_multiply(*given, **kwargs):
+        from gemma4_compat._gemma4.attention import products
+
         scaling = kwargs["scaling"] if kwargs.get("scaling") is not None else query.shape[3] ** -0.5
         return products.attention(query, key, value, attention_mask, scaling), None
     if attention_mask is None or not _can_be(*given, enabled=by_windows, **kwargs):
@@ -195,6 +197,8 @@ def _may_multiply(module: Any, query: Any, key: Any, value: Any, mask: Any, **kw
 
     if query.shape[2] < LEAST_TO_MULTIPLY.get(_device(query), query.shape[2] + 1) or torch.compiler.is_compiling():
         return False
+    from gemma4_compat._gemma4.attention import products
+
     if not products.serve(module, query, key, value, mask, **kwargs):
         return False
     if _is_planned():
