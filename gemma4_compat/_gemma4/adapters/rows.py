@@ -185,11 +185,7 @@ def by_adapter(
 ) -> Any:
     """What ``run`` returns for the places of each name, with only that adapter, joined.
 
-    Args:
-        call: the running one.
-        names: of each item or token.
-        run: gets places in ``names``.
-        join: gets what it returned for each name, and the places.
+    ``names`` has one for each item or token. ``join`` gets what ``run`` returned for each name, and the places.
     """
     places: dict[str, list[int]] = {}
     for index, name in enumerate(names):

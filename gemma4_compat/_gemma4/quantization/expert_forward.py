@@ -57,14 +57,10 @@ def with_values(
     make: Mapping[str, Callable[[], Any]],
     plain: Mapping[str, Any],
 ) -> Any:
-    """Run the forward of an experts module with other weights, which autograd does not save.
+    """Run the forward of an experts module with other weights of so many experts, which autograd does not save.
 
-    Args:
-        run: calls it on what stands in for the module.
-        module: with the experts.
-        number: of the experts in the weights.
-        make: by name, makes a weight, and makes it again in the backward pass.
-        plain: the other weights.
+    ``run`` calls it on what stands in for the module. ``make`` makes a weight, and makes it again in the backward
+    pass; ``plain`` has the others.
     """
     import torch
 
