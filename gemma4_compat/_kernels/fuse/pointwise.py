@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gemma4_compat._kernels import programs
-
 #: The name of a mean over the last dimension.
 MEAN = "mean"
 #: The name of a product with few inputs (:mod:`dense`): each element is a sum over them, in order.
@@ -297,8 +295,6 @@ def supports(call: Call, dtype: Any, device: Any) -> bool:
                 return False
             continue
         if type(operand) not in (torch.Tensor, torch.nn.Parameter) or operand.device != device:
-            return False
-        if programs.span(operand) > programs.FAR:
             return False
         if call.name == "where" and position == 0:
             if operand.dtype != torch.bool:

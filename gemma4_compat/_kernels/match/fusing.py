@@ -23,7 +23,7 @@ from gemma4_compat._gemma4.state import contents
 from gemma4_compat._kernels.fuse import pointwise, row_kernels
 from gemma4_compat._kernels.fuse.pointwise import Call, Load, Number, Operand, Part, Value
 from gemma4_compat._kernels.match import custom
-from gemma4_compat._kernels.programs import Kernel
+from gemma4_compat._kernels.programs import FAR, Kernel, span
 from gemma4_compat._kernels.specs import dense, expert_rows, nf4_exact, nf4_gemv, products, shifting
 from gemma4_compat._kernels.specs.products import Product
 
@@ -228,9 +228,9 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         )
 
     def _is_plain(self, tensor: Any) -> bool:
-        """Whether the tensor, if it is pending, has the dtype of the deferred value."""
+        """Whether kernels can count its elements, and if it is pending, it has the dtype of the deferred value."""
         value = self._pending.get(_storage(tensor))
-        return value is None or tensor.dtype == value.dtype
+        return span(tensor) <= FAR and (value is None or tensor.dtype == value.dtype)
 
     # Values
 

@@ -74,15 +74,10 @@ def supports(scores: Any) -> bool:
 
 
 def filtered(scores: Any, k: int, p: float, least: int, single: bool) -> Any:
-    """The scores, with -inf for tokens that are not left.
+    """The scores, (rows, vocabulary), with -inf for tokens that are not left.
 
-    Args:
-        scores: (rows, vocabulary), which :func:`supports` is true of.
-        k: as in :class:`Limits`.
-        p: the same.
-        least: the same.
-        single: whether rows have the bits that each has in a call of its own: PyTorch's order of additions depends on
-            how many rows there are.
+    :func:`supports` is true of the scores, and :class:`Limits` says what the numbers are. With ``single``, rows have
+    the bits that each has in a call of its own: PyTorch's order of additions depends on how many rows there are.
     """
     work = Work(scores, Limits(k, p, least))
     work.run(single=single)
@@ -90,14 +85,9 @@ def filtered(scores: Any, k: int, p: float, least: int, single: bool) -> Any:
 
 
 def drawn(scores: Any, noise: Any, k: int, p: float, least: int) -> Any:
-    """The tokens that are drawn from those that are left, (rows,), each row as in a call of its own.
+    """The tokens that are drawn from those that :func:`filtered` leaves, (rows,), each row as in a call of its own.
 
-    Args:
-        scores: as of :func:`filtered`.
-        noise: exponentially distributed, as ``scores``.
-        k: as in :class:`Limits`.
-        p: the same.
-        least: the same.
+    ``noise`` is exponentially distributed, as many numbers as scores.
     """
     work = Work(scores, Limits(k, p, least))
     work.run(single=True)

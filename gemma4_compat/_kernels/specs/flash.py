@@ -41,12 +41,8 @@ WORKSPACE = 4 * 512 * _AT_ONCE
 class Call:
     """A call of ``scaled_dot_product_attention`` that the kernels compute.
 
-    Attributes:
-        query: (batch, heads, tokens, width).
-        key: (batch, key-value heads, keys, width).
-        value: as ``key``.
-        mask: (batch, tokens, keys), bool, expanded; None: token i attends to keys 0 to i.
-        scale: of the scores.
+    Its query is (batch, heads, tokens, width); keys and values are (batch, key-value heads, keys, width). The mask is
+    (batch, tokens, keys), bool, expanded; None: token i attends to keys 0 to i.
     """
 
     query: Any

@@ -84,8 +84,8 @@ def kernel_of(*groups: tuple[Sequence[Product], Sequence[Any]]) -> Kernel:
     """The kernel that writes the results of products.
 
     Args:
-        groups: products that :meth:`Product.can_join`, and their results, contiguous. Of two groups each has blocks of
-            its own, and neither reads what the other writes; the second has no more threads a block than the first.
+        groups: products that :meth:`Product.can_join`, and their results, contiguous. Each group has its own blocks,
+            and reads nothing that another writes. A second one has no more threads a block than the first.
     """
     tensors: list[Any] = []
     results: list[Any] = []
