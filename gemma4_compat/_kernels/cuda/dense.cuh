@@ -57,14 +57,13 @@ __device__ __forceinline__ void write(const Weight<T>& own, unsigned int m, unsi
   own.output[(unsigned long long)m * own.outputs + row] = T::stored(value);
 }
 
-// A word of each of so many rows of the weight times each row of the input.
-template <typename T, typename GIVEN, int INPUTS, bool ALIGNED, int M = 0, int COUNT, int ROWS>
-__device__ __forceinline__ void add(float (&sums)[COUNT][ROWS], const typename GIVEN::Stored* input, unsigned int at,
-    const Word16 (&w)[COUNT]) {
+// A word of the weight times each row of the input.
+template <typename T, typename GIVEN, int INPUTS, bool ALIGNED, int M = 0, int ROWS>
+__device__ __forceinline__ void add(
+    float (&sums)[ROWS], const typename GIVEN::Stored* input, unsigned int at, const Word16& w) {
   float x[T::IN_WORD];
   read<T, GIVEN, ALIGNED>(input + (M * INPUTS + at * T::IN_WORD), x);
-  #pragma unroll
-  for (int r = 0; r < COUNT; ++r) multiply_add<T>(sums[r][M], x, w[r]);
+  multiply_add<T>(sums[M], x, w);
   if constexpr (M + 1 < ROWS) add<T, GIVEN, INPUTS, ALIGNED, M + 1>(sums, input, at, w);
 }
 
@@ -80,24 +79,24 @@ template <typename T, typename GIVEN, int ROWS, int INPUTS, bool BIAS, bool ALIG
 __device__ __forceinline__ void small(
     unsigned int block, const typename GIVEN::Stored* input, const Weight<T>& own) {
   constexpr int WORDS = INPUTS / T::IN_WORD, TURNS = (WORDS + THREADS - 1) / THREADS;
-  Word16 w[TURNS][1];
+  Word16 w[TURNS];
   #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn) {
     const unsigned int at = threadIdx.x + turn * THREADS;
-    if (at < WORDS) w[turn][0] = word<T, INPUTS, ALIGNED>(own.weight, block, at);
+    if (at < WORDS) w[turn] = word<T, INPUTS, ALIGNED>(own.weight, block, at);
   }
   let_next_kernel_begin();
   wait_for_kernel_before();
-  float sums[1][ROWS];
+  float sums[ROWS];
   #pragma unroll
-  for (int m = 0; m < ROWS; ++m) sums[0][m] = 0.0f;
+  for (int m = 0; m < ROWS; ++m) sums[m] = 0.0f;
   #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn) {
     const unsigned int at = threadIdx.x + turn * THREADS;
     if (at < WORDS) add<T, GIVEN, INPUTS, ALIGNED>(sums, input, at, w[turn]);
   }
   __shared__ float of_warps[ROWS][WARPS];
-  share(of_warps, sums[0]);
+  share(of_warps, sums);
   __syncthreads();
   if (threadIdx.x < ROWS) {
     float whole = of_warps[threadIdx.x][0];
@@ -105,6 +104,17 @@ __device__ __forceinline__ void small(
     for (int warp = 1; warp < WARPS; ++warp) whole = __fadd_rn(whole, of_warps[threadIdx.x][warp]);
     write<T, BIAS>(own, threadIdx.x, block, whole);
   }
+}
+
+// A word of each of a warp's rows times each row of the input.
+template <typename T, typename GIVEN, int INPUTS, bool ALIGNED, int M = 0, int ROWS>
+__device__ __forceinline__ void add(float (&sums)[WARP_ROWS][ROWS], const typename GIVEN::Stored* input,
+    unsigned int at, const Word16 (&w)[WARP_ROWS]) {
+  float x[T::IN_WORD];
+  read<T, GIVEN, ALIGNED>(input + (M * INPUTS + at * T::IN_WORD), x);
+  #pragma unroll
+  for (int r = 0; r < WARP_ROWS; ++r) multiply_add<T>(sums[r][M], x, w[r]);
+  if constexpr (M + 1 < ROWS) add<T, GIVEN, INPUTS, ALIGNED, M + 1>(sums, input, at, w);
 }
 
 template <typename T, bool BIAS, unsigned int N = 0, int ROWS>
