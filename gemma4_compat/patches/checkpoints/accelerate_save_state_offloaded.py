@@ -22,7 +22,7 @@ from typing import Any
 
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.models import family
-from gemma4_compat._offload.weights import stored_state
+from gemma4_compat._offload.weights import state_loading
 from gemma4_compat.patches.api import FORWARDS, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -38,7 +38,7 @@ PATCH = Patch(
 def get_state_dict(original: Original, self: Any, model: Any, unwrap: bool = True) -> Any:
     found = original(self, model, unwrap)
     if found and family.is_gemma4(model):
-        stored_state.fill(self.unwrap_model(model) if unwrap else model, found)
+        state_loading.fill(self.unwrap_model(model) if unwrap else model, found)
     return found
 
 
@@ -57,7 +57,7 @@ def _loadable(model: Any) -> Iterator[None]:
 
     def state_dict(below: Any, *args: Any, **kwargs: Any) -> Any:
         found = below(*args, **kwargs)
-        stored_state.fill(model, found)
+        state_loading.fill(model, found)
         return found
 
     with in_place.replaced(model, "state_dict", state_dict):

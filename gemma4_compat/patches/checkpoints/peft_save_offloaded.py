@@ -14,7 +14,7 @@ Remove when: ``get_peft_model_state_dict`` reads offloaded weights through accel
 
 from typing import Any
 
-from gemma4_compat._offload.weights import stored_state
+from gemma4_compat._offload.weights import state_loading
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F49", severity="crash", affected=">=0.18.0", acts_on="every model", requires="accelerate")
@@ -23,7 +23,7 @@ PATCH = Patch("F49", severity="crash", affected=">=0.18.0", acts_on="every model
 @PATCH.replaces("peft.utils.save_and_load", "get_peft_model_state_dict")
 def get_peft_model_state_dict(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
     found = original(model, *args, **kwargs)
-    stored_state.fill(model, found)
+    state_loading.fill(model, found)
     return found
 
 

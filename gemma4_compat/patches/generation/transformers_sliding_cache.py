@@ -20,7 +20,7 @@ Remove when: transformers below 5.14.0 is no longer supported.
 
 from typing import Any
 
-from gemma4_compat._gemma4.cache.cache_config import Unshared, shares_nothing
+from gemma4_compat._gemma4.cache.shared_kv import Unshared, shares_nothing
 from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 

@@ -15,7 +15,7 @@ Remove when: transformers below 5.10.1 is no longer supported.
 
 from typing import Any
 
-from gemma4_compat._gemma4.cache.cache_config import Unshared, shares_nothing
+from gemma4_compat._gemma4.cache.shared_kv import Unshared, shares_nothing
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
