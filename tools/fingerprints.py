@@ -50,7 +50,10 @@ def here() -> Found:
     """What the libraries of this environment hold."""
     found: Found = {}
     for patch in patches():
-        release = f"{patch.distribution} {versions.installed(patch.distribution)}"
+        installed = versions.installed(patch.distribution)
+        if installed is None:
+            raise SystemExit(f"{patch.distribution} is not installed: it has no metadata on sys.path")
+        release = f"{patch.distribution} {installed}"
         for target in patch.targets:
             if target.codes:  # of torch, in the patch file
                 continue
@@ -98,7 +101,7 @@ def differences(found: Found, data: Found) -> list[str]:
     lines = []
     for release, codes in found.items():
         if release.split()[1] not in registry.RELEASES.get(release.split()[0], ()):
-            lines.append(f"{release} is not among the measured releases")
+            lines.append(f"{release} is new: it is not among the measured releases")
             continue
         held = data.get(release, {})
         for target in sorted(codes.keys() | held.keys()):
