@@ -101,7 +101,7 @@ def differences(found: Found, data: Found) -> list[str]:
     lines = []
     for release, codes in found.items():
         if release.split()[1] not in registry.RELEASES.get(release.split()[0], ()):
-            lines.append(f"{release} is new: it is not among the measured releases")
+            lines.append(f"{release} is not among the measured releases")
             continue
         held = data.get(release, {})
         for target in sorted(codes.keys() | held.keys()):
