@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from gemma4_compat._gemma4.attention import tracing
 from gemma4_compat._gemma4.state import contents
 from gemma4_compat._graphs.recording import Recording, capturing
-from gemma4_compat._training import whole
+from gemma4_compat._training import modules
 
 _PLAIN = (bool, int, float, str)
 #: Held while a graph's inputs are filled, it is launched, and its results are copied: layers share this memory.
@@ -241,7 +241,7 @@ class Graph:
     ) -> list[Any]:
         """The same, to be differentiated in turn: they depend on the tensors and weights as upstream's do."""
         inputs = [tensor.view_as(tensor) for tensor in tensors]
-        with whole.as_views(layer, weights) as views:
+        with modules.as_views(layer, weights) as views:
             return Forward.of(run, inputs, self._autocast).gradients(incoming, views, recorded=True)
 
     def _fill(self, tensors: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ from gemma4_compat._graphs.captured_calls import CapturedCalls, Pool, State
 from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.recording import RECORDERS, Recording
 from gemma4_compat._graphs.statistics import TrainingStatistics
-from gemma4_compat._training import whole
+from gemma4_compat._training import modules
 from gemma4_compat._training.captured import calls, graphs
 from gemma4_compat._training.captured.calls import LayerCall
 
@@ -86,9 +86,7 @@ class Training:
 
     def _call(self, layer: Any, below: Callable[..., Any], given: Any, named: dict[str, Any]) -> LayerCall | None:
         """A call that may be replayed; None if it is no training step, too long, or something is in the way of it."""
-        import torch
-
-        if not (layer.training and torch.is_grad_enabled()) or torch.compiler.is_compiling() or whole.is_traced():
+        if not modules.trains(layer):
             return None
         try:
             call = LayerCall(self, self._places[id(layer)], layer, below, given, named)
@@ -148,9 +146,9 @@ class Training:
         if self._in_vain >= _MAX_IN_VAIN:
             self.reason(f"the model changes every few steps, {_MAX_IN_VAIN} times in turn")
             return
-        modules = self._look()
-        if modules:
-            self.states[0].guards = ModelGuards(modules, self._forget, trained=True)
+        replayable = self._look()
+        if replayable:
+            self.states[0].guards = ModelGuards(replayable, self._forget, trained=True)
         else:
             self.states = []
 
@@ -161,10 +159,10 @@ class Training:
         state = State(None)
         replayable: dict[Any, None] = {}
         for layer, layer_calls in zip(layers, self._calls):
-            modules = list(layer.modules())
-            reason = next(_layer_reasons(layer, modules), None)
+            inside = list(layer.modules())
+            reason = next(_layer_reasons(layer, inside), None)
             if reason is None:
-                replayable |= dict.fromkeys(modules)
+                replayable |= dict.fromkeys(inside)
             else:
                 state.calls[layer_calls].refused.add(LayerCall.refused_as)
                 self.reason(reason)
@@ -200,23 +198,23 @@ class Training:
 
 def decoder_layers(model: Any) -> list[Any]:
     """Those of a Gemma 4 text model, in order."""
-    modules = () if isinstance(model, type) or not hasattr(model, "modules") else model.modules()
-    return [module for module in modules if type(module).__name__ in _NAMES]
+    found = () if isinstance(model, type) or not hasattr(model, "modules") else model.modules()
+    return [module for module in found if type(module).__name__ in _NAMES]
 
 
-def _layer_reasons(layer: Any, modules: list[Any]) -> Iterator[str]:
+def _layer_reasons(layer: Any, inside: list[Any]) -> Iterator[str]:
     """Why a layer cannot be replayed: its Python has to run in each step."""
-    sharded = whole.unsupported_reason(layer)
+    sharded = modules.unsupported_reason(layer)
     if sharded:
         yield sharded
-    for module in modules:
+    for module in inside:
         hook = module_hooks.offload_hook(module)
         if hook is not None and any(weight is not None for weight in module._parameters.values()):
             yield "their weights are offloaded"
-    if any(map(unsupported.is_8_bit, modules)):
+    if any(map(unsupported.is_8_bit, inside)):
         yield "8-bit layers of bitsandbytes synchronize with the host"
     yield from unsupported.hook_reasons(layer, [], backward=True)  # those on every module
-    for module in modules:
+    for module in inside:
         name = type(module).__name__
         if unsupported.only_in_training(module, decodes=False):
             yield f"{name} draws random numbers, as for dropout, or may do something else in training mode only"
