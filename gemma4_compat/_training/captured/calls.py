@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.cache import cache_names, shared_kv
@@ -12,9 +12,6 @@ from gemma4_compat._gemma4.state import checkpointing
 from gemma4_compat._graphs import signatures
 from gemma4_compat._graphs.captured_calls import Call, Known
 from gemma4_compat._training.captured import graphs
-
-if TYPE_CHECKING:
-    from gemma4_compat._training.captured.layers import Training
 
 #: Kinds that are captured for one layer. No other one is captured then.
 MAX_KINDS = 4
@@ -29,7 +26,7 @@ class LayerCall(Call):
     """A call of a decoder layer. Autograd holds it until its backward pass.
 
     Args:
-        training: of its model.
+        training: of its model, a ``layers.Training``.
         place: of the layer.
         layer: itself.
         below: its forward.
@@ -49,7 +46,7 @@ class LayerCall(Call):
     refused_as = "layer"  # if one call of a layer cannot be captured, no other is tried
 
     def __init__(
-        self, training: Training, place: int, layer: Any, below: Callable[..., Any], given: Any, named: dict[str, Any]
+        self, training: Any, place: int, layer: Any, below: Callable[..., Any], given: Any, named: dict[str, Any]
     ) -> None:
         self._training, self.place, self._layer, self._below = training, place, layer, below
         self._shared: Any = named.get(shared_kv.NAME)  # where layers hand on keys and values
