@@ -8,7 +8,7 @@ from typing import Any
 
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.cache import cache_names, shared_kv
-from gemma4_compat._gemma4.state import checkpointing
+from gemma4_compat._gemma4.state import checkpointing, contents
 from gemma4_compat._graphs import signatures
 from gemma4_compat._graphs.captured_calls import Call, Known
 from gemma4_compat._training.captured import graphs
@@ -58,7 +58,7 @@ class LayerCall(Call):
             others[name] = None
         self._written = None if self._cache is None else name
         arguments = (tuple(given), others, dict(self._shared) if self._shared is not None and reads else {})
-        self.tensors = [one.clone() if one.is_inference() else one for one in graphs.tensors_in(arguments)]
+        self.tensors = [one.clone() if one.is_inference() else one for one in contents.tensors_in(arguments)]
         self._arguments = graphs.without_tensors(arguments)
         self._shared_type = None if self._shared is None else type(self._shared)
         self.device = self.tensors[0].device if self.tensors else None

@@ -113,8 +113,8 @@ class Forward(NamedTuple):
         """
         with _as_in_a_step(inputs[0].device.type, autocast):
             found = call(inputs)
-        returned, read = (len(list(tensors_in(part))) for part in (found[0], found[:2]))
-        return cls(inputs, list(tensors_in(found)), returned, read, without_tensors(found))
+        returned, read = (len(list(contents.tensors_in(part))) for part in (found[0], found[:2]))
+        return cls(inputs, list(contents.tensors_in(found)), returned, read, without_tensors(found))
 
     def gradients(self, incoming: Sequence[Any], weights: Sequence[Any], *, recorded: bool = False) -> list[Any]:
         """Backpropagate these gradients of the outputs: gradients of the inputs, then of the weights, or None.
@@ -284,17 +284,6 @@ def _as_in_a_step(kind: str, autocast: Any) -> Iterator[None]:
         torch.autocast(kind, dtype=autocast, enabled=autocast is not None, cache_enabled=False),
     ):
         yield
-
-
-def tensors_in(value: Any) -> Iterator[Any]:
-    """The tensors in tuples, lists and the values of dictionaries, in order."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(part)
 
 
 def without_tensors(value: Any) -> Any:
