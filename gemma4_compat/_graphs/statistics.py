@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 #: How many recaptures are kept with their details.
@@ -63,10 +63,8 @@ class Recapture:
         found: dict[Cause, dict[str, None]] = {}
         for cause, detail in differences:
             found.setdefault(cause, {})[detail] = None
-        first, *others = [cls(cause, _listed(list(details))) for cause, details in found.items()] or [
-            cls(Cause.ATTRIBUTE, "")
-        ]
-        return replace(first, also=tuple(map(str, others)))
+        causes = [(cause, _listed(list(details))) for cause, details in found.items()] or [(Cause.ATTRIBUTE, "")]
+        return cls(*causes[0], also=tuple(str(cls(*other)) for other in causes[1:]))
 
     def __str__(self) -> str:
         own = f"{self.cause}: {self.detail}" if self.detail else str(self.cause)
