@@ -50,7 +50,10 @@ def here() -> Found:
     """What the libraries of this environment hold."""
     found: Found = {}
     for patch in patches():
-        release = f"{patch.distribution} {versions.installed(patch.distribution)}"
+        installed = versions.installed(patch.distribution)
+        if installed is None:
+            raise SystemExit(f"{patch.distribution} is not installed: it has no metadata on sys.path")
+        release = f"{patch.distribution} {installed}"
         for target in patch.targets:
             if target.codes:  # of torch, in the patch file
                 continue

@@ -138,16 +138,28 @@ STACKED: tuple[str, ...] = (
     "training.transformers_unfed_towers",
 )
 
-#: ``area.file`` of every patch, in the order in which they are applied.
-PATCHES: tuple[str, ...] = (*sorted(MODULES.keys() - {*STACKED}), *STACKED)
+
+def _area(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _id(name: str) -> str:
     return name.partition(".")[2].replace("_", "-")
 
 
+_ROWS = {name: row for row, name in enumerate(STACKED)}
+_FIRST_ROWS = {_area(name): row for name, row in reversed(_ROWS.items())}
+
+
+def _place(name: str) -> tuple[int, bool, str]:
+    """The others come before the first stacked one of their area, by name."""
+    return _ROWS.get(name, _FIRST_ROWS.get(_area(name), -1)), name in _ROWS, name
+
+
+#: ``area.file`` of every patch, in the order in which they are applied.
+PATCHES = tuple(sorted({*MODULES, *STACKED}, key=_place))
 #: The area of each patch: the folder that its file, and its test, are in.
-AREA_OF = {_id(name): name.partition(".")[0] for name in PATCHES}
+AREA_OF = {_id(name): _area(name) for name in PATCHES}
 
 
 def load() -> tuple[LatePatch | Patch, ...]:
@@ -170,7 +182,7 @@ def complete(name: str) -> Patch:
     said: dict[str, Any] = _sections(documentation) if documentation else {}  # none under ``python -OO``
     return dataclasses.replace(
         patch,
-        area=name.partition(".")[0],
+        area=_area(name),
         documentation=documentation,
         measured=inside[-1] if inside else "",
         targets=tuple(dataclasses.replace(target, known=_known(target, inside, ordered)) for target in patch.targets),

@@ -1,4 +1,4 @@
-"""A method or an attribute of one object replaced, without a trace afterwards, whatever else is replaced meanwhile.
+"""A method, an attribute or a variable replaced, without a trace afterwards, whatever else is replaced meanwhile.
 
 Replacements of one name stack, the latest on top. They may end in any order, in any thread: each removes only itself,
 and after the last one the object is as it was. What others put there meanwhile stays.

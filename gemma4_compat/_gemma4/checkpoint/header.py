@@ -48,6 +48,8 @@ def header(file: Path) -> dict[str, Tensor]:
     Raises:
         Gemma4CompatError: it is not a safetensors file, or it is truncated or damaged.
     """
+    from gemma4_compat._engine.io import formats
+
     try:
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -71,7 +73,8 @@ def header(file: Path) -> dict[str, Tensor]:
         stream.seek(8)
         text = stream.read(length)
     wrong = f"{str(file)!r} is not a safetensors file: its header cannot be read"
-    entries = _entries(text, wrong)
+    entries = json_files.of_format(text, dict[formats.Name, formats.Tensor], wrong)
+    entries.pop("__metadata__", None)
     tensors = {}
     for name, entry in entries.items():
         try:
@@ -87,14 +90,6 @@ def header(file: Path) -> dict[str, Tensor]:
             f"{str(file)!r} is damaged: it has {size} bytes and its header describes {expected}. Get it again"
         )
     return tensors
-
-
-def _entries(text: bytes, wrong: str) -> dict[str, Any]:
-    from gemma4_compat._engine.io import formats
-
-    entries = json_files.of_format(text, dict[formats.Name, formats.Tensor], wrong)
-    entries.pop("__metadata__", None)
-    return entries
 
 
 def _tensor(entry: Any, first: int) -> Tensor:

@@ -70,6 +70,9 @@ def _name(model: Any) -> str:
 def _configuration(model: str) -> tuple[Any, str, str]:
     from transformers import AutoConfig
 
+    from gemma4_compat._engine.io import json_files
+    from gemma4_compat._engine.io.formats import ModelConfig
+
     variant = variants.find(model)
     local = files.exists(Path(model), "folder")
     if variant is not None and not local and "/" not in model:
@@ -78,7 +81,7 @@ def _configuration(model: str) -> tuple[Any, str, str]:
     if local and not (file is not None and files.exists(file)):
         raise Gemma4CompatError(f"there is no config.json in the folder {model!r}; give the folder of a checkpoint")
     if file is not None:
-        _check(file)
+        json_files.settings(file, ModelConfig)  # refuses wrong types, or too many layers, before they are built
     try:
         # The cache is enough: nothing is downloaded. Code from the folder does not run, and nobody is asked whether
         # to.
@@ -94,14 +97,6 @@ def _configuration(model: str) -> tuple[Any, str, str]:
             f"{model!r} is not a folder, not a variant ({', '.join(variants.NAMES)}) and not a model in the cache of "
             f"the hub; give one of these, or fetch its configuration with: hf download {model} config.json"
         ) from error
-
-
-def _check(file: Path) -> None:
-    """Refuse a configuration with wrong types, or too many layers, before transformers builds it."""
-    from gemma4_compat._engine.io import json_files
-    from gemma4_compat._engine.io.formats import ModelConfig
-
-    json_files.settings(file, ModelConfig)
 
 
 def _line(error: Exception) -> str:

@@ -15,6 +15,8 @@ from typing import Any
 #: Why a difference matters, and the name of what holds it.
 Source = tuple[Any, str]
 _NOTHING = object()  # what is under a key that is not there
+#: Values of these types are shown.
+_SHOWN = (bool, int, float, str, type(None))
 #: The attribute that says that transformers has put its hooks on a module that collect hidden states for who asks.
 COLLECTED = "_output_capturing_hooks_installed"
 
@@ -40,6 +42,10 @@ class _Noted:
     def now(self) -> Iterator[Any]:
         """What is there now."""
         return map(dict.get, self.dicts, self.keys, self.defaults)
+
+    def what(self) -> tuple[list[Any], list[Any], list[Source]]:
+        """Keys, what was there, and sources."""
+        return self.keys, self.found, self.source
 
     def share(self, turn: int, turns: int) -> _Noted:
         """A part of it; each has its turn. All is noted by then."""
@@ -126,25 +132,38 @@ class Entries:
 
     def differences(self) -> Iterator[Source]:
         """What is another object now. If one was deleted and another has its place, only the holder is named."""
-        yield from first(self._changed(), self._resized(), self._of_deleted())
+        yield from [*self._changed(), *self._resized()] or self._of_deleted()
 
     def _changed(self) -> Iterator[Source]:
-        for noted, identity in ((self._constants, id), (self._others, int)):
-            for now, key, found, (cause, path) in zip(noted.now(), noted.keys, noted.found, noted.source):
-                if id(now) != identity(found):
-                    yield cause, f"{path}.{key}"
+        for now, key, old, source in zip(self._constants.now(), *self._constants.what()):
+            if now is not old:
+                values = f": {changed(old, now)}" if isinstance(old, _SHOWN) and isinstance(now, _SHOWN) else ""
+                yield source[0], f"{under(key, source)[1]}{values}"
+        for now, key, identity, source in zip(self._others.now(), *self._others.what()):
+            if id(now) != identity:
+                yield under(key, source)
 
     def _resized(self) -> Iterator[Source]:
+        """What is new in dictionaries: :meth:`_changed` has what is no longer there. Other containers themselves."""
         for where, size, source in zip(self._sized, self._sizes, self._size_sources):
-            if _size(where) != size:
-                yield source
+            if _size(where) > size:
+                yield from _added([key for key in where if key != COLLECTED][size:], where, source)
         for container, contents, source in zip(self._containers, self._contents, self._content_sources):
             if list(map(id, container)) != contents:
-                yield source
+                yield from _added([key for key in container if id(key) not in contents], container, source)
 
     def _of_deleted(self) -> Iterator[Source]:
         for reference in self._gone:
             yield self._reference_sources[self._references.index(reference)]
+
+
+def under(key: Any, source: Source) -> Source:
+    """The source of what is under a key that is a name; of others, such as the id of a hook, that of its holder."""
+    return (source[0], f"{source[1]}.{key}") if isinstance(key, str) else source
+
+
+def _added(keys: list[Any], where: Collection[Any], source: Source) -> Iterator[Source]:
+    yield from [under(key, source) for key in keys if isinstance(where, dict)] or [source]
 
 
 def _size(where: Collection[Any]) -> int:
@@ -237,11 +256,6 @@ class Layouts:
         with torch._C.DisableTorchFunctionSubclass():
             reads = torch.Tensor.data_ptr, torch.Tensor.stride, *map(operator.attrgetter, names)
             return tuple(list(map(read, found)) for read in reads)
-
-
-def first(*kinds: Iterator[Source]) -> list[Source]:
-    """What the first of these yields that yields anything."""
-    return next(filter(None, map(list, kinds)), [])
 
 
 def changed(old: object, new: object) -> str:

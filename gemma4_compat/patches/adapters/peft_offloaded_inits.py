@@ -22,6 +22,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat._gemma4.models import walk
 from gemma4_compat._offload.weights import stored_weights
@@ -70,11 +71,8 @@ def estimate_gradients(
 
 @PATCH.replaces("peft.utils.loftq_utils", "replace_lora_weights_loftq", group="loftq")
 def replace_lora_weights_loftq(original: Original, peft_model: Any, *args: Any, **kwargs: Any) -> Any:
-    token = _replacing.set(peft_model)
-    try:
+    with in_place.bound(_replacing, peft_model):
         return original(peft_model, *args, **kwargs)
-    finally:
-        _replacing.reset(token)
 
 
 @PATCH.replaces("peft.utils.loftq_utils", "_loftq_init_new", group="loftq")

@@ -18,6 +18,7 @@ import itertools
 from contextvars import ContextVar
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.models import media
 from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
@@ -30,11 +31,8 @@ _generating: ContextVar[Any] = ContextVar("gemma4_compat_generating", default=No
 
 @PATCH.replaces("transformers.generation.utils", "GenerationMixin.generate")
 def generate(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    token = _generating.set(self)
-    try:
+    with in_place.bound(_generating, self):
         return original(self, *args, **kwargs)
-    finally:
-        _generating.reset(token)
 
 
 @PATCH.replaces("transformers.generation.utils", "GenerationMixin._expand_inputs_for_generation")

@@ -37,7 +37,7 @@ from gemma4_compat._engine.runtime.proxies import Proxy
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._generation import call
 from gemma4_compat._generation.prefix_cache import returned
-from gemma4_compat._generation.prompts import buckets, chunks, embedded, prompts, room
+from gemma4_compat._generation.prompts import buckets, chunks, embedded, prompts
 from gemma4_compat._generation.speculative import assisted, drafted_calls
 from gemma4_compat._graphs import decoder, deferred_stop, new_caches, static_caches, unsupported
 from gemma4_compat._graphs.recording import RECORDERS
@@ -174,7 +174,7 @@ def prefill(
     at_once = in_buckets if given is not None and decoding.any_length else whole
     if not tokens:
         return at_once()
-    memory = room.Room(self, cache, len(input_ids), tokens)
+    memory = chunks.Room(self, cache, len(input_ids), tokens)
     estimated = decoding.custom and at_once is whole and given is not None
     return chunks.read(decoding, model_kwargs, memory, at_once, in_chunks, estimated=estimated)
 

@@ -22,6 +22,7 @@ import logging
 import sys
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat.patches.api import MODELING_GEMMA4, Detection, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F8", severity="crash", affected=">=5.20.0")
@@ -43,21 +44,15 @@ _asked: contextvars.ContextVar[str | None] = contextvars.ContextVar("gemma4_comp
 def build(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
     if _building.get() is not config:
         _settle(config)
-    token = _building.set(config)
-    try:
+    with in_place.bound(_building, config):
         return original(self, config, *args, **kwargs)
-    finally:
-        _building.reset(token)
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4PreTrainedModel.set_attn_implementation")
 def set_attn_implementation(original: Original, self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
     whole = isinstance(attn_implementation, str) and getattr(self.config, "audio_config", None) is not None
-    token = _asked.set(attn_implementation if whole else None)
-    try:
+    with in_place.bound(_asked, attn_implementation if whole else None):
         return original(self, attn_implementation, *args, **kwargs)
-    finally:
-        _asked.reset(token)
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioModel.get_correct_attn_implementation")

@@ -23,6 +23,7 @@ import contextvars
 from collections.abc import Mapping
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.accelerate import device_maps
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
@@ -38,11 +39,8 @@ def dispatch_model(
 ) -> Any:
     if main_device is None and device_map.get("", "cpu") not in ("cpu", "disk"):
         main_device = device_map[""]
-    token = _dispatched.set(device_map)
-    try:
+    with in_place.bound(_dispatched, device_map):
         return original(model, device_map, main_device, *args, **kwargs)
-    finally:
-        _dispatched.reset(token)
 
 
 @PATCH.replaces("accelerate.utils.offload", "extract_submodules_state_dict")

@@ -186,8 +186,8 @@ def test_an_operation_with_other_bits_is_left_to_pytorch(monkeypatch: pytest.Mon
 
 def test_the_docs_say_when_and_how_often() -> None:
     text = (ROOT / "docs" / "DECODING_NUMERICS.md").read_text(encoding="utf-8")
-    assert f"After {fused_steps.EARLY} replays of a graph" in text
-    assert f"after {fused_steps.AFTER} replays at the\nlatest" in text
+    assert f"After {fused_steps.Progress.early} replays of a graph" in text
+    assert f"after {fused_steps.Progress.after} replays at the\nlatest" in text
     assert f"with {kernels._TRIED:,} random ones" in text
 
 
