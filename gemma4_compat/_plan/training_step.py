@@ -271,6 +271,8 @@ def storage_counter(model: Any) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_iter
 
+    device = torch.ops.prim.device.default
+
     class Counter(TorchDispatchMode):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -290,7 +292,13 @@ def storage_counter(model: Any) -> Any:
             self._rise(self.now + needed)
             self.now += change
 
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # nothing is compiled here, and PyTorch's guard against it costs a tenth of a plan
+
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is device:  # two thirds of all calls
+                return args[0].fake_device
             result = function(*args, **(kwargs or {}))
             for value in tree_iter(result):
                 if isinstance(value, torch.Tensor):
