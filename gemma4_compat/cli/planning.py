@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -168,6 +169,8 @@ def plan_training(
         f"planning a training of {model}: its step runs several times on tensors without memory, half a minute, "
         "or more than one for a long sequence"
     )
+    if _startup.is_command_line():  # nothing is compiled, and bitsandbytes' import prepares that for a second
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _show(gemma4_compat.plan_training(**options), as_json=as_json)
 
 
