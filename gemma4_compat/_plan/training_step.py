@@ -177,7 +177,7 @@ def _off(name: str, patch: str) -> Gemma4CompatError:
 def _run(
     adapted: Any, model: Any, step: Step, inputs: dict[str, Any], *, every: bool = False
 ) -> tuple[int, int, Kept]:
-    """The peaks of forward and backward pass, and what graphs keep, of some layers of each kind, or of ``every`` one."""
+    """The peaks of forward and backward pass, and what graphs keep: some layers of each kind run, or ``every`` one."""
     import torch
 
     counted = storage_counter(adapted)
