@@ -4,6 +4,6 @@ Called while ``generate`` reads prompts (``_generation/prompts/room.py``), by ``
 (``patches/placement/transformers_auto_map.py``), and by plans (``_plan``).
 
 * :mod:`blueprint`: a model's blocks and their bytes. :mod:`upstream`: what differs between releases.
-* :mod:`formulas`: the KV cache and a forward's temporaries. :mod:`attention`: what attention takes with a mask.
+* :mod:`formulas`: the KV cache and a forward's temporaries.
 * :mod:`use`: the sum for one accelerator; ``Use.peak`` is a plan's peak. :mod:`layout`: which block goes where.
 """

@@ -17,7 +17,7 @@ def known() -> dict[str, Any]:
     return {
         "patches": {
             patch.id: {
-                "area": patch.area,
+                "entry": errors.entry(patch).replace(".md", ".html"),
                 "symptom": patch.first_symptom.removeprefix("silent: "),
                 "summary": patch.summary,
                 "releases": errors.releases(patch),

@@ -8,6 +8,7 @@ from typing import Any
 
 from gemma4_compat._engine.io import arguments, files
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.checkpoint import folders
 from gemma4_compat._gemma4.models import variants
 
 _CLASSES = {
@@ -73,7 +74,7 @@ def _configuration(model: str) -> tuple[Any, str, str]:
     local = files.exists(Path(model), "folder")
     if variant is not None and not local and "/" not in model:
         return variants.config(variant), f"google/gemma-4-{variant}-it", variants.ASSUMED
-    file = Path(model) / "config.json" if local else _cached(model)
+    file = Path(model) / "config.json" if local else folders.cached(model, "config.json")
     if local and not (file is not None and files.exists(file)):
         raise Gemma4CompatError(f"there is no config.json in the folder {model!r}; give the folder of a checkpoint")
     if file is not None:
@@ -101,17 +102,6 @@ def _check(file: Path) -> None:
     from gemma4_compat._engine.io.formats import ModelConfig
 
     json_files.settings(file, ModelConfig)
-
-
-def _cached(model: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(model, "config.json")
-    except HFValidationError:
-        return None
-    return Path(found) if isinstance(found, str) else None
 
 
 def _line(error: Exception) -> str:

@@ -21,26 +21,32 @@ COLLECTED = "_output_capturing_hooks_installed"
 
 @dataclass
 class _Noted:
-    """What was under each key of some dictionaries: the objects, or their ids."""
+    """What was under each key of some dictionaries: the objects, their ids, or their values."""
 
     dicts: list[dict[Any, Any]] = field(default_factory=list)
     keys: list[Any] = field(default_factory=list)
+    defaults: list[Any] = field(default_factory=list)
     found: list[Any] = field(default_factory=list)
     source: list[Source] = field(default_factory=list)
+    shares: dict[int, _Noted] = field(default_factory=dict)
 
-    def add(self, where: dict[Any, Any], key: Any, found: Any, source: Source) -> None:
+    def add(self, where: dict[Any, Any], key: Any, found: Any, source: Source, default: Any = _NOTHING) -> None:
         self.dicts.append(where)
         self.keys.append(key)
+        self.defaults.append(default)
         self.found.append(found)
         self.source.append(source)
 
     def now(self) -> Iterator[Any]:
-        """The objects that are there now."""
-        return map(dict.get, self.dicts, self.keys, itertools.repeat(_NOTHING))
+        """What is there now."""
+        return map(dict.get, self.dicts, self.keys, self.defaults)
 
     def share(self, turn: int, turns: int) -> _Noted:
-        part = slice(turn, None, turns)
-        return _Noted(self.dicts[part], self.keys[part], self.found[part], self.source[part])
+        """A part of it; each has its turn. All is noted by then."""
+        if turn not in self.shares:
+            lists: Any = (self.dicts, self.keys, self.defaults, self.found, self.source)
+            self.shares[turn] = _Noted(*(each[turn::turns] for each in lists))
+        return self.shares[turn]
 
 
 class Entries:
@@ -68,7 +74,6 @@ class Entries:
         self._sized: list[Collection[Any]] = []
         self._sizes: list[int] = []
         self._size_sources: list[Source] = []
-        self._shares: dict[int, tuple[_Noted, _Noted]] = {}  # of check_rotating: all is noted by then
 
     def add(self, where: dict[Any, Any], key: Any, source: Source) -> None:
         """Note what is under ``key`` now."""
@@ -117,11 +122,7 @@ class Entries:
 
     def check_rotating(self, turn: int, turns: int) -> bool:
         """Whether a share of the dictionaries' keys still has the same objects: each has its turn."""
-        if self._gone:
-            return False
-        if turn not in self._shares:
-            self._shares[turn] = self._constants.share(turn, turns), self._others.share(turn, turns)
-        return _are_same(*self._shares[turn])
+        return not self._gone and _are_same(self._constants.share(turn, turns), self._others.share(turn, turns))
 
     def differences(self) -> Iterator[Source]:
         """What is another object now. If one was deleted and another has its place, only the holder is named."""
@@ -161,40 +162,30 @@ class Values:
     """Which value is under each key of some dictionaries; one that is equal is the same."""
 
     def __init__(self) -> None:
-        self._dicts: list[dict[Any, Any]] = []
-        self._keys: list[Any] = []
-        self.values: list[Any] = []
-        self._defaults: list[Any] = []
-        self._shares: dict[int, list[list[Any]]] = {}
-        self._source: list[Source] = []
+        self._noted = _Noted()
+        self.values = self._noted.found
 
     def add(self, where: dict[Any, Any], key: Any, source: Source, default: Any = None) -> None:
         """Note the value under ``key``: a number, a name, or a list of names, which is copied."""
-        self._dicts.append(where)
-        self._keys.append(key)
-        self._defaults.append(default)
-        self._source.append(source)
-        self.values.append(_copied(where.get(key, default)))
+        self._noted.add(where, key, _copied(where.get(key, default)), source, default)
 
     def check(self) -> bool:
         """Whether equal values are there."""
-        return list(map(dict.get, self._dicts, self._keys, self._defaults)) == self.values
+        return list(self._noted.now()) == self.values
 
     def now(self) -> list[Any]:
         """The values that are there now."""
-        return list(map(_copied, map(dict.get, self._dicts, self._keys, self._defaults)))
+        return list(map(_copied, self._noted.now()))
 
     def check_rotating(self, turn: int, turns: int) -> bool:
         """Whether a share of them is there: each has its turn."""
-        if turn not in self._shares:
-            self._shares[turn] = [each[turn::turns] for each in (self._dicts, self._keys, self._defaults, self.values)]
-        dicts, keys, defaults, values = self._shares[turn]
-        return list(map(dict.get, dicts, keys, defaults)) == values
+        share = self._noted.share(turn, turns)
+        return list(share.now()) == share.found
 
     def differences(self) -> Iterator[Source]:
         """The values that differ, and how."""
-        now = map(dict.get, self._dicts, self._keys, self._defaults)
-        for key, old, new, (cause, path) in zip(self._keys, self.values, now, self._source):
+        noted = self._noted
+        for key, old, new, (cause, path) in zip(noted.keys, noted.found, noted.now(), noted.source):
             if old != new:
                 yield cause, f"{path}.{key}: {changed(old, new)}"
 
@@ -204,11 +195,7 @@ def _copied(value: Any) -> Any:
 
 
 class Layouts:
-    """Where tensors are, and in which layout.
-
-    Args:
-        trained: look at what requires a gradient as well.
-    """
+    """Where tensors are, and in which layout; of ``trained`` ones also whether they require a gradient."""
 
     def __init__(self, *, trained: bool = False) -> None:
         self._trained = trained

@@ -18,7 +18,7 @@ from gemma4_compat._gemma4.quantization import experts
 from gemma4_compat._graphs import deferred_stop, fused_steps, static_caches, steps
 from gemma4_compat._graphs.captured_calls import Known
 from gemma4_compat._kernels.specs import flash
-from gemma4_compat._memory.attention import EAGER_SCORES, mask_as_numbers, repeated
+from gemma4_compat._memory.formulas import MEASURED, repeated
 from gemma4_compat._offload.transfer import streaming
 
 if TYPE_CHECKING:
@@ -333,5 +333,5 @@ def _copies(text: Any, rows: int, tokens: int, seen: int, item: int) -> int:
     pairs, heads = rows * tokens * seen, int(text.num_attention_heads)
     found = repeated(rows * seen, heads, kv_heads, width, item)
     if text._attn_implementation == "eager":
-        return found + EAGER_SCORES * heads * pairs
-    return found + 2 * mask_as_numbers(pairs, item)  # and a copy of them
+        return found + MEASURED.eager_scores * heads * pairs
+    return found + 2 * pairs * item  # the mask as numbers, and a copy of them

@@ -19,6 +19,7 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gemma4_compat._gemma4.state import contents
 from gemma4_compat._kernels.fuse import pointwise, row_kernels
 from gemma4_compat._kernels.fuse.pointwise import Call, Load, Number, Operand, Part, Value
 from gemma4_compat._kernels.match import custom
@@ -272,7 +273,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             return True
         if _is_view(op):
             return False
-        if any(map(self._is_deferred, _tensors((args, tuple(kwargs.values()))))):
+        if any(map(self._is_deferred, contents.tensors_in((args, tuple(kwargs.values()))))):
             return True
         return any(_storage(tensor) in self._read for tensor in _written(op, args, kwargs))
 
@@ -281,22 +282,13 @@ def _storage(tensor: Any) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _tensors(value: Any) -> Iterator[Any]:
-    """The tensors in arguments: schemas nest them only in lists."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)
-
-
 def _written(op: Any, args: Any, kwargs: Any) -> Iterator[Any]:
     """The tensors among the arguments that the operation writes."""
     if op._schema.is_mutable:
         for position, argument in enumerate(op._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[position] if position < len(args) else kwargs.get(argument.name)
-                yield from _tensors(given)
+                yield from contents.tensors_in(given)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any
 
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.cache import cache_names, shared_kv
-from gemma4_compat._gemma4.state import checkpointing
+from gemma4_compat._gemma4.state import checkpointing, contents
 from gemma4_compat._graphs import captured_calls, signatures
 
 #: Arguments of the loss that reach the layers, which do not read them. Their values differ from step to step.
@@ -60,7 +60,7 @@ class Call(captured_calls.Call):
             others[name] = None
         written = None if self.cache is None else name
         arguments = (tuple(given), others, dict(self.shared) if self.shared is not None and reads else {})
-        self.tensors = [one.clone() if one.is_inference() else one for one in tensors_in(arguments)]
+        self.tensors = [one.clone() if one.is_inference() else one for one in contents.tensors_in(arguments)]
         self.form = Form(None if self.shared is None else type(self.shared), without_tensors(arguments), written)
         self.device = self.tensors[0].device if self.tensors else None
         self.signature = (
@@ -152,17 +152,6 @@ def _written(layer: Any, cache: Any) -> Any:
         if type(part).__name__ not in _GROWING or part.is_initialized:
             raise UnknownArgumentError(f"the cache holds tokens; {_REMEDY}")
     return cache
-
-
-def tensors_in(value: Any) -> Iterator[Any]:
-    """The tensors in tuples, lists and the values of dictionaries, in order."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(part)
 
 
 def without_tensors(value: Any) -> Any:

@@ -104,8 +104,8 @@ class Step(NamedTuple):
         """
         with _as_in_a_step(inputs[0].device.type, autocast):
             found = call(inputs)
-        returned, read = (len(list(calls.tensors_in(part))) for part in (found[0], found[:2]))
-        return cls(inputs, list(calls.tensors_in(found)), returned, read, calls.without_tensors(found))
+        returned, read = (len(list(contents.tensors_in(part))) for part in (found[0], found[:2]))
+        return cls(inputs, list(contents.tensors_in(found)), returned, read, calls.without_tensors(found))
 
     def gradients(self, incoming: Sequence[Any], weights: Sequence[Any], *, recorded: bool = False) -> list[Any]:
         """Backpropagate these gradients of the outputs: gradients of the inputs, then of the weights, or None.

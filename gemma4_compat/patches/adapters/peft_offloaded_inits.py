@@ -16,8 +16,6 @@ initialization itself is that of ``peft-keep-dispatch``.
 Remove when: PEFT onloads what these initializations read, and accelerate keeps what a forward changes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import importlib.util
@@ -34,8 +32,8 @@ PATCH = Patch(
     severity="crash",
     affected=">=0.18.0",
     acts_on="every model",
-    requires=("accelerate",),
-    needs=("peft-keep-dispatch",),
+    requires="accelerate",
+    needs="peft-keep-dispatch",
 )
 
 #: The model whose adapter weights LoftQ replaces.
@@ -107,7 +105,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import LoraConfig, get_peft_model
 
     from gemma4_compat._lab import tiny_adapters
-    from gemma4_compat._lab.workspace import difference
 
     options, prepare = _first_here()
     if prepare is None:
@@ -127,10 +124,8 @@ def reproduce(workspace: Workspace) -> Outcome:
         model.zero_grad()
         return workspace.outputs(get_peft_model(model, config).eval(), text_only=True)
 
-    model = workspace.load()
-    for parameter in model.parameters():
-        vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
-    found = difference(adapted(workspace.load()), adapted(workspace.dispatch(model, "layers")))
+    model = workspace.load_unmarked()
+    found = workspace.difference(adapted(workspace.load()), adapted(workspace.dispatch(model, "layers")))
     return Outcome.of_parity(found, f"{options['init_lora_weights']} on a base with offloaded layers")
 
 

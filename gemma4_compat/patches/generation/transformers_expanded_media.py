@@ -13,8 +13,6 @@ Fix: The media of each prompt are repeated together; its placeholders say how ma
 Remove when: transformers repeats the audio clips of each prompt together in all supported releases.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from contextvars import ContextVar

@@ -15,8 +15,6 @@ to the longest common prefix. Without ``reuse_prefix`` nothing changes.
 Remove when: ``generate`` reuses the longest common prefix of the last call by itself.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.cache import cache_names
@@ -28,16 +26,11 @@ PATCH = Patch(
     kind="speed",
     severity="speed",
     affected=">=5.5",
-    needs=("transformers-chunked-turns", "transformers-vision-masks"),
+    needs="transformers-chunked-turns transformers-vision-masks",
     after=(
-        "transformers-expanded-media",
-        "transformers-assisted-cache",
-        "transformers-chunked-media",
-        "transformers-chunked-images",
-        "transformers-chunked-turns",
-        "transformers-held-prompts",
-        "transformers-unread-chunks",
-        "transformers-graph-decoding",
+        "transformers-expanded-media transformers-assisted-cache transformers-chunked-media "
+        "transformers-chunked-images transformers-chunked-turns transformers-held-prompts "
+        "transformers-unread-chunks transformers-graph-decoding"
     ),
 )
 

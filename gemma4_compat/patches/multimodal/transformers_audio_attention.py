@@ -16,8 +16,6 @@ attention for ``audio_config`` by name still gets upstream's error, unless it re
 Remove when: a request for the whole model does not raise for the audio tower and leaves its attention as it is.
 """
 
-from __future__ import annotations
-
 import contextvars
 import functools
 import logging
@@ -111,11 +109,8 @@ def detect() -> Detection:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import torch
-
     from gemma4_compat._lab import tiny
     from gemma4_compat._lab.scenarios import features
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("audio_tower")
     batch = tiny.inputs(workspace.main)
@@ -130,8 +125,8 @@ def reproduce(workspace: Workspace) -> Outcome:
             if found != usual:
                 return Outcome(True, f"{part} runs {found} attention, {usual} without a request")
         for modality in ("vision", "audio"):
-            if not torch.equal(features(model, batch, modality), features(reference, batch, modality)):
+            if not features(model, batch, modality).equal(features(reference, batch, modality)):
                 return Outcome(True, f"the {modality} features are not those without a request")
     expected = workspace.reference()
-    found = [difference(expected, workspace.outputs(model)) for model in (asked, later)]
+    found = [workspace.difference(expected, model) for model in (asked, later)]
     return Outcome.of_parity(max(found), 'attn_implementation="sdpa"')

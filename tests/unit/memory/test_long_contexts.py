@@ -43,7 +43,7 @@ def text_model(variant: str) -> Any:
 
 def kernel(query: Any, key: Any, value: Any, attn_mask: Any = None, **_options: Any) -> Any:
     """What ``scaled_dot_product_attention`` allocates on a GPU: a mask as numbers (PyTorch's
-    ``convert_boolean_attn_mask``) and the copy that ``_memory.attention`` infers; a sum in float32; the output.
+    ``convert_boolean_attn_mask``) and the copy that ``_memory.formulas`` infers; a sum in float32; the output.
     """
     import torch
 
