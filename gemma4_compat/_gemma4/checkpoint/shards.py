@@ -6,10 +6,12 @@ Memory-mapping would do the same, but the pages of an open mapped file count as 
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -191,6 +193,22 @@ def shards(outputs: Sequence[Output], largest: int) -> list[list[Output]]:
         found[-1].append(output)
         held += output.nbytes
     return found
+
+
+def with_bar(
+    values: Mapping[str, Callable[[], Iterator[Any]]], doing: str, shown: bool | None
+) -> dict[str, Callable[[], Iterator[Any]]]:
+    """``values`` for :func:`write`, with a progress bar on standard error. ``shown`` None: on a terminal."""
+    from tqdm import tqdm
+
+    visible = sys.stderr.isatty() if shown is None else shown
+    bar = tqdm(total=len(values), desc=doing, unit="tensor", disable=not visible, leave=False)
+
+    def counted(make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        yield from make()
+        bar.update()
+
+    return {name: functools.partial(counted, make) for name, make in values.items()}
 
 
 def write(
