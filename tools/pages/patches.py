@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 
 import gemma4_compat
 from gemma4_compat._engine.patch import ActsOn, Kind
 from tools import variants
+from tools.matrix import measure
 from tools.pages import errors, failure_points, gpu, matrix
-from tools.pages.markers import generated, shorten
+from tools.pages.markers import ROOT, generated, shorten
 
 
 def index() -> str:
@@ -79,7 +81,7 @@ def _page(heading: str, patches: Sequence[gemma4_compat.Patch]) -> str:
         parts += [
             f"## {patch.id}",
             "",
-            patch.documentation,
+            *_with_example(patch),
             "",
             f"- **Failure points:** {', '.join(failure_points.link(point, '../') for point in patch.failure_points)}",
             f"- **Affected:** {affected(patch)} ({patch.severity}; fixed in {patch.fixed or 'no release so far'})",
@@ -92,6 +94,40 @@ def _page(heading: str, patches: Sequence[gemma4_compat.Patch]) -> str:
             "",
         ]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _with_example(patch: gemma4_compat.Patch) -> Iterator[str]:
+    """The documentation, with what was seen before and after below its first sentence."""
+    first, _, rest = patch.documentation.partition("\n\n")
+    yield first
+    if seen := _seen(patch):
+        yield from ("", f"- **Before:** {seen[0]}", f"- **After:** {seen[1]}")
+    yield from ("", rest)
+
+
+def _seen(patch: gemma4_compat.Patch) -> tuple[str, ...]:
+    """What the trained model says without the patch and with it, or what the reproduction found in the first stack
+    that it repairs; nothing if there is none.
+    """
+    for file in sorted((ROOT / "docs" / "evidence" / "show").glob("*.json")):
+        run = json.loads(file.read_text(encoding="utf-8"))
+        answers = run["answers"].get(patch.id)
+        if answers and answers["with"] != answers["without"]:
+            who = f"a trained tiny model, transformers {run['versions']['transformers']}"
+            shown = f"{_code(answers['with'])} (`gemma4-compat doctor --show {patch.id}`)"
+            return f"{_code(answers['without'])} ({who})", shown
+    for result in matrix.results().values():
+        found = result["patches"].get(patch.id)
+        if found and found["verdict"] == measure.REPAIRED:
+            release = f"{patch.distribution} {result['versions'][patch.distribution]}"
+            return f"{_code(found['off']['detail'])} ({release})", _code(found["on"]["detail"])
+    return ()
+
+
+def _code(text: str) -> str:
+    """``text`` as code, on one line."""
+    text = " ".join("".join(sign for sign in text if sign.isprintable()).split())
+    return f"`` {text if len(text) <= 200 else text[:197] + '...'} ``"
 
 
 def _measured(patch: gemma4_compat.Patch) -> Iterator[str]:
