@@ -9,10 +9,10 @@ read.
 
 from __future__ import annotations
 
-from tools.claims import benchmarks, decoding, evidence, running, storing, training
+from tools.claims import benchmarks, decoding, evidence, numerics, running, storing, training
 from tools.claims.form import NAMES, NUMBER, prose
 
-_PARTS = (running, storing, training, evidence, benchmarks, decoding)
+_PARTS = (running, storing, training, evidence, benchmarks, decoding, numerics)
 CLAIMS = tuple(claim for part in _PARTS for claim in part.CLAIMS)
 CONSTANTS = {page: words for part in _PARTS for page, words in part.CONSTANTS.items()}
 #: The pages that are read.
