@@ -56,13 +56,13 @@ PASTED = [
     ),
     ("ModuleNotFoundError: No module named 'flash_attn'", "attn_implementation"),
     ("AssertionError: Torch not compiled with CUDA enabled", "gemma4-compat env"),
-    ("ImportError: \nGemma4VideoProcessor requires the Torchvision library but it was not found in your", "[images]"),
-    ("ModuleNotFoundError: No module named 'torchvision'", "[images]"),
+    ("ImportError: \nGemma4VideoProcessor requires the Torchvision library but it was not found in your", "pip install pillow torchvision"),
+    ("ModuleNotFoundError: No module named 'torchvision'", "pip install pillow torchvision"),
     (  # of the 12B
         "ValueError: Could not load any image processor class for google/gemma-4-12B-it. The model configuration "
         "resolves to the following image processor classes: torchvision: Gemma4UnifiedImageProcessor. None of these "
         "classes could be imported. Missing optional dependencies: torchvision. Please install the missing",
-        "[images]",
+        "pip install pillow torchvision",
     ),
     ("RuntimeError: operator torchvision::nms does not exist", "pip install torch==RELEASE torchvision"),
     ("RuntimeError: Detected that PyTorch and torchvision were compiled with different CUDA major versions", "index"),
