@@ -60,7 +60,7 @@ MET_FIRST = (
 )
 #: Parts and classes of models, which other software names as well.
 _PART = re.compile(r"(?:.*_)?(?:proj\w*|norm|attn|mlp|tower|embed\w*|layers?|model|experts?|scal\w*|bias\w*|weights?)|gemma\w*")
-#: Words of a description that are not compared have so many letters or fewer.
+#: Words of a description have more letters, or are not compared; and there are as many of them.
 _SHORT = 3
 #: The fewest words of a message that tell whose it is, wherever it was raised.
 _TELLING = 4
@@ -135,11 +135,13 @@ def answer(said: Said, patches: Sequence[Patch]) -> Answer:
 def described(said: Said, patches: Sequence[Patch]) -> Answer:
     """The silent failures whose symptoms have most of the words of a text, as the nearest."""
     words = {word for word in _words(said.messages[0].text) if len(word) > _SHORT}
+    if len(words) < _SHORT:
+        return Answer(())
     has = {patch.id: words & {*_words(f"{patch.id} {patch.symptom} {patch.summary}")} for patch in patches}
     count = Counter(word for found in has.values() for word in found)
     weight = {word: math.log(1 + len(patches) / (1 + count[word])) for word in words}
     scores = {name: sum(weight[word] for word in found) for name, found in has.items()}
-    near = [name for name in sorted(scores, key=lambda name: -scores[name]) if scores[name] > _NEAR * sum(weight.values())]
+    near = [name for name in sorted(scores, key=lambda name: -scores[name]) if scores[name] > sum(weight.values()) / 2]
     return Answer((), tuple(near[:3]))
 
 
