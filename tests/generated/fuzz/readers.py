@@ -92,7 +92,7 @@ def _sizes(case: Case, _folder: Path, _out: Path) -> Any:
 
 def _error(case: Case, _folder: Path, _out: Path) -> Any:
     said = messages.read(case.options["text"])
-    answer = answers.sorted_answer(search.search(said, _ALL), _STATUSES)
+    answer = answers.sorted_answer(search.answer(said, _ALL), said, _STATUSES)
     commands.valid_json(json.loads(terminal.json_text(answers.answer_data(said, answer))))
     text = answers.answer_text(said, answer, _STATUSES, 80)
     if not text.replace("\n", "").isprintable():

@@ -1,8 +1,14 @@
-"""Errors that no patch is about, and that many people meet: ``explain`` says what they are and what to do."""
+"""Errors and symptoms that many people meet: ``explain`` says what they are and what to do, with a patch or without.
+
+``common_samples.json`` has a text for each, and a part of what is said; ``thread_errors.json`` what people pasted into
+public threads, with the right answer, which was written before ``explain`` was asked.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,7 +16,14 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import cli
 from gemma4_compat._doctor.explain import common_errors, messages, search
+from tests.collecting import collect_failures
+from tools.pages.errors import SAID
 
+HERE = Path(__file__).parent
+SAMPLES, THREADS = (
+    json.loads((HERE / name).read_text(encoding="utf-8")) for name in ("common_samples.json", "thread_errors.json")
+)
+PATCHES = gemma4_compat.patches()
 #: What is pasted, and a part of what is to be done.
 PASTED = [
     (
@@ -96,14 +109,137 @@ def test_a_common_error_gets_an_answer(text: str, to_do: str) -> None:
     assert to_do in json.loads(done.stdout)["advice"]
 
 
+def answered(text: str) -> search.Answer:
+    return search.answer(messages.read(text), PATCHES)
+
+
+@collect_failures(number=range(len(SAMPLES)))
+def test_each_common_error_and_symptom_is_recognized(number: int) -> None:
+    found = answered("\n".join(SAMPLES[number]["text"]))
+    assert found.advice is not None
+    said = f"{found.advice.what} {found.advice.to_do}"
+    assert any(part in said for part in SAMPLES[number]["says"].split("|"))
+    assert not [match for match in found.matches if match.certain and match.patch.id not in found.advice.patches]
+    assert [match.patch.id for match in found.matches][: len(found.advice.patches)] == [*found.advice.patches]
+
+
 def test_every_kind_of_answer_is_met() -> None:
-    met = {found.what for text, _ in PASTED if (found := common_errors.advice(messages.read(text)))}
-    assert met == {known.advice.what for known in (*common_errors.ERRORS, *common_errors._LAST)}
+    texts = [text for text, _ in PASTED] + ["\n".join(one["text"]) for one in SAMPLES]
+    met = {found.what for text in texts if (found := common_errors.advice(messages.read(text)))}
+    table = common_errors.table()
+    for known in (*table["errors"], *table["symptoms"]):
+        assert any(what.startswith(known["what"]) for what in met), known["what"]
 
 
-@pytest.mark.parametrize("text", ["KeyError: 'gemma4_compat.x'", "ValueError: bad", "RuntimeError: out of range"])
-def test_other_errors_get_none(text: str) -> None:
+def test_the_table() -> None:
+    known = {patch.id for patch in PATCHES}
+    fields = {
+        "errors": {"name", "kinds", "text", "file", "what", "to_do", "more", "patches", "alone", "last"},
+        "symptoms": {"words", "what", "to_do", "more", "patches"},
+        "programs": {"name", "folders", "package", "to_do", "more"},
+    }
+    for kind, allowed in fields.items():
+        for one in common_errors.table()[kind]:
+            assert set(one) <= allowed, one
+            assert set(one.get("patches", ())) <= known
+            for expression in (one.get("kinds"), one.get("text"), one.get("file"), *one.get("words", ())):
+                assert expression is None or re.compile(expression)
+            more = one.get("more", "https://")
+            assert more.startswith("https://") or (HERE.parents[3] / more).is_file(), more
+            assert all(text.endswith((".", "?")) for text in (one.get("what", "."), one.get("to_do", "."))), one
+
+
+@collect_failures(number=range(len(THREADS)))
+def test_the_answer_is_right_for_what_people_pasted_into_threads(number: int) -> None:
+    one = THREADS[number]
+    if number in WRONG:
+        pytest.skip("not answered")
+    found = answered("\n".join(one["text"]))
+    wanted = one.get("patches", ())
+    said = f"{found.advice.what} {found.advice.to_do} {found.advice.more}".lower() if found.advice else ""
+    first = found.matches[0].patch.id if found.matches else None
+    assert not [match.patch.id for match in found.matches if match.certain and match.patch.id not in wanted], one["from"]
+    assert first in wanted or (said and all(part.lower() in said for part in one["says"])), (one["right"], said)
+
+
+#: Of them, by number, those that are not answered as they should be.
+WRONG: set[int] = set()
+
+
+@pytest.mark.parametrize("text, patch_id", [(re.sub("[`*]", "", said), name) for name, said in SAID.items()])
+def test_what_readme_says_of_a_silent_failure_finds_its_patch(text: str, patch_id: str) -> None:
+    found = answered(text)
+    assert found.matches[0].patch.id == patch_id
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "KeyError: 'gemma4_compat.x'",
+        "ValueError: bad",
+        "RuntimeError: out of range",
+        "how do I cook rice",
+        "my cat ignores me",
+        "what is the context length of Gemma 4",
+        "the build is slow on my laptop",
+        "please add support for tool calling",
+        "Segmentation fault (core dumped)",
+        "adapter power supply 12V",
+        "I get a 500 from the server",
+        "vision_tower.std_bias",
+        "Gemma4ForConditionalGeneration",
+        "language_model.layers.15.self_attn.k_proj.weight",
+        "KeyError: 'model.layers.3.self_attn.q_proj.weight'",
+        "KeyError: 'language_model.model.layers.15.self_attn.attn'",
+    ],
+)
+def test_where_nothing_is_known_nothing_is_said(text: str) -> None:
+    """The name of a layer or a class in a text is no evidence."""
     assert common_errors.advice(messages.read(text)) is None
+    assert answered(text).matches == ()
+
+
+def test_words_that_fit_nothing_are_answered_with_what_to_look_at() -> None:
+    said = CliRunner().invoke(cli.app, ["explain", "my", "cat", "is", "hungry"])
+    assert said.exit_code == 1
+    assert "Nothing of ours fits these words." in said.stdout
+    assert "gemma4-compat check MODEL" in " ".join(said.stdout.split())
+
+
+def test_a_file_is_not_read_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "traceback.txt"
+    file.write_text("KeyError: 3")
+    said = CliRunner().invoke(cli.app, ["explain", str(file)])
+    assert (said.exit_code, said.stdout) == (2, "")
+    assert f"gemma4-compat explain - < {file}" in said.stderr
+
+
+FRAMES = """\
+Traceback (most recent call last):
+  File "/home/me/vllm/serve.py", line 3, in <module>
+    run()
+  File "/opt/x/site-packages/{}", line 40, in load
+    raise {}
+{}"""
+
+
+def test_an_error_of_other_software_is_not_ours() -> None:
+    """Its code is not patched, whatever layer it names."""
+    error = "KeyError: 'base_model.model.model.model.audio_tower.layers.0.feed_forward1.ffw_layer_1'"
+    peft = answered(FRAMES.format("peft/peft_model.py", "KeyError(name)", error))
+    assert peft.matches[0].certain
+    assert peft.advice is None
+    vllm = answered(FRAMES.format("vllm/lora/utils.py", "KeyError(name)", error))
+    assert vllm.matches == ()
+    assert vllm.advice is not None
+    assert vllm.advice.what.startswith("vLLM raises this")
+    through_torch = FRAMES.format("vllm/lora/utils.py", "x", 'File "/opt/x/site-packages/torch/nn/m.py", line 1, in f\n')
+    assert "vLLM" in str(answered(through_torch + error).advice)
+
+
+def test_a_script_in_a_folder_that_is_called_as_a_program_is_not_one() -> None:
+    text = 'Traceback (most recent call last):\n  File "/home/me/vllm/serve.py", line 3, in <module>\nKeyError: 1.5'
+    assert common_errors.raised_by(messages.read(text)) is None
 
 
 def test_a_model_is_named_in_the_command() -> None:
