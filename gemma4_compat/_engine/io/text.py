@@ -21,7 +21,7 @@ _FEWEST = 1 << 20
 _MOST = 1 << 63
 #: The least characters of a column of a table, and of text beside the other columns.
 _NARROWEST, _NARROWEST_TEXT = 12, 28
-_CODE, _SPACE = re.compile(r"`[^`]+`"), "\0"
+_CODE, _SPACE = re.compile(r"(`+)[^`]+\1"), "\0"
 _NAMES = {1000: ("B", "kB", "MB", "GB"), 1024: ("B", "KiB", "MiB", "GiB")}
 
 
