@@ -113,6 +113,8 @@ def _explain_error(text: str, *, as_json: bool) -> NoReturn:
         print_json(data | {"patches": _explained(found.patches, statuses)})
     else:
         say(found.text.removeprefix(f"{headline}\n"))
+        if "torchvision" in (found.advice or "") and (wrong := imports.torchvision()):
+            say(f"\nHere: {terminal.fitted(wrong)}")
     raise typer.Exit(0 if found.patches else 1)
 
 

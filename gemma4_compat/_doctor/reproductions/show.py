@@ -47,6 +47,8 @@ class Shown:
         return f"{self.patch.id}: {self.patch.summary}\n\n{table}\n\n{self._verdict()}"
 
     def _verdict(self) -> str:
+        if not self.good and (advice := imports.advice(self.with_shim.get("error") or "")):
+            return f"The model was not asked.{advice}"
         if not self.good:
             state, reason = self.with_shim["state"], self.with_shim["reason"]
             return f"The answer is wrong with the shim: the patch is {state}. {reason}"
