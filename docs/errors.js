@@ -176,15 +176,17 @@ const explainError = (() => {
     return kinds.includes("") || kinds[0] === kinds[1] || kinds.every(kind => SAME.has(kind));
   }
 
-  /* The program, of those in the table, in whose code the traceback ends, apart from torch. */
+  /* The other software in whose code a traceback ends. */
   function raisedBy(said, known) {
     for (const {file} of [...said.frames].reverse()) {
       const installed = /.*\/(?:site|dist)-packages\//.exec(file);
       const folders = (installed ? file.slice(installed[0].length) : file).split("/").slice(0, -1);
       const inside = installed ? folders.slice(0, 1) :
         folders.filter(name => folders.slice(0, -1).includes(name) || name.includes("_"));
-      if (inside[0] === "torch" || (!installed && file.includes("/lib/python3"))) continue;
-      return known.programs.find(one => inside.some(name => new RegExp(`^(?:${one.folders})$`).test(name))) || null;
+      if (known.called.includes(inside[0]) || (!installed && file.includes("/lib/python3"))) continue;
+      const program = known.programs.find(one => inside.some(name => new RegExp(`^(?:${one.folders})$`).test(name)));
+      if (program || !installed || !inside.length || known.patched.includes(inside[0])) return program || null;
+      return {name: inside[0], package: inside[0]};
     }
     return null;
   }
@@ -263,20 +265,22 @@ const explainError = (() => {
     for (const last of [false, true])
       for (const message of said.messages)
         found = found || known.errors.find(one => Boolean(one.last) === last && fits(one, message, said));
-    if (!found && isDescription(said))
-      found = known.symptoms.find(one => one.words.every(words => new RegExp(words, "i").test(said.messages[0].text)));
+    if (!found && isDescription(said)) {
+      const text = said.messages[0].text, both = `${text} ${text.replaceAll("_", " ")}`;
+      found = known.symptoms.find(one => one.words.every(words => new RegExp(words, "i").test(both)));
+    }
     const program = raisedBy(said, known), other = program && {
       what: `${program.name} raises this, in code that gemma4_compat does not change.`,
       to_do: [`Update it first: \`pip install -U ${program.package}\`. If it stays, its tracker is the place.`,
         ...(program.to_do ? [program.to_do] : [])].join(" "),
-      more: program.more, patches: [], alone: false, name: "",
+      more: program.more || "", patches: [], alone: false, name: "", symptom: false,
     };
     if (!found) return other;
     const variant = /E2B|E4B|12B|26B-A4B|31B/i.exec(said.model);
     const named = {model: said.model || "MODEL", variant: variant ? variant[0].toUpperCase() : "MODEL"};
     const to_do = found.to_do.replace(/{(model|variant)}/g, (_, name) => named[name]);
     const own = {what: found.what, to_do, more: found.more || "", patches: found.patches || [],
-      alone: found.alone || false, name: found.name || ""};
+      alone: found.alone || false, name: found.name || "", symptom: Boolean(found.words)};
     return !other || own.alone ? own :
       {...own, what: `${own.what} ${other.what}`, to_do: `${own.to_do} ${other.to_do}`};
   }
@@ -301,7 +305,7 @@ const explainError = (() => {
     const said = read(text), common = advice(said, known), error = said.messages.length ? said.messages[0] : null;
     const found = !error || (common && common.alone) ? [] : search(said, known);
     const certain = found.filter(match => match.certain).map(match => match.id);
-    const told = common && (!certain.length || certain.some(id => common.patches.includes(id))) ? common : null;
+    const told = common && !(common.symptom && found.length) && (!certain.length || certain.some(id => common.patches.includes(id))) ? common : null;
     const named = told && !certain.length ? told.patches.map(id => ({id, certain: false})) : [];
     const matches = [...named, ...found.filter(match => !named.some(one => one.id === match.id))];
     return {

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -30,11 +31,20 @@ _ERROR = re.compile(r"Error$|Exception$|Warning$")
 _DESCRIPTION = 500
 #: Nothing of a patch has run then, whatever the traceback goes through.
 _IMPORTS = frozenset({"no torchvision", "other torch", "no import"})
+#: What is patched, and what that calls: an error that leaves the latter is the caller's.
+_PATCHED = frozenset({"transformers", "accelerate", "peft", "bitsandbytes", "gemma4_compat"})
+_CALLED = sys.stdlib_module_names.union(
+    "torch torchvision torchao numpy PIL safetensors tokenizers huggingface_hub jinja2 packaging importlib_metadata "
+    "requests httpx urllib3 psutil wrapt typing_extensions triton IPython ipykernel".split()
+)
 _INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
 
 
 class Advice(NamedTuple):
-    """What an error is, and what to do about it, each in a sentence or two; the other fields as in the table."""
+    """What an error is, and what to do about it, each in a sentence or two; the other fields as in the table.
+
+    ``symptom``: it was told in words.
+    """
 
     what: str
     to_do: str
@@ -42,6 +52,7 @@ class Advice(NamedTuple):
     patches: tuple[str, ...] = ()
     alone: bool = False
     name: str = ""
+    symptom: bool = False
 
     @property
     def of_an_import(self) -> bool:
@@ -67,7 +78,7 @@ def advice(said: Said) -> Advice | None:
     names = {"{model}": said.model or "MODEL", "{variant}": _variant(said.model)}
     to_do = re.sub(r"{(?:model|variant)}", lambda match: names[match[0]], found["to_do"])
     fields = {name: found[name] for name in ("what", "more", "alone", "name") if name in found}
-    known = Advice(to_do=to_do, patches=tuple(found.get("patches", ())), **fields)
+    known = Advice(to_do=to_do, patches=tuple(found.get("patches", ())), symptom="words" in found, **fields)
     if program is None or known.alone:
         return known
     other = _of_program(program)
@@ -88,6 +99,7 @@ def _errors(said: Said) -> Iterator[dict[str, Any]]:
 def _symptoms(said: Said) -> Iterator[dict[str, Any]]:
     if is_a_description(said):
         text = said.messages[0].text
+        text += " " + text.replace("_", " ")  # save_pretrained_merged
         for one in table()["symptoms"]:
             if all(re.search(words, text, re.IGNORECASE) for words in one["words"]):
                 yield one
@@ -100,23 +112,26 @@ def is_a_description(said: Said) -> bool:
 
 
 def raised_by(said: Said) -> dict[str, Any] | None:
-    """The program, of those in the table, in whose code the traceback ends, apart from torch."""
+    """The other software in whose code a traceback ends, as in the table; None if it does not."""
     for frame in reversed(said.frames):
         installed = _INSTALLED.match(frame.file)
         folders = list(PurePosixPath(frame.file[installed.end() :] if installed else frame.file).parent.parts)
         # Elsewhere, a checkout has folders in its own; a user's script may lie in a folder of any name.
         inside = folders[:1] if installed else [name for name in folders if name in folders[:-1] or "_" in name]
-        if inside[:1] == ["torch"] or (not installed and "/lib/python3" in frame.file):
+        if not _CALLED.isdisjoint(inside[:1]) or (not installed and "/lib/python3" in frame.file):
             continue
         programs = table()["programs"]
-        return next((one for one in programs for name in inside if re.fullmatch(one["folders"], name)), None)
+        known = next((one for one in programs for name in inside if re.fullmatch(one["folders"], name)), None)
+        if known is not None or not installed or not inside or inside[0] in _PATCHED:
+            return known
+        return {"name": inside[0], "package": inside[0]}
     return None
 
 
 def _of_program(one: dict[str, Any]) -> Advice:
     update = f"Update it first: `pip install -U {one['package']}`. If it stays, its tracker is the place."
     what = f"{one['name']} raises this, in code that gemma4_compat does not change."
-    return Advice(what, " ".join(filter(None, (update, one.get("to_do")))), one["more"])
+    return Advice(what, " ".join(filter(None, (update, one.get("to_do")))), one.get("more", ""))
 
 
 def _variant(model: str) -> str:

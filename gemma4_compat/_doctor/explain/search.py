@@ -65,7 +65,11 @@ _SHORT = 3
 #: The fewest words of a message that tell whose it is, wherever it was raised.
 _TELLING = 4
 #: Names that occur in errors of any program.
-_ANYBODYS = frozenset(dir(builtins)) | {"NoneType", "Parameter", "Tensor", "FloatTensor", "Float", "BFloat16", "Half"}
+_ANYBODYS = frozenset(dir(builtins)) | frozenset(
+    "NoneType Parameter Tensor FloatTensor Float BFloat16 Half ModuleList Conv1d Conv2d Conv3d state_dict load_state_dict "
+    "input_ids inputs_embeds in_features out_features model_kwargs padding_idx pin_memory device_map base_model github "
+    "index_copy_ masked_scatter lm_head embed_tokens language_model self_attn q_proj k_proj".split()
+)
 #: Error classes, beside Python's own, that other programs raise.
 COMMON = _ANYBODYS | {"OutOfMemoryError", "HFValidationError", "SafetensorError", "JSONDecodeError"}
 _SAME = frozenset({"RuntimeError", "NotImplementedError"})  # torch raises one or the other, depending on the release
@@ -122,6 +126,8 @@ def answer(said: Said, patches: Sequence[Patch]) -> Answer:
     advice = common_errors.advice(said)
     found = Answer(()) if advice is not None and advice.alone else search(said, patches)
     certain = [match.patch.id for match in found.matches if match.certain]
+    if advice is not None and advice.symptom and found.matches:
+        return found  # the words have a name of one patch
     if advice is None or (certain and not set(certain) & set(advice.patches)):
         return found if found.matches or not common_errors.is_a_description(said) else described(said, patches)
     if certain:

@@ -237,6 +237,12 @@ def test_an_error_of_other_software_is_not_ours() -> None:
     assert "vLLM" in str(answered(through_torch + error).advice)
 
 
+def test_an_error_of_software_that_nobody_listed_is_not_ours() -> None:
+    found = answered(FRAMES.format("lmms_eval/models/x.py", "KeyError(name)", "KeyError: 'model.layers.0.weight'"))
+    assert found.matches == ()
+    assert str(found.advice and found.advice.what).startswith("lmms_eval raises this")
+
+
 def test_a_script_in_a_folder_that_is_called_as_a_program_is_not_one() -> None:
     text = 'Traceback (most recent call last):\n  File "/home/me/vllm/serve.py", line 3, in <module>\nKeyError: 1.5'
     assert common_errors.raised_by(messages.read(text)) is None
