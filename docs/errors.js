@@ -266,8 +266,8 @@ const explainError = (() => {
       for (const message of said.messages)
         found = found || known.errors.find(one => Boolean(one.last) === last && fits(one, message, said));
     if (!found && isDescription(said)) {
-      const text = said.messages[0].text, both = `${text} ${text.replaceAll("_", " ")}`;
-      found = known.symptoms.find(one => one.words.every(words => new RegExp(words, "i").test(both)));
+      const text = said.messages[0].text, both = [text, text.replaceAll("_", " ")];
+      found = known.symptoms.find(one => one.words.every(words => both.some(each => new RegExp(words, "i").test(each))));
     }
     const program = raisedBy(said, known), other = program && {
       what: `${program.name} raises this, in code that gemma4_compat does not change.`,

@@ -99,9 +99,9 @@ def _errors(said: Said) -> Iterator[dict[str, Any]]:
 def _symptoms(said: Said) -> Iterator[dict[str, Any]]:
     if is_a_description(said):
         text = said.messages[0].text
-        text += " " + text.replace("_", " ")  # save_pretrained_merged
+        both = (text, text.replace("_", " "))  # save_pretrained_merged
         for one in table()["symptoms"]:
-            if all(re.search(words, text, re.IGNORECASE) for words in one["words"]):
+            if all(any(re.search(words, each, re.IGNORECASE) for each in both) for words in one["words"]):
                 yield one
 
 

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from gemma4_compat._doctor.explain import imports
 from gemma4_compat._doctor.reproductions import children
 from gemma4_compat._doctor.reproductions.scenes import SCENES
 from gemma4_compat._engine.patch import Patch
