@@ -90,7 +90,7 @@ const explainError = (() => {
   }
 
   const ENOUGH = 0.82, NEAR = 0.4, THROUGH = 2, WORDS = 400;
-  const TELLING = 4, SHORT = 3, DESCRIPTION = 500;
+  const SHORT = 3, DESCRIPTION = 500;
   const PART = new RegExp("^(?:(?:.*_)?(?:proj\\w*|norm|attn|mlp|tower|embed\\w*|layers?|model|experts?|scal\\w*|bias\\w*|" +
     "weights?)|gemma\\w*)$");
   const LEFT_OUT = new Set(["cpu", "cuda", "xpu", "mps", "npu", "hpu", "x", "e", "a", "an", "the"]);
@@ -206,7 +206,7 @@ const explainError = (() => {
         const whole = shaped || (own && short) || headline;
         if (!whole && covered(pattern, words, known.weights) < ENOUGH) continue;
         if (!shaped && pattern.words.length <= 3 && words.length > pattern.words.length + 3) continue;
-        if (elsewhere && !own && (shaped || pattern.words.length < TELLING)) continue;
+        if (elsewhere && !own && (shaped || !pattern.names.some(name => present.has(name) && !PART.test(name)))) continue;
         const seen = elsewhere ? 0 : seenOn(patch, said.frames), there = !elsewhere && isThere(patch, place);
         const certain = own || shaped || there || seen > 0 || named;
         const weight = shaped ? pattern.text.length : pattern.words.reduce((sum, word) => sum + known.weights[word], 0);
@@ -265,7 +265,7 @@ const explainError = (() => {
     for (const last of [false, true])
       for (const message of said.messages)
         found = found || known.errors.find(one => Boolean(one.last) === last && fits(one, message, said));
-    if (!found && isDescription(said)) {
+    if (!found && isDescription(said) && !new RegExp(known.other_matters, "i").test(said.messages[0].text)) {
       const text = said.messages[0].text, both = [text, text.replaceAll("_", " ")];
       found = known.symptoms.find(one => one.words.every(words => both.some(each => new RegExp(words, "i").test(each))));
     }

@@ -6,7 +6,7 @@ in which ``{model}`` and ``{variant}`` stand for what the text names, and may ha
 * ``more``: a page or an address; ``patches``: those that repair it in the patched libraries.
 * of ``errors``: ``kinds``, the class; ``text``, found in the message; ``file``, found in a path of the traceback, each a
   regular expression; ``alone``: nobody else's, so that no patch is looked for; ``last``: after all others.
-* of ``symptoms``: ``words``, expressions that all occur in a text without an error.
+* of ``symptoms``: ``words``, expressions that all occur in a text without an error; none of ``other_matters`` does.
 * of ``programs``: ``folders`` of software that raises errors of its own, and the ``package`` to update.
 """
 
@@ -61,12 +61,12 @@ class Advice(NamedTuple):
 
 
 @functools.cache
-def table() -> Mapping[str, list[dict[str, Any]]]:
+def table() -> Mapping[str, Any]:
     """The file, with how to install this package filled in."""
     text = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
     for extra in address.EXTRAS:
         text = text.replace(f"{{{extra}}}", json.dumps(f"`{address.install(extra)}`")[1:-1])
-    found: dict[str, list[dict[str, Any]]] = json.loads(text)
+    found: dict[str, Any] = json.loads(text)
     return found
 
 
@@ -100,6 +100,8 @@ def _symptoms(said: Said) -> Iterator[dict[str, Any]]:
     if is_a_description(said):
         text = said.messages[0].text
         both = (text, text.replace("_", " "))  # save_pretrained_merged
+        if re.search(table()["other_matters"], text, re.IGNORECASE):
+            return
         for one in table()["symptoms"]:
             if all(any(re.search(words, each, re.IGNORECASE) for each in both) for words in one["words"]):
                 yield one

@@ -5,8 +5,8 @@ reproductions raised in the measured releases (``RAISED``). Numbers, shapes, dev
 compared. Other programs may also raise a text that names nothing of these libraries, so it is
 only a possible match, unless the traceback goes through code that the patch replaces. If a message was cut short, a
 class that only these libraries raise is enough. If nothing else is found, a name that only one patch has is a possible
-match, unless it is a layer's or a model's. Where other software raises an error, only its class, or most of a message
-of several words, is evidence.
+match, unless it is a layer's or a model's. Where other software raises an error, only its class, or such a name in
+its message, is evidence.
 """
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ MET_FIRST = (
 _PART = re.compile(r"(?:.*_)?(?:proj\w*|norm|attn|mlp|tower|embed\w*|layers?|model|experts?|scal\w*|bias\w*|weights?)|gemma\w*")
 #: Words of a description have more letters, or are not compared; and there are as many of them.
 _SHORT = 3
-#: The fewest words of a message that tell whose it is, wherever it was raised.
-_TELLING = 4
 #: Names that occur in errors of any program.
 _ANYBODYS = frozenset(dir(builtins)) | frozenset(
     "NoneType Parameter Tensor FloatTensor Float BFloat16 Half ModuleList Conv1d Conv2d Conv3d state_dict load_state_dict "
@@ -170,6 +168,7 @@ def search(
     for message in said.messages:
         found: dict[str, tuple[tuple[float, ...], Match]] = {}
         words = _words(message.text)
+        present = set(words)
         for pattern in patterns:
             own = pattern.kind == message.kind and pattern.kind not in COMMON | {""}
             shaped = pattern.shape is not None and pattern.shape.fullmatch(message.text) is not None
@@ -179,7 +178,7 @@ def search(
                 near[pattern.patch.id] = max(near[pattern.patch.id], covered * (0.5 + 0.5 * _same(pattern, message)))
             if covered < _ENOUGH or not _same(pattern, message) or not (shaped or _fits(pattern, words)):
                 continue
-            if elsewhere and not own and (shaped or len(pattern.words) < _TELLING):
+            if elsewhere and not own and (shaped or not any(_is_telling(name) for name in pattern.names & present)):
                 continue
             seen = 0 if elsewhere else _seen(pattern.patch, said.frames)
             there = not elsewhere and _is_there(pattern.patch, place)
@@ -222,10 +221,14 @@ def _named(said: Said, patterns: Sequence[_Pattern]) -> list[Match]:
     for message in said.messages:
         present = {*_words(message.text)}
         for pattern in patterns:
-            only = [name for name in pattern.names & present if len(owners[name]) == 1 and not _PART.fullmatch(name)]
+            only = [name for name in pattern.names & present if len(owners[name]) == 1 and _is_telling(name)]
             if only and _same(pattern, message):
                 return [Match(pattern.patch, message, pattern.text, False, pattern.quoted)]
     return []
+
+
+def _is_telling(name: str) -> bool:
+    return _PART.fullmatch(name) is None
 
 
 def patterns_of(patch: Patch, raised: Sequence[str]) -> list[_Pattern]:
