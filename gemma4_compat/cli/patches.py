@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -19,6 +19,7 @@ from gemma4_compat.cli.app import Json, Verbose, app, command, fail, print_json,
 
 #: Bytes of standard input: a log of days, not a device that never ends.
 _MOST_INPUT = 256 << 20
+_LONGEST_PATH = 250
 
 
 @app.command()
@@ -82,7 +83,7 @@ def explain(
         for patch in gemma4_compat.patches()
         if name in (patch.id, areas[patch.id]) or name.upper() in patch.failure_points
     ]
-    if not patches and os.path.isfile(name):
+    if not patches and len(name) < _LONGEST_PATH and Path(name).is_file():
         fail(f"{name!r} is a file; to have its text explained: gemma4-compat explain - < {name}")
     if not patches and common_errors.advice(messages.read(name)) is not None:  # "gibberish"
         _explain_error(name, as_json=as_json)

@@ -43,6 +43,6 @@ def known() -> dict[str, Any]:
         "common": sorted(name for name in search.COMMON if name.endswith(("Error", "Exception", "Warning"))),
         "met_first": search.MET_FIRST,
         **common_errors.table(),
-        "patched": sorted(common_errors._PATCHED),
-        "called": sorted(common_errors._CALLED),
+        "patched": sorted(common_errors.PATCHED),
+        "called": sorted(common_errors.CALLED),
     }

@@ -41,7 +41,9 @@ def sorted_answer(answer: Answer, said: Said, statuses: Mapping[str, PatchStatus
 def _may_be(patch: Patch, said: Said, status: PatchStatus) -> bool:
     """Whether the release that a text names, or the installed one, has the defect of a patch."""
     named = said.releases.get(patch.distribution)
-    return words.of(status) is not words.Verdict.NOT_NEEDED if named is None else versions.admits(patch.affected, named)
+    return (
+        words.of(status) is not words.Verdict.NOT_NEEDED if named is None else versions.admits(patch.affected, named)
+    )
 
 
 def remedy(patch: Patch, said: Said, status: PatchStatus) -> str:
@@ -51,10 +53,11 @@ def remedy(patch: Patch, said: Said, status: PatchStatus) -> str:
     if release is not None and (too_old := versions.too_old(old, release)):
         return f"{too_old}. Older ones were not tried."
     if not _may_be(patch, said, status):
+        with_ = f"{old} {release}" if release else "the releases installed here"
         elsewhere = "" if release else " If it runs elsewhere, run this command there, or give its whole output."
         return (
-            f"if the program runs with {f'{old} {release}' if release else 'the releases installed here'}, this is not "
-            f"its error, because they do not have the defect: report it.{elsewhere}"
+            f"if the program runs with {with_}, this is not its error, because they do not have the defect: report "
+            f"it.{elsewhere}"
         )
     upgrade = f" Or upgrade: {old} {patch.fixed} has it repaired." if patch.fixed else ""
     if state is PatchState.SKIPPED:
@@ -113,9 +116,9 @@ def _nothing(said: Said) -> str:
         return "gemma4_compat itself raises this, before anything is changed. The message says what to do."
     if common_errors.is_a_description(said):
         return (
-            "Nothing of ours fits these words. If something is raised, give its last line, better its whole traceback. If "
-            "nothing is: `gemma4-compat check MODEL` compares a model with itself on one device, `gemma4-compat scan "
-            "ADAPTER BASE` looks at an adapter, and `gemma4-compat list` shows what is repaired."
+            "Nothing of ours fits these words. If something is raised, give its last line, better its whole traceback. "
+            "If nothing is: `gemma4-compat check MODEL` compares a model with itself on one device, `gemma4-compat "
+            "scan ADAPTER BASE` looks at an adapter, and `gemma4-compat list` shows what is repaired."
         )
     return "No known patch concerns this error."
 

@@ -1,11 +1,11 @@
-"""Errors and symptoms that no patch repairs alone, and what to do: too little memory, an old release, other software.
+"""Errors and symptoms for which a patch is not enough: too little memory, an old release, other software.
 
-They are data, ``common_errors.json``, in which the first that fits is taken. Each has ``what`` it is and what ``to_do``,
-in which ``{model}`` and ``{variant}`` stand for what the text names, and may have:
+They are data, ``common_errors.json``: the first that fits is taken. Each has ``what`` it is and what is ``to_do``, in
+which ``{model}`` and ``{variant}`` stand for what the text names, and may have:
 
 * ``more``: a page or an address; ``patches``: those that repair it in the patched libraries.
-* of ``errors``: ``kinds``, the class; ``text``, found in the message; ``file``, found in a path of the traceback, each a
-  regular expression; ``alone``: nobody else's, so that no patch is looked for; ``last``: after all others.
+* of ``errors``: ``kinds``, the class; ``text``, found in the message; ``file``, found in a path of the traceback, all
+  regular expressions; ``alone``: nobody else's, so that no patch is looked for; ``last``: after all others.
 * of ``symptoms``: ``words``, expressions that all occur in a text without an error; none of ``other_matters`` does.
 * of ``programs``: ``folders`` of software that raises errors of its own, and the ``package`` to update.
 """
@@ -32,10 +32,10 @@ _DESCRIPTION = 500
 #: Nothing of a patch has run then, whatever the traceback goes through.
 _IMPORTS = frozenset({"no torchvision", "other torch", "no import"})
 #: What is patched, and what that calls: an error that leaves the latter is the caller's.
-_PATCHED = frozenset({"transformers", "accelerate", "peft", "bitsandbytes", "gemma4_compat"})
-_CALLED = sys.stdlib_module_names.union(
-    "torch torchvision torchao numpy PIL safetensors tokenizers huggingface_hub jinja2 packaging importlib_metadata "
-    "requests httpx urllib3 psutil wrapt typing_extensions triton IPython ipykernel".split()
+PATCHED = ("transformers", "accelerate", "peft", "bitsandbytes", "gemma4_compat")
+CALLED = sys.stdlib_module_names.union(
+    ("torch", "torchvision", "torchao", "triton", "numpy", "PIL", "safetensors", "tokenizers", "huggingface_hub"),
+    ("jinja2", "packaging", "requests", "httpx", "urllib3", "psutil", "wrapt", "IPython", "ipykernel"),
 )
 _INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
 
@@ -71,7 +71,7 @@ def table() -> Mapping[str, Any]:
 
 
 def advice(said: Said) -> Advice | None:
-    """What to do about the last error that is a common one, or the symptom in a text without errors; None if neither."""
+    """What to do about the last error that is a common one, or a symptom in a text without errors; None: neither."""
     found, program = next(_errors(said), None) or next(_symptoms(said), None), raised_by(said)
     if found is None:
         return None if program is None else _of_program(program)
@@ -118,13 +118,13 @@ def raised_by(said: Said) -> dict[str, Any] | None:
     for frame in reversed(said.frames):
         installed = _INSTALLED.match(frame.file)
         folders = list(PurePosixPath(frame.file[installed.end() :] if installed else frame.file).parent.parts)
-        # Elsewhere, a checkout has folders in its own; a user's script may lie in a folder of any name.
+        # Elsewhere, a checkout has folders in its own; a user's script may be in a folder of any name.
         inside = folders[:1] if installed else [name for name in folders if name in folders[:-1] or "_" in name]
-        if not _CALLED.isdisjoint(inside[:1]) or (not installed and "/lib/python3" in frame.file):
+        if not CALLED.isdisjoint(inside[:1]) or (not installed and "/lib/python3" in frame.file):
             continue
         programs = table()["programs"]
         known = next((one for one in programs for name in inside if re.fullmatch(one["folders"], name)), None)
-        if known is not None or not installed or not inside or inside[0] in _PATCHED:
+        if known is not None or not installed or not inside or inside[0] in PATCHED:
             return known
         return {"name": inside[0], "package": inside[0]}
     return None

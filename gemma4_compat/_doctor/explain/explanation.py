@@ -23,7 +23,7 @@ class Explanation:
         error: the error that was recognized, its class and message.
         patches: the patches it may concern, the most probable first.
         certain: those of them whose error no other program raises.
-        advice: what a common error or symptom is, and what to do about it, with patches or without; None if it is none.
+        advice: what a common error or symptom is, and what to do about it, with patches or without; else None.
         text: all of it, for a reader.
     """
 

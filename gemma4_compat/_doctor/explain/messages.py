@@ -45,7 +45,8 @@ _INSIDE = re.compile(r"\b([A-Z]\w{0,120}(?:Error|Exception|Warning)): (.{1,4000}
 _MODEL = re.compile(r"(?:[\w.-]{1,60}/)?gemma-4-[\w.-]{0,60}\w", re.IGNORECASE)
 #: A release: of a path (``transformers-5.6.2``), of a list of packages, or as people write it.
 _RELEASE = re.compile(
-    r"\b(transformers|accelerate|peft|bitsandbytes)[`'\"]?(?: version)?(?:==|[-:@ ]) ?v?(\d{1,3}\.\d{1,3}(?:\.\d{1,3})?)\b",
+    r"\b(transformers|accelerate|peft|bitsandbytes)[`'\"]?(?: version)?(?:==|[-:@ ]) ?v?"
+    r"(\d{1,3}\.\d{1,3}(?:\.\d{1,3})?)\b",
     re.IGNORECASE,
 )
 _FRAME = re.compile(

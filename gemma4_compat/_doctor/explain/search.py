@@ -59,14 +59,17 @@ MET_FIRST = (
     "accelerate-paged-layers",
 )
 #: Parts and classes of models, which other software names as well.
-_PART = re.compile(r"(?:.*_)?(?:proj\w*|norm|attn|mlp|tower|embed\w*|layers?|model|experts?|scal\w*|bias\w*|weights?)|gemma\w*")
+_PART = re.compile(
+    r"(?:.*_)?(?:proj\w*|norm|attn|mlp|tower|embed\w*|layers?|model|experts?|scal\w*|bias\w*|weights?)|gemma\w*"
+)
 #: Words of a description have more letters, or are not compared; and there are as many of them.
 _SHORT = 3
 #: Names that occur in errors of any program.
-_ANYBODYS = frozenset(dir(builtins)) | frozenset(
-    "NoneType Parameter Tensor FloatTensor Float BFloat16 Half ModuleList Conv1d Conv2d Conv3d state_dict load_state_dict "
-    "input_ids inputs_embeds in_features out_features model_kwargs padding_idx pin_memory device_map base_model github "
-    "index_copy_ masked_scatter lm_head embed_tokens language_model self_attn q_proj k_proj".split()
+_ANYBODYS = frozenset(dir(builtins)).union(
+    ("NoneType", "Parameter", "Tensor", "FloatTensor", "Float", "BFloat16", "Half", "ModuleList"),
+    ("Conv1d", "Conv2d", "Conv3d", "state_dict", "load_state_dict", "input_ids", "inputs_embeds", "in_features"),
+    ("out_features", "model_kwargs", "padding_idx", "pin_memory", "device_map", "base_model", "github", "lm_head"),
+    ("index_copy_", "masked_scatter", "embed_tokens", "language_model", "self_attn", "q_proj", "k_proj"),
 )
 #: Error classes, beside Python's own, that other programs raise.
 COMMON = _ANYBODYS | {"OutOfMemoryError", "HFValidationError", "SafetensorError", "JSONDecodeError"}

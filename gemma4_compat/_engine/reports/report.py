@@ -128,7 +128,8 @@ def index_text(name: str, patches: Sequence[Patch], width: int | None = None) ->
     columns = max(1, (width or 80) // widest)
     rows = -(-len(patches) // columns)
     lines = ["".join(f"{patch.id:{widest}}" for patch in patches[at::rows]).rstrip() for at in range(rows)]
-    return "\n".join([wrapped(f"{len(patches)} patches of {name}; one by itself: gemma4-compat explain ID", width), *lines])
+    head = wrapped(f"{len(patches)} patches of {name}; one by itself: gemma4-compat explain ID", width)
+    return "\n".join([head, *lines])
 
 
 def explanation_text(patch: Patch, status: PatchStatus, width: int | None = None) -> str:

@@ -69,7 +69,10 @@ PASTED = [
     ),
     ("ModuleNotFoundError: No module named 'flash_attn'", "attn_implementation"),
     ("AssertionError: Torch not compiled with CUDA enabled", "gemma4-compat env"),
-    ("ImportError: \nGemma4VideoProcessor requires the Torchvision library but it was not found in your", "pip install pillow torchvision"),
+    (
+        "ImportError: \nGemma4VideoProcessor requires the Torchvision library but it was not found in your",
+        "pip install pillow torchvision",
+    ),
     ("ModuleNotFoundError: No module named 'torchvision'", "pip install pillow torchvision"),
     (  # of the 12B
         "ValueError: Could not load any image processor class for google/gemma-4-12B-it. The model configuration "
@@ -149,6 +152,15 @@ def test_the_table() -> None:
             assert all(text.endswith((".", "?")) for text in (one.get("what", "."), one.get("to_do", "."))), one
 
 
+def test_the_page_says_how_many() -> None:
+    page = (HERE.parents[3] / "docs" / "EVIDENCE.md").read_text(encoding="utf-8")
+    held_out = sum(one.get("held_out", False) for one in THREADS)
+    assert f"{len(THREADS)} texts of public threads" in page
+    assert f"{held_out} texts were" in page
+    now = [int(row) for row in re.findall(r"^\| \d+.*?, .*\| (\d+) \|$", page.partition("right now")[2], re.MULTILINE)]
+    assert sum(now) == len(THREADS) - len(WRONG)
+
+
 @collect_failures(number=range(len(THREADS)))
 def test_the_answer_is_right_for_what_people_pasted_into_threads(number: int) -> None:
     one = THREADS[number]
@@ -158,7 +170,9 @@ def test_the_answer_is_right_for_what_people_pasted_into_threads(number: int) ->
     wanted = one.get("patches", ())
     said = f"{found.advice.what} {found.advice.to_do} {found.advice.more}".lower() if found.advice else ""
     first = found.matches[0].patch.id if found.matches else None
-    assert not [match.patch.id for match in found.matches if match.certain and match.patch.id not in wanted], one["from"]
+    assert not [match.patch.id for match in found.matches if match.certain and match.patch.id not in wanted], one[
+        "from"
+    ]
     assert first in wanted or (said and all(part.lower() in said for part in one["says"])), (one["right"], said)
 
 
@@ -237,7 +251,9 @@ def test_an_error_of_other_software_is_not_ours() -> None:
     assert vllm.matches == ()
     assert vllm.advice is not None
     assert vllm.advice.what.startswith("vLLM raises this")
-    through_torch = FRAMES.format("vllm/lora/utils.py", "x", 'File "/opt/x/site-packages/torch/nn/m.py", line 1, in f\n')
+    through_torch = FRAMES.format(
+        "vllm/lora/utils.py", "x", 'File "/opt/x/site-packages/torch/nn/m.py", line 1, in f\n'
+    )
     assert "vLLM" in str(answered(through_torch + error).advice)
 
 

@@ -22,7 +22,11 @@ def test_an_extra_is_what_pyproject_calls_so() -> None:
 def test_no_page_or_message_asks_an_index_for_a_package_that_it_does_not_have() -> None:
     assert not address.ON_INDEX, "on the day of a release: README, docs/index.md and the examples change as well"
     files = [*(ROOT / "gemma4_compat").rglob("*.py"), *(ROOT / "examples").glob("*"), ROOT / "README.md"]
-    files += [*(ROOT / "gemma4_compat").rglob("*.json"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
+    files += [
+        *(ROOT / "gemma4_compat").rglob("*.json"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs").rglob("*.ipynb"),
+    ]
     wrong = [
         f"{file.relative_to(ROOT)}: {line.strip()}"
         for file in files
