@@ -116,8 +116,8 @@ def _nothing(said: Said) -> str:
         return "gemma4_compat itself raises this, before anything is changed. The message says what to do."
     if common_errors.is_a_description(said):
         return (
-            "Nothing of ours fits these words. If something is raised, give its last line, better its whole traceback. "
-            "If nothing is: `gemma4-compat check MODEL` compares a model with itself on one device, `gemma4-compat "
+            "Nothing of ours fits these words. If something is raised, give its last line, or its whole traceback. If "
+            "nothing is: `gemma4-compat check MODEL` compares a model with itself on one device, `gemma4-compat "
             "scan ADAPTER BASE` looks at an adapter, and `gemma4-compat list` shows what is repaired."
         )
     return "No known patch concerns this error."
