@@ -92,7 +92,7 @@ const explainError = (() => {
   const ENOUGH = 0.82, NEAR = 0.4, THROUGH = 2, WORDS = 400;
   const SHORT = 3, DESCRIPTION = 500;
   const PART = new RegExp("^(?:(?:.*_)?(?:proj\\w*|norm|attn|mlp|tower|embed\\w*|layers?|model|experts?|scal\\w*|bias\\w*|" +
-    "weights?)|gemma\\w*)$");
+    "weights?)|gemma\\w*(?:generation|lm|model|config|attention|layer))$");
   const LEFT_OUT = new Set(["cpu", "cuda", "xpu", "mps", "npu", "hpu", "x", "e", "a", "an", "the"]);
   const SAME = new Set(["RuntimeError", "NotImplementedError"]);
 

@@ -55,6 +55,10 @@ def remedy(patch: Patch, said: Said, status: PatchStatus) -> str:
     if not _may_be(patch, said, status):
         with_ = f"{old} {release}" if release else "the releases installed here"
         elsewhere = "" if release else " If it runs elsewhere, run this command there, or give its whole output."
+        if patch.fixed and not release:
+            elsewhere = (
+                f" If it runs elsewhere: {old} {patch.fixed} has it repaired, and the patch repairs older ones."
+            )
         return (
             f"if the program runs with {with_}, this is not its error, because they do not have the defect: report "
             f"it.{elsewhere}"

@@ -60,7 +60,7 @@ MET_FIRST = (
 )
 #: Parts and classes of models, which other software names as well.
 _PART = re.compile(
-    r"(?:.*_)?(?:proj\w*|norm|attn|mlp|tower|embed\w*|layers?|model|experts?|scal\w*|bias\w*|weights?)|gemma\w*"
+    r"(?:.*_)?(?:proj\w*|norm|attn|mlp|tower|embed\w*|layers?|model|experts?|scal\w*|bias\w*|weights?)|gemma\w*(?:generation|lm|model|config|attention|layer)"
 )
 #: Words of a description have more letters, or are not compared; and there are as many of them.
 _SHORT = 3
@@ -69,6 +69,7 @@ _ANYBODYS = frozenset(dir(builtins)).union(
     ("NoneType", "Parameter", "Tensor", "FloatTensor", "Float", "BFloat16", "Half", "ModuleList"),
     ("Conv1d", "Conv2d", "Conv3d", "state_dict", "load_state_dict", "input_ids", "inputs_embeds", "in_features"),
     ("out_features", "model_kwargs", "padding_idx", "pin_memory", "device_map", "base_model", "github", "lm_head"),
+    ("ignore_mismatched_sizes",),
     ("index_copy_", "masked_scatter", "embed_tokens", "language_model", "self_attn", "q_proj", "k_proj"),
 )
 #: Error classes, beside Python's own, that other programs raise.

@@ -9,16 +9,18 @@ from __future__ import annotations
 REPOSITORY: str | None = None
 #: Whether ``pip install gemma4-compat`` finds this package: True from the day of the first release on.
 ON_INDEX = False
-#: What pyproject.toml calls an extra, and what pip installs for it.
+#: What pyproject.toml calls an extra, and what pip installs for it; "package" is this one without any.
 EXTRAS = {
     "stack": ("accelerate", "bitsandbytes", "peft", "torch", "transformers"),
     "images": ("pillow", "torchvision"),
+    "package": ("PATH-OF-A-CHECKOUT",),
 }
 
 
 def install(extra: str) -> str:
     """The command that installs an extra of :data:`EXTRAS`, as it works today."""
-    return f"pip install 'gemma4-compat[{extra}]'" if ON_INDEX else f"pip install {' '.join(EXTRAS[extra])}"
+    name = "gemma4-compat" if extra == "package" else f"'gemma4-compat[{extra}]'"
+    return f"pip install {name}" if ON_INDEX else f"pip install {' '.join(EXTRAS[extra])}"
 
 
 def report_request() -> str:
