@@ -17,7 +17,8 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from importlib import resources
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from gemma4_compat._doctor.explain.messages import Said
@@ -63,7 +64,7 @@ class Advice(NamedTuple):
 @functools.cache
 def table() -> Mapping[str, Any]:
     """The file, with how to install this package filled in."""
-    text = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+    text = resources.files(__package__).joinpath("common_errors.json").read_text(encoding="utf-8")
     for extra in address.EXTRAS:
         text = text.replace(f"{{{extra}}}", json.dumps(f"`{address.install(extra)}`")[1:-1])
     found: dict[str, Any] = json.loads(text)
