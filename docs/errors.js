@@ -260,6 +260,12 @@ const explainError = (() => {
     return message && !others.length && !message.kind && !said.frames.length && message.text.length <= DESCRIPTION;
   }
 
+  function marked(said, known) {
+    const last = said.messages.length && !said.frames.length ? said.messages[0].text : "";
+    if (!last || !(said.messages[0].kind || /error|fail/i.test(last))) return null;
+    return known.programs.find(one => one.marks && new RegExp(one.marks, "i").test(last)) || null;
+  }
+
   function advice(said, known) {
     let found = null;
     for (const last of [false, true])
@@ -269,7 +275,7 @@ const explainError = (() => {
       const text = said.messages[0].text, both = [text, text.replaceAll("_", " ")];
       found = known.symptoms.find(one => one.words.every(words => both.some(each => new RegExp(words, "i").test(each))));
     }
-    const program = raisedBy(said, known), other = program && {
+    const program = raisedBy(said, known) || (found ? null : marked(said, known)), other = program && {
       what: `${program.name} raises this, in code that gemma4_compat does not change.`,
       to_do: [`Update it first: \`pip install -U ${program.package}\`. If it stays, its tracker is the place.`,
         ...(program.to_do ? [program.to_do] : [])].join(" "),

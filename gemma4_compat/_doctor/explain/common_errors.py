@@ -7,7 +7,8 @@ which ``{model}`` and ``{variant}`` stand for what the text names, and may have:
 * of ``errors``: ``kinds``, the class; ``text``, found in the message; ``file``, found in a path of the traceback, all
   regular expressions; ``alone``: nobody else's, so that no patch is looked for; ``last``: after all others.
 * of ``symptoms``: ``words``, expressions that all occur in a text without an error; none of ``other_matters`` does.
-* of ``programs``: ``folders`` of software that raises errors of its own, and the ``package`` to update.
+* of ``programs``: ``folders`` of software that raises errors of its own, the ``package`` to update, and ``marks``, by
+  which an error without a traceback is known.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def advice(said: Said) -> Advice | None:
     """What to do about the last error that is a common one, or a symptom in a text without errors; None: neither."""
     found, program = next(_errors(said), None) or next(_symptoms(said), None), raised_by(said)
     if found is None:
+        program = program or _marked(said)
         return None if program is None else _of_program(program)
     names = {"{model}": said.model or "MODEL", "{variant}": _variant(said.model)}
     to_do = re.sub(r"{(?:model|variant)}", lambda match: names[match[0]], found["to_do"])
@@ -129,6 +131,15 @@ def raised_by(said: Said) -> dict[str, Any] | None:
             return known
         return {"name": inside[0], "package": inside[0]}
     return None
+
+
+def _marked(said: Said) -> dict[str, Any] | None:
+    """The program that an error without a traceback names."""
+    last = said.messages[0].text if said.messages and not said.frames else ""
+    if not last or not (said.messages[0].kind or re.search(r"error|fail", last, re.IGNORECASE)):
+        return None
+    known = (one for one in table()["programs"] if "marks" in one)
+    return next((one for one in known if re.search(one["marks"], last, re.IGNORECASE)), None)
 
 
 def _of_program(one: dict[str, Any]) -> Advice:
