@@ -11,12 +11,14 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
 from gemma4_compat._doctor.explain import common_errors, messages, search
 from tests.collecting import collect_failures
+from tests.helpers import ROOT
 from tools.pages.errors import SAID
 
 HERE = Path(__file__).parent
@@ -148,17 +150,26 @@ def test_the_table() -> None:
             for expression in (one.get("kinds"), one.get("text"), one.get("file"), *one.get("words", ())):
                 assert expression is None or re.compile(expression)
             more = one.get("more", "https://")
-            assert more.startswith("https://") or (HERE.parents[3] / more).is_file(), more
+            assert more.startswith("https://") or (ROOT / more).is_file(), more
             assert all(text.endswith((".", "?")) for text in (one.get("what", "."), one.get("to_do", "."))), one
 
 
 def test_the_page_says_how_many() -> None:
-    page = (HERE.parents[3] / "docs" / "EVIDENCE.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "EVIDENCE.md").read_text(encoding="utf-8")
     held_out = sum(one.get("held_out", False) for one in THREADS)
     assert f"{len(THREADS)} texts of public threads" in page
     assert f"{held_out} texts were" in page
     now = [int(row) for row in re.findall(r"^\| \d+\D.*\| (\d+) \|$", page.partition("right now")[2], re.MULTILINE)]
     assert sum(now) == len(THREADS) - len(WRONG)
+
+
+def test_what_the_table_names_exists() -> None:
+    text = (ROOT / "gemma4_compat" / "_doctor" / "explain" / "common_errors.json").read_text(encoding="utf-8")
+    assert set(re.findall(r"gemma4_compat\.(\w+)", text)) <= {*gemma4_compat.__all__}
+    commands = set(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
+    assert set(re.findall(r"gemma4-compat ([a-z-]+)", text)) <= commands
+    pages = {name for name in re.findall(r"docs/\w+\.md", text) if not (ROOT / name).is_file()}
+    assert pages == set()
 
 
 @collect_failures(number=range(len(THREADS)))
