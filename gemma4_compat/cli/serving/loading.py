@@ -1,0 +1,225 @@
+"""The model to serve: placed by its plan, with its adapters by name, an assistant and a processor."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gemma4_compat
+from gemma4_compat._engine import versions
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._generation.prefix_cache.parked import Conversations
+from gemma4_compat._offload import host_room
+from gemma4_compat._plan import assistants, budgets
+from gemma4_compat._plan.result import Plan
+
+#: The releases of transformers whose server this is: from 5.15 on it parses what a model writes.
+RELEASES = ">=5.15,<6"
+_WEIGHTS = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a command asks for.
+
+    Attributes:
+        model: as for ``plan_device_map``.
+        adapters: each a folder, or ``NAME=FOLDER``.
+        assistant: a model that drafts, as ``from_pretrained`` takes it.
+        conversations: bytes of host memory for conversations other than the last one.
+        exact: PyTorch's bits, and no conversation is kept.
+        plan: arguments of ``plan_device_map``; ``quantize`` and ``vram`` may be None.
+    """
+
+    model: str
+    adapters: Sequence[str] = ()
+    assistant: str | None = None
+    conversations: int = 1 << 31
+    exact: bool = False
+    plan: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Served:
+    """A loaded model.
+
+    Attributes:
+        model: of transformers, or a PEFT model around it.
+        base: the one of transformers.
+        processor: of text, images and sounds, or only a tokenizer.
+        names: by the name that a request gives, an adapter; None: the base.
+        context: tokens of prompt and answer together.
+        plan: where its weights are.
+        conversations: that prompts continue; None if none is kept.
+        assistant: drafts tokens.
+    """
+
+    model: Any
+    base: Any
+    processor: Any
+    names: dict[str, str | None]
+    context: int
+    plan: Plan
+    conversations: Conversations | None = None
+    assistant: Any = None
+    adapters: set[str] = field(default_factory=set)
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the text."""
+        return getattr(self.processor, "tokenizer", self.processor)
+
+    def generate(self, adapter: str | None, inputs: dict[str, Any], **options: Any) -> None:
+        """Run ``generate`` with an adapter, or without any; a prompt that continues a conversation reads what is new."""
+        import torch
+
+        if self.assistant is not None:
+            options["assistant_model"] = self.assistant
+        with torch.no_grad(), self._with(adapter), self._conversation(adapter, inputs):
+            self.model.generate(**inputs, **options)
+
+    def _conversation(self, adapter: str | None, inputs: dict[str, Any]) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.conversations is None else self.conversations.of(adapter, inputs)
+
+    @contextlib.contextmanager
+    def _with(self, adapter: str | None) -> Iterator[None]:
+        if adapter is None:
+            with self.model.disable_adapter() if self.adapters else contextlib.nullcontext():
+                yield
+        else:
+            self.model.set_adapter(adapter)
+            yield
+
+
+def load(wanted: Wanted) -> Served:
+    """Plan, load and prepare a model.
+
+    Raises:
+        Gemma4CompatError: transformers has another server, nothing fits, or two names are the same.
+    """
+    refuse_release()
+    named = dict(map(_named, wanted.adapters))
+    if len(named) < len(wanted.adapters):
+        raise Gemma4CompatError("two adapters have the same name; give each another one: --adapter NAME=FOLDER")
+    plan = _planned(wanted, list(named.values()))
+    base_name = Path(plan.model).name if Path(plan.model).is_dir() else plan.model
+    if base_name in named:
+        raise Gemma4CompatError(f"an adapter and the model are both named {base_name!r}; use --adapter NAME=FOLDER")
+    base = _base(plan)
+    model = _with_adapters(base, named)
+    if plan.prefill_chunk:
+        base.generation_config.prefill_chunk_size = plan.prefill_chunk
+    keeps = not wanted.exact and wanted.assistant is None
+    gemma4_compat.decode_fast(
+        model,
+        graphs=plan.fast,
+        exact=wanted.exact and plan.fast,
+        any_length=plan.fast and not wanted.exact,
+        assistants=plan.fast and not wanted.exact and wanted.assistant is not None,
+        reuse_prefix=keeps,
+    )
+    return Served(
+        model=model,
+        base=base,
+        processor=_processor(plan.model),
+        names={base_name: None, **{name: name for name in named}},
+        context=plan.context,
+        plan=plan,
+        conversations=Conversations(base, wanted.conversations) if keeps else None,
+        assistant=None if wanted.assistant is None else _assistant(plan, wanted.assistant),
+        adapters=set(named),
+    )
+
+
+def refuse_release() -> None:
+    """Raise an error unless the installed transformers has the server that this one is made of."""
+    found = versions.installed("transformers")
+    if found is not None and not versions.admits(RELEASES, found):
+        raise Gemma4CompatError(
+            f"transformers {found} is installed, and serve and chat are made of the server of transformers 5.15 and "
+            "newer. Upgrade it, or serve a merged model: gemma4-compat run transformers serve FOLDER (docs/SERVE.md)"
+        )
+
+
+def _named(adapter: str) -> tuple[str, Path]:
+    name, given, folder = adapter.partition("=")
+    if not given or Path(adapter).is_dir():
+        name, folder = Path(adapter).resolve().name, adapter
+    if not (Path(folder) / "adapter_config.json").is_file():
+        raise Gemma4CompatError(f"there is no adapter_config.json in the folder {folder!r}; give the folder of an adapter")
+    return name, Path(folder)
+
+
+def _planned(wanted: Wanted, adapters: list[Path]) -> Plan:
+    """The plan: with the largest adapter, and the others in less memory."""
+    import torch
+
+    options = dict(wanted.plan)
+    sizes = sorted(((folder / _WEIGHTS).stat().st_size, folder) for folder in adapters if (folder / _WEIGHTS).exists())
+    if sizes:
+        options["adapter"] = sizes[-1][1]
+    if options.get("vram") is None and options.get("card") is None and not torch.cuda.is_available():
+        free = options.pop("cpu", None) or host_room.available() or 1 << 40
+        options |= {"vram": {"cpu": free}, "quantize": options.get("quantize") or "none"}
+    options["quantize"] = options.get("quantize") or "4bit"
+    if others := 2 * sum(size for size, _ in sizes[:-1]):  # PEFT loads them in float32
+        given = budgets.of(options.get("vram"), options.get("card"))
+        options["vram"] = {device: size - others for device, size in given.items()}
+    return gemma4_compat.plan_device_map(wanted.model, assistant=wanted.assistant is not None, **options)
+
+
+def _base(plan: Plan) -> Any:
+    import torch
+    import transformers
+
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": plan.device_map}
+    source = plan.source
+    if source.quantization is not None:
+        options["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_8bit=source.quantization == "8bit",
+            load_in_4bit=source.quantization != "8bit",
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=source.quantization == "4bit-double",
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            llm_int8_skip_modules=list(source.skip),
+        )
+    if plan.disk:
+        options["offload_folder"] = tempfile.mkdtemp(prefix="gemma4-compat-")
+    more = {"offloaded": plan.quantize_offloaded, "experts": source.experts is not None and not source.stored_experts}
+    with gemma4_compat.quantize(**more) if any(more.values()) else contextlib.nullcontext():
+        return getattr(transformers, plan.model_class).from_pretrained(plan.model, **options).eval()
+
+
+def _with_adapters(base: Any, named: dict[str, Path]) -> Any:
+    if not named:
+        return base
+    from peft import PeftModel
+
+    (first, folder), *others = named.items()
+    model = PeftModel.from_pretrained(base, str(folder), adapter_name=first)
+    for name, folder in others:
+        model.load_adapter(str(folder), adapter_name=name)
+    return model.eval()
+
+
+def _assistant(plan: Plan, name: str) -> Any:
+    import torch
+    import transformers
+
+    made = getattr(transformers, assistants.class_of(plan.model_class))
+    return made.from_pretrained(name, dtype=torch.bfloat16, device_map={"": next(iter(plan.use))}).eval()
+
+
+def _processor(model: str) -> Any:
+    """The processor, or, where images and sounds cannot be prepared, the tokenizer."""
+    from transformers import AutoProcessor, AutoTokenizer
+
+    try:
+        return AutoProcessor.from_pretrained(model)
+    except (ImportError, OSError, ValueError):
+        return AutoTokenizer.from_pretrained(model)
