@@ -6,6 +6,7 @@ A command is a function of the module of its kind; importing the module adds it 
 * :mod:`launch`: ``run``, ``enable``, ``disable``. :mod:`environment`: ``env``. :mod:`needed`: ``needed``.
 * :mod:`check`: ``check``. :mod:`planning`: ``plan``, ``plan-training``.
 * :mod:`adapters`: ``scan``, ``export``, ``merge``. :mod:`checkpoints`: ``repair``.
+* :mod:`serve`: ``serve`` and ``chat``, which are in :mod:`serving`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _KINDS = (
     "reproduction",
     "needed",
     "planning",
+    "serve",
     "adapters",
     "checkpoints",
 )

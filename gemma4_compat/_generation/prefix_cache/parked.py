@@ -25,7 +25,7 @@ class Conversations:
     """Conversations that a model has after ``decode_fast(reuse_prefix=True)``, each continued by a next turn only.
 
     A prompt that contains another one and a part of its answer continues it. What merely begins alike is read from the
-    beginning: so an answer never depends on what others have asked.
+    beginning, so a first turn has the same bits whatever others have asked.
 
     Args:
         model: a transformers model.

@@ -33,6 +33,7 @@ class Wanted:
         assistant: a model that drafts, as ``from_pretrained`` takes it.
         conversations: bytes of host memory for conversations other than the last one.
         exact: PyTorch's bits, and no conversation is kept.
+        device_map: where modules go, in place of the plan's.
         plan: arguments of ``plan_device_map``; ``quantize`` and ``vram`` may be None.
     """
 
@@ -41,6 +42,7 @@ class Wanted:
     assistant: str | None = None
     conversations: int = 1 << 31
     exact: bool = False
+    device_map: dict[str, Any] | None = None
     plan: dict[str, Any] = field(default_factory=dict)
 
 
@@ -110,17 +112,18 @@ def load(wanted: Wanted) -> Served:
     base_name = Path(plan.model).name if Path(plan.model).is_dir() else plan.model
     if base_name in named:
         raise Gemma4CompatError(f"an adapter and the model are both named {base_name!r}; use --adapter NAME=FOLDER")
-    base = _base(plan)
+    base = _base(plan, wanted.device_map or plan.device_map)
     model = _with_adapters(base, named)
+    fast = plan.fast or (wanted.device_map is not None and base.device.type == "cuda")
     if plan.prefill_chunk:
         base.generation_config.prefill_chunk_size = plan.prefill_chunk
     keeps = not wanted.exact and wanted.assistant is None
     gemma4_compat.decode_fast(
         model,
-        graphs=plan.fast,
-        exact=wanted.exact and plan.fast,
-        any_length=plan.fast and not wanted.exact,
-        assistants=plan.fast and not wanted.exact and wanted.assistant is not None,
+        graphs=fast,
+        exact=wanted.exact and fast,
+        any_length=fast and not wanted.exact,
+        assistants=fast and not wanted.exact and wanted.assistant is not None,
         reuse_prefix=keeps,
     )
     return Served(
@@ -163,9 +166,10 @@ def _planned(wanted: Wanted, adapters: list[Path]) -> Plan:
     sizes = sorted(((folder / _WEIGHTS).stat().st_size, folder) for folder in adapters if (folder / _WEIGHTS).exists())
     if sizes:
         options["adapter"] = sizes[-1][1]
-    if options.get("vram") is None and options.get("card") is None and not torch.cuda.is_available():
-        free = options.pop("cpu", None) or host_room.available() or 1 << 40
-        options |= {"vram": {"cpu": free}, "quantize": options.get("quantize") or "none"}
+    asked = options.get("vram") is not None or options.get("card") is not None
+    if wanted.device_map is not None or not (asked or torch.cuda.is_available()):
+        free = 1 << 50 if wanted.device_map is not None else host_room.available() or 1 << 40
+        options |= {"vram": {"cpu": free}, "card": None, "quantize": options.get("quantize") or "none"}
     options["quantize"] = options.get("quantize") or "4bit"
     if others := 2 * sum(size for size, _ in sizes[:-1]):  # PEFT loads them in float32
         given = budgets.of(options.get("vram"), options.get("card"))
@@ -173,12 +177,12 @@ def _planned(wanted: Wanted, adapters: list[Path]) -> Plan:
     return gemma4_compat.plan_device_map(wanted.model, assistant=wanted.assistant is not None, **options)
 
 
-def _base(plan: Plan) -> Any:
+def _base(plan: Plan, device_map: dict[str, Any]) -> Any:
     import torch
     import transformers
 
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": plan.device_map}
-    source = plan.source
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": device_map}
+    source, places = plan.source, set(device_map.values())
     if source.quantization is not None:
         options["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_8bit=source.quantization == "8bit",
@@ -188,9 +192,10 @@ def _base(plan: Plan) -> Any:
             bnb_4bit_compute_dtype=torch.bfloat16,
             llm_int8_skip_modules=list(source.skip),
         )
-    if plan.disk:
+    if "disk" in places:
         options["offload_folder"] = tempfile.mkdtemp(prefix="gemma4-compat-")
-    more = {"offloaded": plan.quantize_offloaded, "experts": source.experts is not None and not source.stored_experts}
+    away = source.quantization is not None and len(places) > 1 and not places.isdisjoint(("cpu", "disk"))
+    more = {"offloaded": away, "experts": source.experts is not None and not source.stored_experts}
     with gemma4_compat.quantize(**more) if any(more.values()) else contextlib.nullcontext():
         return getattr(transformers, plan.model_class).from_pretrained(plan.model, **options).eval()
 
