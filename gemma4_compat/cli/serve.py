@@ -60,7 +60,9 @@ def serve(
     card: _Card = None,
     vram: _Vram = None,
     context: _Context = 8192,
-    port: Annotated[int, typer.Option("--port", help="Of TCP; 0: any that is free.", min=0, max=65535, metavar="NUMBER")] = 8000,
+    port: Annotated[
+        int, typer.Option("--port", help="Of TCP; 0: any that is free.", min=0, max=65535, metavar="NUMBER")
+    ] = 8000,
     host: Annotated[
         str, typer.Option("--host", help="The address to listen on; other machines reach another one: with --key.")
     ] = "127.0.0.1",
@@ -76,9 +78,15 @@ def serve(
     allow_http: Annotated[
         bool, typer.Option("--allow-http", help="Fetch images and sounds from addresses in requests.")
     ] = False,
-    waiting: Annotated[int, typer.Option("--waiting", help="Requests that may wait for their turn.", min=0, metavar="NUMBER")] = 64,
-    patience: Annotated[float, typer.Option("--patience", help="Seconds that a request may wait.", min=0.1, metavar="NUMBER")] = 120.0,
-    grace: Annotated[int, typer.Option("--grace", help="Seconds for running requests at SIGTERM.", min=1, metavar="NUMBER")] = 20,
+    waiting: Annotated[
+        int, typer.Option("--waiting", help="Requests that may wait for their turn.", min=0, metavar="NUMBER")
+    ] = 64,
+    patience: Annotated[
+        float, typer.Option("--patience", help="Seconds that a request may wait.", min=0.1, metavar="NUMBER")
+    ] = 120.0,
+    grace: Annotated[
+        int, typer.Option("--grace", help="Seconds for running requests at SIGTERM.", min=1, metavar="NUMBER")
+    ] = 20,
     assistant: _Assistant = None,
     quantize: _Quantize = None,
     cpu: _Cpu = None,
@@ -95,11 +103,11 @@ def serve(
     missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         fail(f"{', '.join(missing)}: not installed, and serve needs it; in a checkout: pip install '.[serve]'")
+    if not (host in ("localhost", "::1") or host.startswith("127.") or key):
+        fail(f"on {host}, everyone who reaches this machine could ask; give --key, or a variable GEMMA4_COMPAT_KEY")
     served = _load(locals())
     from gemma4_compat.cli.serving import media, server
 
-    if not server.is_local(host) and not key:
-        fail(f"on {host}, everyone who reaches this machine could ask; give --key, or a variable GEMMA4_COMPAT_KEY")
     limits = server.Limits(waiting=waiting, patience=patience, grace=grace, media=media.Limits(http=allow_http))
     tell(f"serving {', '.join(served.names)}")
     server.run(served, limits, host=host, port=port, key=key or None)

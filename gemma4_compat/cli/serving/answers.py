@@ -72,7 +72,9 @@ def _cut(text: str, stops: Sequence[str]) -> tuple[tuple[str, str], bool]:
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
     if places:
         return (text[: min(places)], ""), True
-    lengths = (size for stop in stops for size in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:size]))
+    lengths = (
+        size for stop in stops for size in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:size])
+    )
     held = max(lengths, default=0)
     return (text[: len(text) - held], text[len(text) - held :]), False
 
@@ -166,8 +168,8 @@ class Preparation:
             config.do_sample = asked.temperature > 0
         if not config.do_sample:
             config.temperature = config.top_p = config.top_k = config.min_p = None
-        if len(inputs) > 2 and any(name in inputs for name in ("pixel_values", "input_features")):
-            config.prefill_chunk_size = None  # a text prompt's
+        if "pixel_values" not in inputs and "input_features" not in inputs:
+            config.prefill_chunk_size = self.served.plan.prefill_chunk
         return config
 
     def streamer(self, prompt: Prompt, loop: Any, queue: Any) -> Streamer:

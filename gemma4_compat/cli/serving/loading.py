@@ -21,6 +21,8 @@ from gemma4_compat._plan.result import Plan
 #: The releases of transformers whose server this is: from 5.15 on it parses what a model writes.
 RELEASES = ">=5.15,<6"
 _WEIGHTS = "adapter_model.safetensors"
+#: Tokens that an assistant drafts whose checkpoint does not say so; transformers has no other default for it.
+_DRAFTS = 4
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,6 @@ def load(wanted: Wanted) -> Served:
     base = _base(plan, wanted.device_map or plan.device_map)
     model = _with_adapters(base, named)
     fast = plan.fast or (wanted.device_map is not None and base.device.type == "cuda")
-    if plan.prefill_chunk:
-        base.generation_config.prefill_chunk_size = plan.prefill_chunk
     keeps = not wanted.exact and wanted.assistant is None
     gemma4_compat.decode_fast(
         model,
@@ -154,7 +154,9 @@ def _named(adapter: str) -> tuple[str, Path]:
     if not given or Path(adapter).is_dir():
         name, folder = Path(adapter).resolve().name, adapter
     if not (Path(folder) / "adapter_config.json").is_file():
-        raise Gemma4CompatError(f"there is no adapter_config.json in the folder {folder!r}; give the folder of an adapter")
+        raise Gemma4CompatError(
+            f"there is no adapter_config.json in the folder {folder!r}; give the folder of an adapter"
+        )
     return name, Path(folder)
 
 
@@ -217,7 +219,9 @@ def _assistant(plan: Plan, name: str) -> Any:
     import transformers
 
     made = getattr(transformers, assistants.class_of(plan.model_class))
-    return made.from_pretrained(name, dtype=torch.bfloat16, device_map={"": next(iter(plan.use))}).eval()
+    found = made.from_pretrained(name, dtype=torch.bfloat16, device_map={"": next(iter(plan.use))}).eval()
+    found.generation_config.num_assistant_tokens = found.generation_config.num_assistant_tokens or _DRAFTS
+    return found
 
 
 def _processor(model: str) -> Any:

@@ -65,7 +65,9 @@ def messages(asked: requests.Chat, limits: Limits, *, pictures: bool, rate: int 
             if rate is None:
                 raise Refused(400, "This server has no audio processor, or its model hears nothing: send text.")
             given = part.pop("audio_url", None)
-            content = _decoded(part["input_audio"]["data"], limits) if given is None else _content(given["url"], limits)
+            content = (
+                _decoded(part["input_audio"]["data"], limits) if given is None else _content(given["url"], limits)
+            )
             part |= {"type": "input_audio", "input_audio": _sound(content, rate)}
     for message in found:
         for call in message.get("tool_calls", ()):
@@ -108,7 +110,12 @@ def _fetched(address: str, limits: Limits) -> bytes:
     """What a machine answers, within a limit of bytes and of time; redirects stay http."""
     opener = urllib.request.OpenerDirector()
     for handler in (
-        *(urllib.request.ProxyHandler, urllib.request.HTTPHandler, urllib.request.HTTPSHandler, urllib.request.HTTPDefaultErrorHandler),
+        *(
+            urllib.request.ProxyHandler,
+            urllib.request.HTTPHandler,
+            urllib.request.HTTPSHandler,
+            urllib.request.HTTPDefaultErrorHandler,
+        ),
         *(urllib.request.HTTPErrorProcessor, _SameScheme),
     ):
         opener.add_handler(handler())

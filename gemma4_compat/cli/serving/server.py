@@ -216,7 +216,9 @@ async def _body(http: Request, most: int) -> bytes:
         with anyio.fail_after(_SLOW):
             await read()
     except TimeoutError:
-        raise Refused(408, f"The request did not arrive within {_SLOW:.0f} seconds.", {"Connection": "close"}) from None
+        raise Refused(
+            408, f"The request did not arrive within {_SLOW:.0f} seconds.", {"Connection": "close"}
+        ) from None
     return bytes(body)
 
 
@@ -300,8 +302,3 @@ def run(served: Served, limits: Limits, *, host: str, port: int, key: str | None
         uvicorn.Server(config).run()
     finally:
         app.state.worker.stop()
-
-
-def is_local(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    return host in _LOCAL or host.startswith("127.")

@@ -157,7 +157,10 @@ def test_pictures_and_sounds(served: Any, trained: Trained, monkeypatch: pytest.
     monkeypatch.setattr(served, "processor", served.processor)
     serving.with_processor(served, trained)
     with serving.running(served) as server:
-        for kind, name, question in (("image", "red-square", "What is this?"), ("audio", "rising-tone", "What is this?")):
+        for kind, name, question in (
+            ("image", "red-square", "What is this?"),
+            ("audio", "rising-tone", "What is this?"),
+        ):
             parts = [serving.shown(kind, trained, name), {"type": "text", "text": question}]
             messages = [{"role": "user", "content": parts}]
             answer = server.client().chat.completions.create(model="model", messages=messages, temperature=0)
@@ -213,7 +216,7 @@ def _image(url: str) -> dict[str, Any]:
     [
         (b"{", 400, "not JSON"),
         (b"\xff", 400, "not JSON"),
-        (b"[" * 100_000, 400, "not JSON"),
+        (b'{"user": ' + b"[" * 100_000, 400, "not JSON"),
         ({}, 422, "`messages`"),
         ({**_ASKED, "messages": []}, 422, "length >= 1"),
         ({**_ASKED, "messages": [{"role": "x", "content": ""}]}, 422, "$.messages[0].role"),
@@ -440,7 +443,9 @@ def test_extras_are_found_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     from gemma4_compat import cli
 
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "fastapi" else found(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "fastapi" else found(name, *rest)
+    )
     done = CliRunner().invoke(cli.app, ["serve", "E2B"])
     assert done.exit_code == 2
     assert "pip install '.[serve]'" in done.stderr
