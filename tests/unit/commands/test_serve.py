@@ -114,7 +114,7 @@ def test_a_seed_decides_what_is_sampled(server: Server) -> None:
 
 
 def test_the_next_turn_reads_what_is_new_in_two_chats(server: Server, served: Any) -> None:
-    counted = gemma4_statistics(served)
+    counted = served_statistics(served)
     served.conversations.forget()
     chats = {name: [FOX, server.text(FOX, model=name)] for name in ("model", "pirate")}
     before = counted().prompt_tokens_reused
@@ -127,7 +127,7 @@ def test_the_next_turn_reads_what_is_new_in_two_chats(server: Server, served: An
     assert second["pirate"] != second["model"]
 
 
-def gemma4_statistics(served: Any) -> Callable[[], Any]:
+def served_statistics(served: Any) -> Callable[[], Any]:
     import gemma4_compat
 
     return lambda: gemma4_compat.statistics(served.model).decoding
@@ -435,6 +435,37 @@ def test_other_placements_answer_the_same(trained: Trained, how: str) -> None:
     with serving.running(serving.load(trained, **options)) as server:
         assert server.text(FOX) == LEGS
         assert server.streamed(FOX, model="pirate") == ARR
+
+
+def test_replayed_answers_are_the_same(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After ``decode_fast``, with a stand-in for CUDA graphs: also after answers that a client or a stop text ended."""
+    import gemma4_compat
+    from gemma4_compat._graphs.recording import RECORDERS
+    from gemma4_compat._kernels.match import custom
+    from gemma4_compat._lab.stand_ins import tape
+    from tests.unit.kernels.by_rows import ByRows
+
+    monkeypatch.setattr(custom, "CustomKernels", ByRows)
+    monkeypatch.setattr(custom, "unsupported_reason", lambda _device: None)
+    with tape.standing_in(RECORDERS):
+        served = serving.load(trained)
+        gemma4_compat.decode_fast(served.model, any_length=True, reuse_prefix=True)
+        with serving.running(served) as server:
+            assert server.text(FOX) == LEGS
+            assert server.text(FOX, model="pirate") == ARR
+            assert server.text(FOX, stop="four") == "A fox has "
+            with server.ask(FOX, stream=True) as parts:
+                next(iter(parts))
+            assert until(lambda: idle(server))
+            with ThreadPoolExecutor(4) as pool:
+                names = ["model", "pirate"] * 2
+                assert list(pool.map(lambda name: server.streamed(FOX, model=name), names)) == [LEGS, ARR] * 2
+            reused = served_statistics(served)().prompt_tokens_reused
+            second = server.text(FOX, LEGS, QUESTIONS[1])
+            assert served_statistics(served)().prompt_tokens_reused > reused
+            assert second == server.text(FOX, LEGS, QUESTIONS[1])
+        assert served_statistics(served)().replayed > 100
+        gemma4_compat.decode_fast(served.model, enabled=False)
 
 
 def test_extras_are_found_missing(monkeypatch: pytest.MonkeyPatch) -> None:
