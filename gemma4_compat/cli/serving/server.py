@@ -251,7 +251,7 @@ class _Guard:
 
 
 def application(served: Served, limits: Limits, *, key: str | None = None, hosts: list[str] | None = None) -> Any:
-    """transformers' application, with this model only.
+    """The application of transformers, with this model only.
 
     Args:
         served: the model.
