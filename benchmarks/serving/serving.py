@@ -4,10 +4,10 @@ python benchmarks/serving/serving.py                                      the tr
 python benchmarks/serving/serving.py --shape E2B --out FILE.json          random weights in the real shape, 4 bits
 python benchmarks/serving/serving.py --address http://127.0.0.1:8080/v1   another server that runs, such as llama.cpp's
 
-`gemma4-compat serve` is started as a process. Each client streams requests one after the other, with other questions and
-lengths than its neighbours; a client's time to the first token includes the wait for its turn. Beside it, one `generate` of
-the same model in a process of its own, without a server: milliseconds a token. At the end, memory of the server's process
-and of the GPU after a tenth of `--requests`, and after all of them.
+`gemma4-compat serve` is started as a process. Each client streams requests one after the other, with other questions
+and lengths than its neighbours; a client's time to the first token includes the wait for its turn. Beside it, one
+`generate` of the same model in a process of its own, without a server: milliseconds a token. At the end, memory of the
+server's process and of the GPU after a tenth of `--requests`, and after all of them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from benchmarks import common
 from benchmarks.decoding import models
@@ -60,8 +59,10 @@ def write_tokenizer(checkpoint: Path) -> None:
 def serving(checkpoint: Path, adapter: Path, given: list[str]) -> Iterator[tuple[str, int]]:
     """A server's address, and its process."""
     words = [sys.executable, "-m", "gemma4_compat", "serve", str(checkpoint), "--adapter", f"adapted={adapter}"]
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1")
-    process = subprocess.Popen([*words, "--port", "0", *given], stderr=subprocess.PIPE, text=True, env=environment)
+    environment = dict(os.environ, PYTHONPATH=str(common.ROOT), HF_HUB_OFFLINE="1")
+    process = subprocess.Popen(
+        [*words, "--port", "0", *given], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    )
     assert process.stderr is not None
     said = ""
     try:
@@ -110,7 +111,10 @@ def memory(process: int) -> dict[str, float | None]:
     """MiB of a process, in the host and on GPUs."""
     import psutil
 
-    found: dict[str, float | None] = {"host_mib": psutil.Process(process).memory_info().rss / (1 << 20), "gpu_mib": None}
+    found: dict[str, float | None] = {
+        "host_mib": psutil.Process(process).memory_info().rss / (1 << 20),
+        "gpu_mib": None,
+    }
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         found["gpu_mib"] = sum(map(float, subprocess.run(query, capture_output=True, check=True).stdout.split()))
@@ -126,15 +130,20 @@ def bare(checkpoint: Path, adapter: Path, context: int, most: int) -> dict[str, 
     wanted = loading.Wanted(str(checkpoint), [f"adapted={adapter}"], plan={"context": context})
     served = loading.load(wanted)
     preparation = answers.Preparation(served, media.Limits())
-    said = [requests.Message("user", QUESTIONS[1])]
-    prompt = preparation.prompt(requests.Chat(said, temperature=0, max_tokens=most))
+    said = [{"role": "user", "content": QUESTIONS[1]}]
+    asked = {"messages": said, "temperature": 0, "max_tokens": most}
+    prompt = preparation.prompt(requests.read(json.dumps(asked).encode()))
     times: list[float] = []
     for _ in range(6):
         begun = time.perf_counter()
         with torch.no_grad(), served.model.disable_adapter():
             tokens = served.model.generate(**prompt.inputs, generation_config=prompt.config)
         times.append(1000 * (time.perf_counter() - begun) / (tokens.shape[1] - prompt.tokens))
-    return {"ms_token": statistics.median(times[2:]), "first_ms_token": times[0], "tokens": tokens.shape[1] - prompt.tokens}
+    return {
+        "ms_token": statistics.median(times[2:]),
+        "first_ms_token": times[0],
+        "tokens": tokens.shape[1] - prompt.tokens,
+    }
 
 
 def measured(address: str, process: int | None, options: argparse.Namespace, result: dict[str, Any]) -> None:
@@ -157,7 +166,9 @@ def measured(address: str, process: int | None, options: argparse.Namespace, res
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(models.SHAPES), help="random weights; default: the trained tiny model")
+    parser.add_argument(
+        "--shape", choices=sorted(models.SHAPES), help="random weights; default: the trained tiny model"
+    )
     parser.add_argument("--address", help="of another server that runs, in place of ours")
     parser.add_argument("--context", type=int, default=512, help="tokens (default: 512)")
     parser.add_argument("--answer", type=int, default=64, help="tokens of the longest answers (default: 64)")
@@ -188,9 +199,7 @@ def main() -> int:
             done = subprocess.run(words, capture_output=True, text=True, env=dict(os.environ, HF_HUB_OFFLINE="1"))
             result["bare"] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr[-500:]
             print(json.dumps(result["bare"]), flush=True)
-            address, process = stack.enter_context(
-                serving(checkpoint, adapter, ["--context", str(options.context)])
-            )
+            address, process = stack.enter_context(serving(checkpoint, adapter, ["--context", str(options.context)]))
             measured(address, process, options, result)
     if options.out:
         options.out.write_text(json.dumps(common.rounded(result), indent=1) + "\n", encoding="utf-8")

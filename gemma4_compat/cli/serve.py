@@ -61,10 +61,10 @@ def serve(
     vram: _Vram = None,
     context: _Context = 8192,
     port: Annotated[
-        int, typer.Option("--port", help="Of TCP; 0: any that is free.", min=0, max=65535, metavar="NUMBER")
+        int, typer.Option("--port", help="TCP port; 0: any free one.", min=0, max=65535, metavar="NUMBER")
     ] = 8000,
     host: Annotated[
-        str, typer.Option("--host", help="The address to listen on; other machines reach another one: with --key.")
+        str, typer.Option("--host", help="The address to listen on; one that other machines reach needs --key.")
     ] = "127.0.0.1",
     key: Annotated[
         str | None,
@@ -72,7 +72,7 @@ def serve(
             "--key",
             envvar="GEMMA4_COMPAT_KEY",
             show_envvar=False,
-            help="What clients must send as api_key. Better in the variable GEMMA4_COMPAT_KEY, which nobody else sees.",
+            help="What clients must send as api_key; better in GEMMA4_COMPAT_KEY, a variable that others cannot see.",
         ),
     ] = None,
     allow_http: Annotated[
@@ -98,7 +98,7 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI's clients: placed by a plan, with adapters by name, from transformers' own server.
 
-    Answers come one after the other. Needs transformers 5.15 or newer and the extra [serve]; the page SERVING says more.
+    Answers come one after the other. Needs transformers 5.15 or newer and the extra [serve] (docs/SERVING.md).
     """
     missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
     if missing:

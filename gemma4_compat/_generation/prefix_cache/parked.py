@@ -24,8 +24,8 @@ class _Known:
 class Conversations:
     """Conversations that a model has after ``decode_fast(reuse_prefix=True)``, each continued by a next turn only.
 
-    A prompt that contains another one and a part of its answer continues it. What merely begins alike is read from the
-    beginning, so a first turn has the same bits whatever others have asked.
+    A prompt continues a conversation if it contains its last prompt and a part of the answer. What merely begins alike
+    is read from the beginning, so a first turn has the same bits whatever others have asked.
 
     Args:
         model: a transformers model.

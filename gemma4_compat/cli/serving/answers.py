@@ -101,7 +101,7 @@ class Prompt:
 
     @property
     def tokens(self) -> int:
-        """Of the prompt."""
+        """Tokens that the model reads."""
         return int(self.inputs["input_ids"].shape[-1])
 
 
@@ -198,21 +198,6 @@ def _template(served: Served) -> Any:
     return found
 
 
-@dataclass
-class Job:
-    """An answer that is wanted: its parts arrive in the streamer's queue.
-
-    Attributes:
-        prompt: of :class:`Preparation`.
-        streamer: gets the tokens.
-        until: when nobody waits any longer for its turn, by ``time.monotonic``.
-    """
-
-    prompt: Prompt
-    streamer: Streamer
-    until: float = float("inf")
-
-
 class Worker:
     """Generates one answer after the other, in one thread: replays belong to the thread of their capture.
 
@@ -225,10 +210,10 @@ class Worker:
     def __init__(self, served: Served, *, waiting: int = 64, patience: float = 120.0) -> None:
         self._served, self._most, self.patience = served, waiting + 1, patience
         self._thread, self._lock, self._here = upstream.InferenceThread(), threading.Lock(), 0
-        self._running: Job | None = None
+        self._running: Streamer | None = None
 
     def enter(self) -> None:
-        """Take a place in the queue, which :meth:`leave` or the end of a job gives back.
+        """Take a place in the queue, which :meth:`leave` or the end of an answer gives back.
 
         Raises:
             Refused: there is none (503).
@@ -247,40 +232,35 @@ class Worker:
         """What a request is told whose turn has not come in time."""
         return Refused(503, f"The turn of this request did not come in {self.patience:.0f} s.", {"Retry-After": "10"})
 
-    def submit(self, job: Job) -> None:
-        """Have a job done in its turn; its place is given back then."""
-        job.until = time.monotonic() + self.patience
-        self._thread.submit(self._do, job)
+    def submit(self, prompt: Prompt, streamer: Streamer) -> None:
+        """Have an answer generated in its turn; its place is given back then."""
+        self._thread.submit(self._do, prompt, streamer, time.monotonic() + self.patience)
 
     def stop(self, seconds: float = 5.0) -> None:
         """End what runs at its next token, and wait for that."""
         running = self._running
         if running is not None:
-            running.streamer.cancel()
+            running.cancel()
         until = time.monotonic() + seconds
         while self._running is not None and time.monotonic() < until:
             time.sleep(0.02)
 
-    def _do(self, job: Job) -> None:
-        failed: Refused | None = None
-        streamer = job.streamer
+    def _do(self, prompt: Prompt, streamer: Streamer, until: float) -> None:
+        failed: Refused | None = self.late()
         try:
-            if streamer.is_cancelled or time.monotonic() > job.until:
-                failed = self.late()
-                return
-            self._running = job
-            streamer._enqueue(BEGUN)
-            failed = self._generate(job)
+            if not streamer.is_cancelled and time.monotonic() <= until:
+                self._running = streamer
+                streamer._enqueue(BEGUN)
+                failed = self._generate(prompt, streamer)
         finally:
             self._running = None
             self.leave()
             streamer._loop.call_soon_threadsafe(streamer._queue.put_nowait, failed)
 
-    def _generate(self, job: Job) -> Refused | None:
+    def _generate(self, prompt: Prompt, streamer: Streamer) -> Refused | None:
         """Generate; None if that went well or nobody wants it any longer, which is no failure."""
         import torch
 
-        prompt, streamer = job.prompt, job.streamer
         seed = int.from_bytes(os.urandom(7), "little") if prompt.seed is None else prompt.seed
         options = {"generation_config": prompt.config, "streamer": streamer}
         try:

@@ -75,11 +75,11 @@ class Served:
 
     @property
     def tokenizer(self) -> Any:
-        """Of the text."""
+        """Reads and writes text."""
         return getattr(self.processor, "tokenizer", self.processor)
 
     def generate(self, adapter: str | None, inputs: dict[str, Any], **options: Any) -> None:
-        """Run ``generate`` with an adapter, or without any; a prompt that continues a conversation reads what is new."""
+        """Run ``generate`` with an adapter or without any, after the conversation that the prompt continues."""
         import torch
 
         if self.assistant is not None:
@@ -109,7 +109,7 @@ def load(wanted: Wanted) -> Served:
     refuse_release()
     named = dict(map(_named, wanted.adapters))
     if len(named) < len(wanted.adapters):
-        raise Gemma4CompatError("two adapters have the same name; give each another one: --adapter NAME=FOLDER")
+        raise Gemma4CompatError("two adapters have the same name; name one yourself: --adapter NAME=FOLDER")
     plan = _planned(wanted, list(named.values()))
     base_name = Path(plan.model).name if Path(plan.model).is_dir() else plan.model
     if base_name in named:

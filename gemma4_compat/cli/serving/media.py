@@ -1,4 +1,4 @@
-"""Images and sounds of a request: what is in it, or behind an address if that is allowed; never a file of this machine.
+"""Images and sounds of a request: what is in it, or at an address if that is allowed; never a file of this machine.
 
 transformers would open a path, and follow any redirect. It gets decoded images and sounds only.
 """

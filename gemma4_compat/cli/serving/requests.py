@@ -13,9 +13,9 @@ class Refused(Exception):  # noqa: N818 - it is an answer
     """A request that is not answered.
 
     Args:
-        status: of HTTP.
-        sentence: for whoever asked.
-        headers: of the response.
+        status: HTTP's.
+        sentence: what the client reads.
+        headers: more of the response.
     """
 
     def __init__(self, status: int, sentence: str, headers: dict[str, str] | None = None) -> None:
@@ -28,100 +28,74 @@ class Refused(Exception):  # noqa: N818 - it is an answer
         return {"error": {"message": self.sentence, "type": kind, "code": self.status, "param": None}}
 
 
-class Text(msgspec.Struct, tag_field="type", tag="text"):
-    """A part of a message."""
-
+class _Text(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
-class Address(msgspec.Struct):
-    """Of an image or a sound."""
-
+class _Address(msgspec.Struct):
     url: str
     detail: str | None = None
 
 
-class Image(msgspec.Struct, tag_field="type", tag="image_url"):
-    """A part of a message."""
-
-    image_url: Address
+class _Image(msgspec.Struct, tag_field="type", tag="image_url"):
+    image_url: _Address
 
 
-class Encoded(msgspec.Struct):
-    """A sound in base64."""
-
+class _Encoded(msgspec.Struct):
     data: str
     format: Literal["wav", "mp3", "flac", "ogg"] = "wav"
 
 
-class Sound(msgspec.Struct, tag_field="type", tag="input_audio"):
-    """A part of a message."""
-
-    input_audio: Encoded
+class _Sound(msgspec.Struct, tag_field="type", tag="input_audio"):
+    input_audio: _Encoded
 
 
-class SoundAddress(msgspec.Struct, tag_field="type", tag="audio_url"):
-    """A part of a message."""
-
-    audio_url: Address
+class _SoundAddress(msgspec.Struct, tag_field="type", tag="audio_url"):
+    audio_url: _Address
 
 
-class Called(msgspec.Struct):
-    """A function, and its arguments as JSON."""
-
+class _Called(msgspec.Struct):
     name: str
     arguments: str = "{}"
 
 
-class ToolCall(msgspec.Struct):
-    """Of the assistant, in a message."""
-
-    function: Called
+class _ToolCall(msgspec.Struct):
+    function: _Called
     id: str = ""
     type: Literal["function"] = "function"
 
 
-class Message(msgspec.Struct, omit_defaults=True):
-    """One of the conversation."""
-
+class _Message(msgspec.Struct, omit_defaults=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Text | Image | Sound | SoundAddress] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | list[_Text | _Image | _Sound | _SoundAddress] | None = None
+    tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
 
 
-class Function(msgspec.Struct, omit_defaults=True):
-    """What the model may call."""
-
+class _Function(msgspec.Struct, omit_defaults=True):
     name: Annotated[str, Meta(pattern=r"^[\w.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct):
-    """A function that the model may call."""
-
-    function: Function
+class _Tool(msgspec.Struct):
+    function: _Function
     type: Literal["function"] = "function"
 
 
-class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Variables of the chat template."""
-
+class _TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
     enable_thinking: bool | None = None
 
 
-class Format(msgspec.Struct):
-    """Of the answer."""
-
+class _Format(msgspec.Struct):
     type: Literal["text"]
 
 
 class Chat(msgspec.Struct, forbid_unknown_fields=True):
     """The body of ``POST /v1/chat/completions``. The last fields are accepted, and change nothing."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[_Message], Meta(min_length=1)]
     model: str | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -133,15 +107,15 @@ class Chat(msgspec.Struct, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: Annotated[str, Meta(min_length=1)] | list[Annotated[str, Meta(min_length=1)]] | None = None
     stream: bool | None = None
-    tools: list[Tool] | None = None
-    chat_template_kwargs: TemplateOptions | None = None
+    tools: list[_Tool] | None = None
+    chat_template_kwargs: _TemplateOptions | None = None
     reasoning_effort: str | None = None
-    # Only the value that asks for nothing: another one would be ignored silently.
+    # Only the value that asks for nothing; any other would be ignored silently.
     n: Literal[1] | None = None
     logprobs: Literal[False] | None = None
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
-    response_format: Format | None = None
+    response_format: _Format | None = None
     tool_choice: Literal["auto", "none"] | None = None
     metadata: Any = None
     parallel_tool_calls: Any = None

@@ -33,15 +33,9 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the server.
+    """What the server takes: bytes of a request, requests that wait, seconds that one waits, connections at a time.
 
-    Attributes:
-        body: bytes of a request.
-        waiting: requests that wait for their turn.
-        patience: seconds that one waits.
-        grace: seconds that running requests have when the server is told to end.
-        connections: at a time.
-        media: of images and sounds.
+    ``grace``: seconds that running requests have when the server is told to end.
     """
 
     body: int = 64 << 20
@@ -90,14 +84,14 @@ class _Chat(chat_completion.ChatCompletionHandler):  # type: ignore[misc]
         except BaseException:
             self.worker.leave()
             raise
-        self.worker.submit(answers.Job(prompt, streamer))
+        self.worker.submit(prompt, streamer)
         reply = _Reply(self, http.state.request_id, name, prompt, streamer, queue)
         gone = asyncio.create_task(_gone(http, streamer))
         try:
             await self._turn(queue, streamer)
             first = await reply.item()  # what fails before it has a status of its own
             if asked.stream:
-                return StreamingResponse(reply.events(first), media_type="text/event-stream")
+                return _Stream(reply, first)
             return await reply.whole(first)
         except BaseException:
             streamer.cancel()
@@ -187,9 +181,21 @@ class _Reply:
             yield chunk(**self._end())
         except Refused as refused:
             yield f"data: {JSONResponse(refused.as_data()).body.decode()}\n\n"
-        finally:
-            self.streamer.cancel()  # of a client that went away; otherwise nothing generates any longer
         yield "data: [DONE]\n\n"
+
+
+class _Stream(StreamingResponse):  # type: ignore[misc]
+    """Server-sent events. However they end, generation ends then: a client may go away at any time."""
+
+    def __init__(self, reply: _Reply, first: Any) -> None:
+        super().__init__(reply.events(first), media_type="text/event-stream")
+        self._streamer = reply.streamer
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._streamer.cancel()
 
 
 async def _gone(http: Request, streamer: answers.Streamer) -> None:
@@ -227,7 +233,7 @@ def _response(refused: Refused) -> JSONResponse:
 
 
 class _Guard:
-    """Around the application: the key, and no client that stops reading."""
+    """Around the application: who may ask, and no client that stops reading."""
 
     def __init__(self, app: Any, key: str | None = None) -> None:
         self._app, self._key = app, key
@@ -239,15 +245,17 @@ class _Guard:
 
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif self._key is not None and scope["path"] != "/health" and not self._is_known(dict(scope["headers"])):
-            refused = Refused(401, "The key is missing or wrong.", {"WWW-Authenticate": "Bearer"})
-            await _response(refused)(scope, receive, sent)
-        else:
-            await self._app(scope, receive, sent)
+            return
+        refused = None if scope["path"] == "/health" else self._refusal(dict(scope["headers"]))
+        await (self._app if refused is None else _response(refused))(scope, receive, sent)
 
-    def _is_known(self, headers: dict[bytes, bytes]) -> bool:
+    def _refusal(self, headers: dict[bytes, bytes]) -> Refused | None:
+        if self._key is None:
+            return Refused(403, "A page in a browser needs a key.") if b"origin" in headers else None
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), (self._key or "").encode())
+        if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._key.encode()):
+            return None
+        return Refused(401, "The key is missing or wrong.", {"WWW-Authenticate": "Bearer"})
 
 
 def application(served: Served, limits: Limits, *, key: str | None = None, hosts: list[str] | None = None) -> Any:

@@ -83,7 +83,7 @@ class Chat:
             prompt = self._preparation.prompt(asked)
             streamer = self._preparation.streamer(prompt, _Now(), found)
             self._worker.enter()
-            self._worker.submit(answers.Job(prompt, streamer))
+            self._worker.submit(prompt, streamer)
             text = self._shown(found, streamer)
         except Refused as refused:
             tell(refused.sentence)

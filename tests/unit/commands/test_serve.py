@@ -334,17 +334,17 @@ def test_an_image_that_unpacks_to_too_much(monkeypatch: pytest.MonkeyPatch, trai
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_row(server: Server, endless: None, stream: bool) -> None:
-    jobs: list[Any] = []
+    asked: list[Any] = []
     submit = server.app.state.worker.submit
-    server.app.state.worker.submit = lambda job: (jobs.append(job), submit(job))
+    server.app.state.worker.submit = lambda prompt, streamer: (asked.append(streamer), submit(prompt, streamer))
     try:
         body = json.dumps({**_ASKED, "temperature": 0, "stream": stream, "max_tokens": 470}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(head + body)
-            assert until(lambda: bool(jobs) and jobs[0].streamer.total_tokens > 3)
+            assert until(lambda: bool(asked) and asked[0].total_tokens > 3)
         assert until(lambda: idle(server), 20)
-        assert jobs[0].streamer.total_tokens < 450
+        assert asked[0].total_tokens < 450
     finally:
         server.app.state.worker.submit = submit
 
@@ -411,12 +411,13 @@ def test_a_key_is_asked_for(served: Any) -> None:
         assert [model.id for model in server.client("s3cret").models.list()] == ["model", "pirate"]
 
 
-def test_a_page_in_a_browser_cannot_pretend_another_host(served: Any) -> None:
+def test_a_page_in_a_browser_cannot_ask(served: Any) -> None:
     with serving.running(served, hosts=["127.0.0.1", "localhost"]) as server:
         request = f"GET /v1/models HTTP/1.1\r\nHost: evil.example:{server.port}\r\nConnection: close\r\n\r\n"
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(request.encode())
             assert b" 400 " in connection.recv(100)
+        assert post(server, _ASKED, Origin="http://evil.example")[0] == 403
         assert list(server.client().models.list())
 
 
@@ -439,7 +440,7 @@ def test_other_placements_answer_the_same(trained: Trained, how: str) -> None:
 
 
 def test_replayed_answers_are_the_same(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After ``decode_fast``, with a stand-in for CUDA graphs: also after answers that a client or a stop text ended."""
+    """After ``decode_fast``, with a stand-in for CUDA graphs; also after what a client or a stop text has ended."""
     import gemma4_compat
     from gemma4_compat._graphs.recording import RECORDERS
     from gemma4_compat._kernels.match import custom
