@@ -232,6 +232,14 @@ def _response(refused: Refused) -> JSONResponse:
     return JSONResponse(refused.as_data(), status_code=refused.status, headers=refused.headers)
 
 
+async def _refuse(http: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, HTTPException):
+        there = "POST /v1/chat/completions, GET /v1/models and GET /health"
+        error = Refused(error.status_code, f"There is no {http.method} {http.url.path[:100]} here; there are {there}.")
+    assert isinstance(error, Refused)
+    return _response(error)
+
+
 class _Guard:
     """Around the application: who may ask, and no client that stops reading."""
 
@@ -280,15 +288,8 @@ def application(served: Served, limits: Limits, *, key: str | None = None, hosts
     app.post("/v1/chat/completions", response_model=None)(chat.answer)
     app.state.worker = chat.worker
 
-    @app.exception_handler(Refused)
-    async def refuse(_http: Request, refused: Refused) -> JSONResponse:
-        return _response(refused)
-
-    @app.exception_handler(HTTPException)
-    async def other(http: Request, error: HTTPException) -> JSONResponse:
-        sentence = f"There is no {http.method} {http.url.path[:100]} here; there are POST /v1/chat/completions, "
-        return _response(Refused(error.status_code, sentence + "GET /v1/models and GET /health."))
-
+    app.add_exception_handler(Refused, _refuse)
+    app.add_exception_handler(HTTPException, _refuse)
     if hosts is not None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     app.add_middleware(_Guard, key=key)
