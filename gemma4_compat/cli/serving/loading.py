@@ -183,7 +183,7 @@ def _base(plan: Plan, device_map: dict[str, Any]) -> Any:
     import torch
     import transformers
 
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": device_map}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": device_map, "local_files_only": True}
     source, places = plan.source, set(device_map.values())
     if source.quantization is not None:
         options["quantization_config"] = transformers.BitsAndBytesConfig(
@@ -199,7 +199,18 @@ def _base(plan: Plan, device_map: dict[str, Any]) -> Any:
     away = source.quantization is not None and len(places) > 1 and not places.isdisjoint(("cpu", "disk"))
     more = {"offloaded": away, "experts": source.experts is not None and not source.stored_experts}
     with gemma4_compat.quantize(**more) if any(more.values()) else contextlib.nullcontext():
-        return getattr(transformers, plan.model_class).from_pretrained(plan.model, **options).eval()
+        return _cached(getattr(transformers, plan.model_class), plan.model, **options).eval()
+
+
+def _cached(made: Any, name: str, **options: Any) -> Any:
+    """What ``from_pretrained`` loads; nothing is downloaded."""
+    try:
+        return made.from_pretrained(name, **options)
+    except OSError as error:
+        said = str(error).strip().partition("\n")[0][:300]
+        raise Gemma4CompatError(
+            f"{name!r} cannot be loaded: {said} Nothing is downloaded here; `hf download {name}` fetches a model"
+        ) from error
 
 
 def _with_adapters(base: Any, named: dict[str, Path]) -> Any:
@@ -219,7 +230,8 @@ def _assistant(plan: Plan, name: str) -> Any:
     import transformers
 
     made = getattr(transformers, assistants.class_of(plan.model_class))
-    found = made.from_pretrained(name, dtype=torch.bfloat16, device_map={"": next(iter(plan.use))}).eval()
+    options = {"dtype": torch.bfloat16, "device_map": {"": next(iter(plan.use))}, "local_files_only": True}
+    found = _cached(made, name, **options).eval()
     found.generation_config.num_assistant_tokens = found.generation_config.num_assistant_tokens or _DRAFTS
     return found
 
@@ -229,6 +241,6 @@ def _processor(model: str) -> Any:
     from transformers import AutoProcessor, AutoTokenizer
 
     try:
-        return AutoProcessor.from_pretrained(model)
+        return AutoProcessor.from_pretrained(model, local_files_only=True)
     except (ImportError, OSError, ValueError):
-        return AutoTokenizer.from_pretrained(model)
+        return _cached(AutoTokenizer, model, local_files_only=True)

@@ -20,9 +20,8 @@ from gemma4_compat._lab.trained import Trained
 from tests.unit.commands import serving
 from tests.unit.commands.serving import QUESTIONS, Server, post, turns
 
-pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
-for _name in ("fastapi", "openai", "uvicorn"):
-    pytest.importorskip(_name, reason="needs the extra [serve]: pip install '.[serve]'")
+if any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "fastapi", "openai", "uvicorn")):
+    pytest.skip("needs the upstream libraries and the extra [serve]: pip install '.[test]'", allow_module_level=True)
 if not versions.admits(">=5.15", versions.installed("transformers") or "0"):
     pytest.skip("serve needs transformers 5.15 or newer", allow_module_level=True)
 
@@ -424,7 +423,7 @@ def test_a_page_in_a_browser_cannot_ask(served: Any) -> None:
 # ----- placements -----
 
 
-@pytest.mark.parametrize("how", ["split", "4bit", "assistant"])
+@pytest.mark.parametrize("how", ["split", pytest.param("4bit", marks=pytest.mark.full), "assistant"])
 def test_other_placements_answer_the_same(trained: Trained, how: str) -> None:
     options: dict[str, Any] = {}
     if how == "split":

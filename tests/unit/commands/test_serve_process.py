@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import signal
 import threading
@@ -17,7 +18,8 @@ from gemma4_compat._lab.trained import Trained
 from tests.unit.commands.helpers import command, finished, started
 from tests.unit.commands.serving import QUESTIONS, turns
 
-pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
+if importlib.util.find_spec("bitsandbytes") is None:
+    pytest.skip("needs the upstream libraries: pip install 'gemma4-compat[test]'", allow_module_level=True)
 IS_NEW = versions.admits(">=5.15", versions.installed("transformers") or "0")
 needs_the_server = pytest.mark.skipif(not IS_NEW, reason="serve needs transformers 5.15 or newer")
 FOX = QUESTIONS[0]
