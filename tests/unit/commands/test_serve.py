@@ -17,6 +17,7 @@ import pytest
 
 from gemma4_compat._engine import versions
 from gemma4_compat._lab.trained import Trained
+from tests.project.docs.stand_ins import on_the_cpu
 from tests.unit.commands import serving
 from tests.unit.commands.serving import QUESTIONS, Server, post, turns
 
@@ -423,17 +424,31 @@ def test_a_page_in_a_browser_cannot_ask(served: Any) -> None:
 # ----- placements -----
 
 
-@pytest.mark.parametrize("how", ["split", pytest.param("4bit", marks=pytest.mark.full), "assistant"])
-def test_other_placements_answer_the_same(trained: Trained, how: str) -> None:
+@pytest.mark.parametrize("how", ["split", "planned", "assistant"])
+def test_other_placements_answer_the_same(
+    trained: Trained, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options: dict[str, Any] = {}
     if how == "split":
         layers = {f"model.language_model.layers.{index}": "disk" for index in (1, 2)}
         options["device_map"] = {"": "cpu", "model.vision_tower": "disk", "model.audio_tower": "disk", **layers}
-    elif how == "4bit":
-        options["plan"] = {"context": 512, "quantize": "4bit"}
+    elif how == "planned":  # in 4 bits, on a card that the CPU stands for
+        from transformers import PreTrainedModel
+
+        original = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+
+        def from_pretrained(cls: Any, *args: Any, **given: Any) -> Any:
+            return original(cls, *args, **on_the_cpu(given, tmp_path))
+
+        monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
+        options["plan"] = {"context": 512, "vram": "35MiB"}
     else:
         options["assistant"] = str(trained.assistant)
-    with serving.running(serving.load(trained, **options)) as server:
+    served = serving.load(trained, **options)
+    if how == "planned":
+        assert (served.plan.quantization, served.plan.prefill_chunk) == ("4bit", 128)
+        assert served.plan.quantize_offloaded  # a tower and the table of embeddings
+    with serving.running(served) as server:
         assert server.text(FOX) == LEGS
         assert server.streamed(FOX, model="pirate") == ARR
 
