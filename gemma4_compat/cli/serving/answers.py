@@ -156,10 +156,10 @@ class Preparation:
 
     def _config(self, asked: requests.Chat, inputs: Mapping[str, Any]) -> Any:
         config, tokens = copy.deepcopy(self.served.base.generation_config), inputs["input_ids"].shape[-1]
-        left = self.served.context - tokens
+        left = self.served.plan.context - tokens
         if left < 1 or left < (asked.most or 1):
             wanted = f", and {asked.most} more are asked for" if asked.most else ""
-            raise Refused(400, f"The prompt has {tokens} tokens{wanted}; the context has {self.served.context}.")
+            raise Refused(400, f"The prompt has {tokens} tokens{wanted}; the context has {self.served.plan.context}.")
         config.max_new_tokens, config.max_length = asked.most or left, None
         for name in _SAMPLING:
             if (value := getattr(asked, name)) is not None:

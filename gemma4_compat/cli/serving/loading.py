@@ -57,8 +57,7 @@ class Served:
         base: the one of transformers.
         processor: of text, images and sounds, or only a tokenizer.
         names: by the name that a request gives, an adapter; None: the base.
-        context: tokens of prompt and answer together.
-        plan: where its weights are.
+        plan: where its weights are, and for how long a context.
         conversations: that prompts continue; None if none is kept.
         assistant: drafts tokens.
     """
@@ -67,11 +66,9 @@ class Served:
     base: Any
     processor: Any
     names: dict[str, str | None]
-    context: int
     plan: Plan
     conversations: Conversations | None = None
     assistant: Any = None
-    adapters: set[str] = field(default_factory=set)
 
     @property
     def tokenizer(self) -> Any:
@@ -93,10 +90,11 @@ class Served:
     @contextlib.contextmanager
     def _with(self, adapter: str | None) -> Iterator[None]:
         if adapter is None:
-            with self.model.disable_adapter() if self.adapters else contextlib.nullcontext():
+            with contextlib.nullcontext() if self.model is self.base else self.model.disable_adapter():
                 yield
         else:
-            self.model.set_adapter(adapter)
+            if self.model.active_adapter != adapter:
+                self.model.set_adapter(adapter)
             yield
 
 
@@ -131,11 +129,9 @@ def load(wanted: Wanted) -> Served:
         base=base,
         processor=_processor(plan.model),
         names={base_name: None, **{name: name for name in named}},
-        context=plan.context,
         plan=plan,
         conversations=Conversations(base, wanted.conversations) if keeps else None,
         assistant=None if wanted.assistant is None else _assistant(plan, wanted.assistant),
-        adapters=set(named),
     )
 
 

@@ -57,7 +57,7 @@ class _Models(model_manager.ModelManager):  # type: ignore[misc]
         root = next(iter(self._served.names))
         return [
             {"id": name, "object": "model", "created": 0, "owned_by": "local", "root": root}
-            | {"parent": None if adapter is None else root, "max_model_len": self._served.context}
+            | {"parent": None if adapter is None else root, "max_model_len": self._served.plan.context}
             for name, adapter in self._served.names.items()
         ]
 
