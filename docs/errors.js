@@ -286,7 +286,7 @@ if (typeof document !== "undefined") {
   };
   const card = ({id}) => {
     const patch = known.patches[id], made = element("div", "", "error"), link = element("a"), last = element("p");
-    link.href = `patches/${patch.area}.html#${id}`;
+    link.href = patch.entry;
     link.append(element("code", id));
     last.append("Repaired by ", link, `, for ${patch.releases}.`);
     made.append(marked(patch.symptom), marked(patch.summary), last);

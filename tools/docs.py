@@ -31,6 +31,7 @@ from tools.pages import (  # noqa: E402
     gives,
     gpu,
     interpreters,
+    matrix,
     measurements,
     patches,
     quantization,
@@ -71,6 +72,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("drafted", decoding.drafted),
     ],
     "docs/EVIDENCE.md": [
+        ("the matrix", lambda: matrix.section([*gpu.counts(), *variants.summary()])),
         ("gpu", gpu.summary),
         ("what it costs", compare_report.summary),
         ("measured when", compare_report.measured_when),
@@ -92,7 +94,7 @@ def with_parts(page: str) -> str:
 def main() -> int:
     wanted = {ROOT / page: with_parts(page) for page in PARTS}
     wanted[ROOT / "docs" / "PATCHES.md"] = patches.index()
-    wanted |= {ROOT / "docs" / "patches" / f"{area}.md": text for area, text in patches.area_pages().items()}
+    wanted |= {ROOT / "docs" / "patches" / name: text for name, text in patches.pages().items()}
     wanted[failure_points.PAGE] = failure_points.page()
     known = fingerprints.known(), fingerprints.patches(), raised.errors()
     wanted[fingerprints.DATA] = fingerprints.text(*known)

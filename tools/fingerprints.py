@@ -30,7 +30,6 @@ if __name__ == "__main__":  # the libraries as they are; of a replaced function,
 
 from packaging.version import Version  # noqa: E402
 
-import gemma4_compat  # noqa: E402
 from gemma4_compat._engine import changes, versions  # noqa: E402
 from gemma4_compat._engine.fingerprint import fingerprint, fingerprint_source  # noqa: E402
 from gemma4_compat._engine.patch import Patch, Target  # noqa: E402
@@ -42,15 +41,19 @@ Found = dict[str, dict[str, str]]  # release of a distribution ("peft 0.21.2") -
 
 
 def patches() -> tuple[Patch, ...]:
-    """Every patch."""
-    return gemma4_compat.patches()
+    """The patch of every file in the folders of gemma4_compat/patches, whatever the data lists."""
+    files = sorted(path.relative_to(DATA.parent).with_suffix("").parts for path in DATA.parent.glob("*/[!_]*.py"))
+    return tuple(registry.complete(".".join(parts)) for parts in files)
 
 
 def here() -> Found:
     """What the libraries of this environment hold."""
     found: Found = {}
     for patch in patches():
-        release = f"{patch.distribution} {versions.installed(patch.distribution)}"
+        installed = versions.installed(patch.distribution)
+        if installed is None:
+            raise SystemExit(f"{patch.distribution} is not installed: it has no metadata on sys.path")
+        release = f"{patch.distribution} {installed}"
         for target in patch.targets:
             if target.codes:  # of torch, in the patch file
                 continue
@@ -133,8 +136,8 @@ def text(data: Found, known_patches: Iterable[Patch], raised: Mapping[str, Itera
             if target in targets:
                 codes.setdefault(target, {}).setdefault(code, []).append(number)
     modules = {
-        patch.id: list(dict.fromkeys(target.module for target in patch.targets))
-        for patch in sorted(known_patches, key=lambda patch: patch.id)
+        f"{patch.area}.{patch.id.replace('-', '_')}": list(dict.fromkeys(target.module for target in patch.targets))
+        for patch in known_patches
     }
     held_by: dict[str, dict[str, str]] = {}
     for target in sorted(codes):
@@ -142,8 +145,9 @@ def text(data: Found, known_patches: Iterable[Patch], raised: Mapping[str, Itera
         spans = {code: versions.span_text(numbers, order) for code, numbers in codes[target].items()}
         first = sorted(spans, key=lambda code: order.index(spans[code].split(", ")[0].split(" - ")[0]))
         held_by[target] = {code: spans[code] for code in first}
-    errors = {name: list(texts) for name, texts in sorted(raised.items()) if name in modules}
-    return _json({"releases": ordered, "modules": modules, "known": held_by, "raised": errors})
+    ids = {patch.id for patch in known_patches}
+    errors = {name: list(texts) for name, texts in sorted(raised.items()) if name in ids}
+    return _json({"releases": ordered, "modules": dict(sorted(modules.items())), "known": held_by, "raised": errors})
 
 
 def _json(parts: Mapping[str, Mapping[str, Any]]) -> str:

@@ -3,7 +3,7 @@
 ``PYTHON_OF_A_STACK -m tools.pasted_errors STACK [ID ...]`` runs the reproductions that raised in this stack
 (docs/evidence). It adds their errors, with the frames of their tracebacks, to pasted_errors.json beside that test. An
 error that differs from one there only in numbers is left out. Frames of this package stand for the user's program.
-Then it writes gemma4_compat/_doctor/explain/places.py: where the error of each patch was raised.
+Then it writes gemma4_compat/_doctor/explain/places.json: where the error of each patch was raised.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gemma4_compat._lab.workspace import Workspace, never_wait_for_the_disk
 from tools.matrix import stacks
 
 FILE = Path(__file__).parents[1] / "tests" / "unit" / "doctor" / "explain" / "pasted_errors.json"
-PLACES = Path(__file__).parents[1] / "gemma4_compat" / "_doctor" / "explain" / "places.py"
+PLACES = Path(__file__).parents[1] / "gemma4_compat" / "_doctor" / "explain" / "places.json"
 #: Crashes that come first, whatever the reproduction is about: the text, the place, and the patch that repairs it.
 FIRST = (
     ("KeyError: 3", "", "transformers-shared-kv"),
@@ -142,23 +142,13 @@ def place(one: dict[str, Any]) -> str | None:
 
 
 def places(errors: list[dict[str, Any]]) -> str:
-    """The module with the places of all errors."""
+    """The file with the places of all errors."""
     found: dict[str, dict[str, None]] = {}
     for one in sorted(errors, key=lambda one: (one["patch"], place(one) or "")):
         if (where := place(one)) is not None:
             found.setdefault(one["patch"], {})[where] = None
-    lines = [f"    {json.dumps(name)}: ({', '.join(map(json.dumps, each))},)," for name, each in found.items()]
-    return "\n".join([_PLACES_HEAD, "# fmt: off", "PLACES: dict[str, tuple[str, ...]] = {", *lines, "}", ""])
-
-
-_PLACES_HEAD = '''"""Where the errors of reproductions leave the libraries that are patched, and what is called there.
-
-Written by ``python -m tools.pasted_errors``; do not edit. ``explain`` compares it with a traceback: of several patches
-about one text, the one that was raised there comes first.
-"""
-
-from __future__ import annotations
-'''
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(list(each))}" for name, each in found.items())
+    return f"{{\n{lines}\n}}\n"
 
 
 if __name__ == "__main__":

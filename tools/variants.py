@@ -71,7 +71,7 @@ def measure(variant: str, patches: Sequence[gemma4_compat.Patch], folder: Path) 
 
 def is_its_own(patch: gemma4_compat.Patch, run: Mapping[str, Any]) -> bool:
     """Whether a defect that was seen is the patch's: with everything off another one may come first."""
-    tests = importlib.import_module(f"tests.patches.{registry.area(patch.id)}.test_{patch.id.replace('-', '_')}")
+    tests = importlib.import_module(f"tests.patches.{registry.AREA_OF[patch.id]}.test_{patch.id.replace('-', '_')}")
     return re.search(tests.TestPromise.original, run["detail"]) is not None
 
 
@@ -145,13 +145,13 @@ def page() -> str:
 
 
 def summary() -> list[str]:
-    """How often each verdict was found, for docs/PATCHES.md."""
+    """How often each verdict was found, for docs/EVIDENCE.md."""
     lines = []
     for name, run in results().items():
         measured = [found for found in run["variants"].values() if "missing" not in found]
         said = [entry["verdict"] for found in measured for entry in found.values()]
         counts = ", ".join(f"{said.count(kind)} {kind}" for kind in sorted(set(said)))
-        lines.append(f"- On small [variants of Gemma 4](VARIANTS.md), stack {name}, {run['date']}: {counts}")
+        lines.append(f"- On small [variants of Gemma 4](docs/VARIANTS.md), stack {name}, {run['date']}: {counts}")
     return lines
 
 

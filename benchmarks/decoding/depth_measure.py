@@ -188,7 +188,7 @@ def first(order: Order) -> Data:
         batch = models.text_prompt(measure.model(), PROMPT)
         small_card_device.synchronize()
         started = time.perf_counter()
-        measure.generate("replayed", fused_steps.AFTER + FIRST, batch, streamer=clock)
+        measure.generate("replayed", fused_steps.Progress.after + FIRST, batch, streamer=clock)
         small_card_device.synchronize()
         return {
             "seconds": time.perf_counter() - started,

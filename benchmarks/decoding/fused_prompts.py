@@ -106,7 +106,7 @@ def measured(model: Model, length: int, rounds: int, *, on_gpu: bool) -> Data:
     for way in WAYS:
         for seed in range(READ_FIRST):
             model.read(way, length, seed)
-    with mock.patch.multiple(prompts, FUSED_EARLY=1, FUSED_AFTER=1):
+    with mock.patch.multiple(prompts.Progress, early=1, after=1):
         fusing, _ = model.read("fused", length, READ_FIRST)
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     equal = True

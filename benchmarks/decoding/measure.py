@@ -177,7 +177,7 @@ def fusing(order: Order) -> Data:
     from gemma4_compat._graphs import decoder, fused_steps
 
     decoding = decoder.of(models.base(_model))
-    tokens = fused_steps.AFTER + FUSED_TOKENS
+    tokens = fused_steps.Progress.after + FUSED_TOKENS
     before = counted()
     decoding.clear()
     decoding.fuses = not order["plain"]
@@ -307,11 +307,11 @@ def fused_early() -> Iterator[None]:
     """Inside, a graph is fused at its second replay."""
     from gemma4_compat._graphs import fused_steps
 
-    usual, fused_steps.AFTER = fused_steps.AFTER, 2
+    usual, fused_steps.Progress.after = fused_steps.Progress.after, 2
     try:
         yield
     finally:
-        fused_steps.AFTER = usual
+        fused_steps.Progress.after = usual
 
 
 def bits(order: Order) -> Data:

@@ -62,8 +62,8 @@ def signatures() -> Iterator[tuple[Any, ...]]:
     """Of operations on single elements, each in every dtype, to be tried against PyTorch's."""
     import torch
 
-    for dtype, name in itertools.product((torch.bfloat16, torch.float16, torch.float32), pointwise._operations()):
-        how = pointwise.operation(name)
+    for dtype, name in itertools.product((torch.bfloat16, torch.float16, torch.float32), pointwise.operations()):
+        how = pointwise.operations()[name]
         if how.reference is not None and name not in ("where", "divide_by_number", pointwise.MEAN):
             yield name, (dtype,) * (how.source.count("{1}") + 1), dtype
     for one, other in itertools.permutations((torch.bfloat16, torch.float16, torch.float32), 2):

@@ -54,7 +54,7 @@ def signatures(few: bool) -> Iterator[tuple[Any, ...]]:
     import torch
 
     from gemma4_compat._kernels.fuse import pointwise
-    from gemma4_compat._kernels.specs import nf4_dequantize, nf4_exact, shifting
+    from gemma4_compat._kernels.specs import expert_rows, nf4_dequantize, nf4_exact, shifting
 
     for columns, rows in itertools.product(COLUMNS[: 2 if few else None], ROWS[: 2 if few else None]):
         if pointwise.order(rows, columns) is not None:
@@ -65,16 +65,16 @@ def signatures(few: bool) -> Iterator[tuple[Any, ...]]:
         for quant_type, nested, bias in itertools.product(("nf4", "fp4"), (True, False), (False, True)):
             one = nf4_exact.Format("gemm_4bit", dtype, rows, inputs, quant_type, 64, nested, bias)
             if nf4_exact.supports(one):
-                yield one.signature
+                yield nf4_exact.OPERATION, tuple(one), dtype
         if rows == 1:
-            yield nf4_exact.OPERATION, ("gemv_4bit", 1, inputs, "", 64, False, False), dtype
+            yield nf4_exact.OPERATION, ("gemv_4bit", dtype, 1, inputs, "", 64, False, False), dtype
     for word, times in itertools.product((16, 8, 4, 2), (1, 2, 3, 4)):
         yield shifting.OPERATION, (word, times), torch.bfloat16 if word == 2 else torch.float32
-    sizes = sorted(nf4_dequantize.BLOCKSIZES)[: 2 if few else None]
+    sizes = sorted(expert_rows.BLOCKSIZES)[: 2 if few else None]
     for dtype, quant_type, size, nested in itertools.product(
         (torch.bfloat16, torch.float16, torch.float32), ("nf4", "fp4"), sizes, (0, 256)
     ):
-        yield nf4_dequantize.Format(quant_type, size, nested, dtype).signature
+        yield expert_rows.Format(quant_type, size, nested, dtype).signature(nf4_dequantize.OPERATION)
 
 
 def trials(device: Any, few: bool, more: Iterable[tuple[Any, ...]] = ()) -> Data:

@@ -161,19 +161,18 @@ class Products:
 
     @staticmethod
     def _kernels_of(wanted: Sequence[dict[str, Any]], bits: bool) -> Iterator[tuple[Any, list[Any]]]:
-        from gemma4_compat._kernels.specs import nf4_exact, nf4_gemv
+        from gemma4_compat._kernels.specs import nf4_exact, nf4_gemv, products
 
-        kind: Any = nf4_exact if bits else nf4_gemv
-        found = [nf4_exact.gemm(THEIR_ROWS, **one) if bits else nf4_gemv.match(**one) for one in wanted]
+        found: list[Any] = [nf4_exact.gemm(THEIR_ROWS, **one) if bits else nf4_gemv.match(**one) for one in wanted]
         together: list[list[Any]] = []
         for one in found:
-            if together and kind.can_fuse(together[-1][0], one):
+            if together and one.can_join(together[-1][0]):
                 together[-1].append(one)
             else:
                 together.append([one])
         for several in together:
             results = [one.empty() for one in several]
-            yield kind.kernel_of(several, results), results
+            yield products.kernel_of((several, results)), results
 
     def computed(self, wanted: dict[str, Any], *, bits: bool = False) -> Any:
         """One product."""

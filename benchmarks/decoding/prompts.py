@@ -43,7 +43,7 @@ from benchmarks.decoding import depth, models, prompts_measure
 from benchmarks.decoding.graph_decoding import Run, Stopped
 from benchmarks.experts import models as experts_models
 from benchmarks.peers import llama as peers_llama
-from gemma4_compat._generation.prompts.prompts import FUSED_AFTER, MAX_FUSED
+from gemma4_compat._generation.prompts.prompts import MAX_FUSED, Progress
 
 WAYS = tuple(prompts_measure.WAYS)
 LLAMA = depth.LLAMA
@@ -111,8 +111,8 @@ class Measured:
         if self.result["machine"]["device"] == "CPU" or prompts_measure.WAYS.get(way, (None, False))[0] is None:
             return 0
         if way == "chunks" and prompt > self.chunk:
-            return 1 + FUSED_AFTER // max(1, prompt // self.chunk - 1) if self.chunk <= MAX_FUSED else 0
-        return FUSED_AFTER if prompt <= MAX_FUSED else 0
+            return 1 + Progress.after // max(1, prompt // self.chunk - 1) if self.chunk <= MAX_FUSED else 0
+        return Progress.after if prompt <= MAX_FUSED else 0
 
     def _numbers(self, way: str, count: int) -> list[int]:
         return [self._less(way, number) for number in range(count)]

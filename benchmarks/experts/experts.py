@@ -61,7 +61,7 @@ CHUNK = 1024
 SMALL_CHUNK = 512
 PROMPT = 64
 #: Tokens whose logits are compared; replayed steps are fused among them.
-BITS_TOKENS = {"eager": 24, "replayed": 24 + fused_steps.AFTER}
+BITS_TOKENS = {"eager": 24, "replayed": 24 + fused_steps.Progress.after}
 #: Tokens of a turn, and after how many of them tokens are counted.
 TOKENS = {"eager": (16, 2), "replayed": (120, 10)}
 SLOW = {"eager": (6, 1), "replayed": (12, 4)}

@@ -52,11 +52,11 @@ def loaded(shape: str, folder: Path) -> Any:
 
 def planned(model: Any, context: int, prompt: int, chunk: int | None) -> Data:
     """GiB at most while the prompt is read, and while tokens are decoded."""
-    from gemma4_compat._generation.prompts import room
+    from gemma4_compat._generation.prompts import chunks
     from gemma4_compat._memory.formulas import Load
     from gemma4_compat._memory.use import use_of
 
-    blueprint, share = room.shapes(model)
+    blueprint, share = chunks.shapes(model)
     load = Load(context=context, prompt=prompt, prefill_chunk=chunk, fast=True)
     found = use_of(blueprint, share, load, budget=1 << 62)
     return {"prompt_gib": found.prefill / device.GIB, "decoding_gib": found.decode / device.GIB}

@@ -3,7 +3,7 @@
 python benchmarks/training/float16.py [--json FILE] [--parts sweep,widths,trained,training,rows]
 
 On the CPU, which like a GPU rounds the output of a float16 matrix product and sums in float32. No weights are
-downloaded: random weights are rescaled to the magnitudes of trained ones (gemma4_compat/_lab/magnitudes.py).
+downloaded: random weights are rescaled to the magnitudes of trained ones (magnitudes.py).
 
 - sweep: of every variant, tiny, and every rescaling: the first power of two at which float16 (weights in float16, or
   bfloat16 weights under float16 autocast) overflows, in which operation, and how large that is in float32.
@@ -78,8 +78,9 @@ def _text(result: Any) -> str:
 
 def sweep() -> list[dict[str, Any]]:
     """E4B is left out: it is built like E2B."""
+    from benchmarks.training import magnitudes
     from gemma4_compat._gemma4.models import variants
-    from gemma4_compat._lab import magnitudes, tiny, tiny_models
+    from gemma4_compat._lab import tiny, tiny_models
 
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +97,7 @@ def sweep() -> list[dict[str, Any]]:
 
 def _limit(plain: Any, batch: dict[str, Any], name: str, way: str) -> dict[str, Any]:
     """The first power of two at which the logits are not finite, or :data:`LOSS` times worse than unscaled."""
-    from gemma4_compat._lab import magnitudes
+    from benchmarks.training import magnitudes
 
     unscaled = _error(plain, batch, name, 0, way)
     fine, bad = 0, LAST_POWER + 1
@@ -139,7 +140,7 @@ def _logits(model: Any, batch: dict[str, Any], around: Callable[[], AbstractCont
 
 def _model(plain: Any, name: str, factor: float, way: str) -> tuple[Any, Callable[[], AbstractContextManager[Any]]]:
     """A copy scaled in float32, in float16 or (for autocast) bfloat16, and what it runs in."""
-    from gemma4_compat._lab import magnitudes
+    from benchmarks.training import magnitudes
 
     model = magnitudes.rescale(copy.deepcopy(plain), name, factor)
     return _cast(model, name.startswith("audio") or not hasattr(model.model, "vision_tower"), way), _around(way)
@@ -210,8 +211,9 @@ def widths() -> list[dict[str, Any]]:
     import torch
     import transformers
 
+    from benchmarks.training import magnitudes
     from gemma4_compat._gemma4.models import variants
-    from gemma4_compat._lab import magnitudes, tiny_configs
+    from gemma4_compat._lab import tiny_configs
 
     rows = []
     for variant in ("E2B", "E4B", "12B"):
@@ -264,7 +266,7 @@ def _trained() -> Iterator[tuple[str, Any]]:
 def trained() -> list[dict[str, Any]]:
     import torch
 
-    from gemma4_compat._lab import magnitudes
+    from benchmarks.training import magnitudes
 
     rows = []
     for kind, one in _trained():

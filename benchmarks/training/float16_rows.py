@@ -56,8 +56,9 @@ def measured(limit: Callable[[Any, Any, str, str], dict[str, Any]]) -> dict[str,
 
     ``limit``: of a model, a batch, a rescaling and a way, where float16 ends (``float16._limit``).
     """
+    from benchmarks.training import magnitudes
     from gemma4_compat._gemma4.models import variants
-    from gemma4_compat._lab import magnitudes, tiny, tiny_models
+    from gemma4_compat._lab import tiny, tiny_models
 
     found: dict[str, Any] = {"bits": [], "limits": [], "widths": widths(), "cost": cost()}
     with tempfile.TemporaryDirectory() as folder:

@@ -5,8 +5,8 @@ Only headers are read as a whole. Tensors are copied once, in pieces of 64 MiB.
 
 from __future__ import annotations
 
+import functools
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -235,21 +235,13 @@ def _values(
     entries: Mapping[str, Entry], dtypes: Mapping[str, str], progress: bool | None
 ) -> dict[str, Callable[[], Iterator[Any]]]:
     """For each tensor, the function that yields its pieces in the dtype it is written in."""
-    from tqdm import tqdm
 
-    shown = sys.stderr.isatty() if progress is None else progress
-    bar = tqdm(total=len(entries), desc="repairing", unit="tensor", disable=not shown, leave=False)
+    def pieces(name: str) -> Iterator[Any]:
+        wanted = shards.dtype_of(dtypes[name])
+        for piece in shards.pieces(entries[name]):
+            yield piece.to(wanted)
 
-    def value(name: str) -> Callable[[], Iterator[Any]]:
-        def pieces() -> Iterator[Any]:
-            wanted = shards.dtype_of(dtypes[name])
-            for piece in shards.pieces(entries[name]):
-                yield piece.to(wanted)
-            bar.update()
-
-        return pieces
-
-    return {name: value(name) for name in entries}
+    return shards.with_bar({name: functools.partial(pieces, name) for name in entries}, "repairing", progress)
 
 
 def report_text(report: RepairReport) -> str:

@@ -9,7 +9,7 @@ from gemma4_compat._engine.io import arguments
 from gemma4_compat._gemma4.accelerate import listing
 from gemma4_compat._gemma4.accelerate.listing import Attached
 from gemma4_compat._graphs import decoder
-from gemma4_compat._graphs.statistics import DecodingStatistics, Recapture, TrainingStatistics
+from gemma4_compat._graphs.statistics import DecodingStatistics, TrainingStatistics
 from gemma4_compat._training import fast
 
 
@@ -68,11 +68,7 @@ def _counted(found: Any) -> list[str]:
         if isinstance(value, dict):
             lines += [f"{name}: {key}: {count:,}" for key, count in value.items()]
         elif isinstance(value, tuple):
-            lines += [f"{name}: {_text(each)}" for each in value]
+            lines += [f"{name}: {each}" for each in value]
         elif value:
             lines.append(f"{name}: {value:,.1f}" if isinstance(value, float) else f"{name}: {value:,}")
     return lines or ["nothing"]
-
-
-def _text(one: Recapture | str) -> str:
-    return one if isinstance(one, str) else f"{one.cause}: {one.detail}"

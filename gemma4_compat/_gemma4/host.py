@@ -22,12 +22,7 @@ def packs_for_cpu() -> Detection:
 
 
 def free_memory(device: Any, kept: int = 0) -> int | None:
-    """Bytes that PyTorch can still allocate; None for a device without CUDA.
-
-    Args:
-        device: a ``torch.device``.
-        kept: unused bytes that belong to graphs.
-    """
+    """Bytes that PyTorch can still allocate, without unused ones that graphs have ``kept``; None without CUDA."""
     import torch
 
     if device.type != "cuda":

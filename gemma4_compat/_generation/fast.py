@@ -8,7 +8,7 @@ from gemma4_compat._engine import dormant
 from gemma4_compat._engine.io import arguments
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.models import family, walk
-from gemma4_compat._generation.prefix_cache import reuse
+from gemma4_compat._generation.prefix_cache import session
 from gemma4_compat._generation.prompts import embedded
 from gemma4_compat._graphs import decoder, unsupported
 from gemma4_compat._graphs.recording import RECORDERS
@@ -103,9 +103,9 @@ def decode_fast(
             "decode_fast got graphs=False and "
             f"{'any_length' if any_length else 'assistants'}=True, which replays graphs. Leave out one of the two."
         )
-    reuse.forget(inner)
+    session.forget(inner)
     if enabled and reuse_prefix:
-        reuse.ask(inner)
+        session.ask(inner)
     decoding = decoder.of(inner)
     graphs = enabled and graphs
     reason = _unsupported_reason(inner) if graphs else None

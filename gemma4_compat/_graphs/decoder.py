@@ -124,7 +124,7 @@ class Decoding:
         self.memories: list[static_caches.Memory] = []
         self.waiting: weakref.ref[Any] | None = None  # the `call.Decoder` that was made last
         self.largest_buckets: dict[tuple[int, int], int] = {}  # of prompts, in tokens, by rows and length of the cache
-        self.shapes: Any = None  # of the model and where it is, for `_generation.prompts.room`
+        self.shapes: Any = None  # of the model and where it is, for `_generation.prompts.chunks`
         self._states = AdapterStates(self.statistics)
         self.steps = CapturedCalls(
             self._states, capture_at=CAPTURE_AT, limit=MAX_GRAPHS, pool=Pool(), statistics=self.statistics

@@ -21,12 +21,6 @@ from gemma4_compat._kernels.kernels import COMPILERS, Kernels, StillCompiling
 from gemma4_compat._kernels.kernels import of as kernels_of
 from gemma4_compat._kernels.specs import expert_rows
 
-#: The replay in which a step is captured to see which kernels it needs. If they are on disk it is fused at once, else
-#: in the first replay after they were compiled in the background. Not sooner: captures take 1 to 2 s, and a fused
-#: token of an E2B is 1 ms faster. On an H100 an answer of 48 tokens took 1.0 s, and 2.7 s if fused in its 8th replay.
-EARLY = 96
-#: The replay in which it is fused at the latest: that waits for the compiler.
-AFTER = 192
 #: Captures: one to see which kernels are needed, one without the operations that were found to be inexact, one that
 #: launches all kernels.
 _CAPTURES = 4
@@ -45,7 +39,17 @@ class NotFused(Exception):  # noqa: N818 (not an error: the plain step stays)
 
 
 class Progress:
-    """When a graph is to be fused."""
+    """When a graph is to be fused.
+
+    Attributes:
+        early: the replay in which a step is captured to see which kernels it needs. If they are on disk it is fused at
+            once, else in the first replay after they were compiled in the background. Not sooner: captures take 1 to
+            2 s, and a fused token of an E2B is 1 ms faster. On an H100 an answer of 48 tokens took 1.0 s, and 2.7 s if
+            fused in its 8th replay.
+        after: the replay in which it is fused at the latest: that waits for the compiler.
+    """
+
+    early, after = 96, 192
 
     def __init__(self) -> None:
         self._replays = 0
@@ -62,24 +66,18 @@ class Progress:
     @property
     def is_next(self) -> bool:
         """Whether the graph is to be fused in the next replay."""
-        early, after = self._bounds()
-        if self._awaited is None or self._replays + 1 < min(early, after):
+        if self._awaited is None or self._replays + 1 < min(self.early, self.after):
             return False
-        return self._replays + 1 >= after or not self.awaits
+        return self._replays + 1 >= self.after or not self.awaits
 
     def count(self) -> None:
         """Count a replay in which the graph cannot be fused."""
         self._replays += 1
 
-    @staticmethod
-    def _bounds() -> tuple[int, int]:
-        """The replays in which the graph is fused at the earliest and at the latest."""
-        return EARLY, AFTER
-
     @property
     def waits(self) -> bool:
         """Whether this replay waits for the compiler."""
-        return self._replays >= self._bounds()[1]
+        return self._replays >= self.after
 
     @property
     def is_over(self) -> bool:
@@ -93,7 +91,7 @@ class Progress:
 
     def hasten(self) -> None:
         """Have it fused as soon as its kernels are there."""
-        self._replays = max(self._replays, min(self._bounds()))
+        self._replays = max(self._replays, min(self.early, self.after))
 
     def postpone(self, futures: list[Future[Any]]) -> None:
         """Until these are done."""

@@ -128,7 +128,7 @@ _streams: dict[Any, Any] = {}
 #: Held during a capture: a process runs one at a time.
 capturing = locks.Lock(locks.CAPTURING)
 
-#: By device type. Tests add one for the CPU.
+#: By device type. `_lab/stand_ins/tape.py` adds one for the CPU.
 RECORDERS: dict[str, type[Recording]] = {"cuda": CudaRecording}
 
 

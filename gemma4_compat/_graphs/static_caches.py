@@ -263,26 +263,23 @@ class Held:
 
     def __init__(self, cache: Any) -> None:
         self._cache, self._tokens = cache, held(cache) or 0
-        self._windows: list[tuple[Any, ...]] = []
-        if self._tokens:
-            for layer in sliding(cache):
-                parts = (layer.keys, layer.values, layer.cumulative_length)
-                self._windows.append((layer, parts, [part.cpu().clone() for part in parts]))
+        layers = sliding(cache) if self._tokens else []
+        windows = [(layer.keys, layer.values, layer.cumulative_length) for layer in layers]
+        self._windows = Snapshot([part for parts in windows for part in parts])
 
     def restore(self) -> None:
         """Have the cache hold that again, and nothing behind it, in the memory that it has."""
         if not self._tokens:
             empty(self._cache)
             return
-        for layer, parts, copies in self._windows:
-            for part, copied in zip(parts, copies, strict=True):
-                part.copy_(copied)
-            layer.cumulative_length_int = self._tokens
+        self._windows.restore()
         for layer in holding(self._cache):
             if type(layer).__name__ == "StaticLayer":
                 for part in (layer.keys, layer.values):
                     part[:, :, self._tokens :].zero_()
                 layer.cumulative_length.fill_(self._tokens)
+            else:
+                layer.cumulative_length_int = self._tokens
 
 
 class Memory:

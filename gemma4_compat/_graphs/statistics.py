@@ -10,7 +10,7 @@ from typing import Any
 
 #: How many recaptures are kept with their details.
 LAST = 8
-_LONGEST = 200  # characters of a detail
+_LONGEST, _NAMED = 200, 3  # characters of a detail, and names in it
 _log = logging.getLogger("gemma4_compat")
 
 
@@ -50,23 +50,35 @@ class Recapture:
     Attributes:
         cause: see :class:`Cause`.
         detail: the module, the weight, the option; at most 200 characters. It may be empty.
+        also: the other causes, if several things had changed by then, each with its detail.
     """
 
     cause: Cause
     detail: str
+    also: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, differences: Iterable[tuple[Cause, str]]) -> Recapture:
-        """The first difference, and how many more there are of the same cause.
+        """Why a graph is captured again, from causes and details; without any, nobody knows what has changed."""
+        found: dict[Cause, dict[str, None]] = {}
+        for cause, detail in differences:
+            found.setdefault(cause, {})[detail] = None
+        causes = [(cause, _listed(list(details))) for cause, details in found.items()] or [(Cause.ATTRIBUTE, "")]
+        return cls(*causes[0], also=tuple(str(cls(*other)) for other in causes[1:]))
 
-        Args:
-            differences: causes and details; without any, nobody knows what has changed.
-        """
-        found = list(differences) or [(Cause.ATTRIBUTE, "")]
-        cause, detail = found[0]
-        others = len({other for kind, other in found if kind is cause}) - 1
-        more = f" and {others} more" if others else ""
-        return cls(cause, f"{detail[: _LONGEST - len(more)]}{more}")
+    def __str__(self) -> str:
+        own = f"{self.cause}: {self.detail}" if self.detail else str(self.cause)
+        return "; ".join((own, *self.also))
+
+
+def _listed(details: list[str]) -> str:
+    """The first of them, as many as are short enough, and how many more there are."""
+    for count in range(min(len(details), _NAMED), 0, -1):
+        shown = ", ".join(details[:count])
+        more = f" and {len(details) - count} more" if len(details) > count else ""
+        if len(shown) + len(more) <= _LONGEST:
+            break
+    return f"{shown[: _LONGEST - len(more)]}{more}"
 
 
 @dataclass
@@ -112,7 +124,8 @@ class DecodingStatistics(Statistics):
         reasons: why steps ran without a graph, other than the first of each kind, or a text without drafts.
         fused: graphs that were captured again with fused kernels.
         not_fused: why graphs stayed as they were captured, or PyTorch's kernels replace those of ``decode_fast``.
-        recaptures: why graphs that were there did not serve a step, so that it needed another: how often each cause.
+        recaptures: why graphs that were there did not serve a step, so that it needed another: how often each cause,
+            of several the first.
         last_recaptures: the last eight of them, the newest at the end, with what has changed.
         prompts_replayed: forwards of prompts, or of chunks of them, that were replayed, including the captured ones.
         prompts_captured: graphs that were captured for them.
@@ -147,7 +160,7 @@ class DecodingStatistics(Statistics):
         if self.captured:
             self.recaptures = {**self.recaptures, found.cause: self.recaptures.get(found.cause, 0) + 1}
             self.last_recaptures = (*self.last_recaptures, found)[-LAST:]
-            _log.debug("gemma4_compat: another CUDA graph: %s (%s)", found.cause, found.detail)
+            _log.debug("gemma4_compat: another CUDA graph: %s", found)
 
 
 def _as(name: str) -> Any:

@@ -149,7 +149,7 @@ class Following:
         """All inputs of this step, if it cannot be replayed: nothing follows from it."""
         assert self.last is not None
         self._inputs, self._compared = None, False
-        found: dict[str, Any] = steps.given_back(self.last.graph.static, self.last.step.cache)
+        found: dict[str, Any] = steps.exchanged(self.last.graph.static, steps.CACHE, self.last.step.cache)
         return found
 
     def outputs(self) -> Any:
@@ -158,10 +158,11 @@ class Following:
         cache, found = self.last.step.cache, self.last.graph.outputs
         if self._outputs[0] is not found:
             others = [name for name, value in found.items() if name not in cache_names.NAMES and value is not None]
-            self._outputs = found, steps.given_back(found, cache) if others == ["logits"] else None
+            only_logits = others == ["logits"]
+            self._outputs = found, steps.exchanged(found, steps.CACHE, cache) if only_logits else None
         own = self._outputs[1]  # of the last token, which `generate` has let go
         if own is None:
-            return steps.copied(found, cache)
+            return steps.exchanged(found, steps.CACHE, cache, copies=True)
         own["logits"] = found["logits"].clone()
         return own
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class Graph:
     recording: Recording
     static: dict[str, Any]  # the inputs that it reads, except the cache, which it must not keep alive
     inputs: list[Any]  # the tensors in them
-    outputs: Any  # from `kept`
+    outputs: Any  # the same
     pool: Pool
     progress: fused_steps.Progress
 
@@ -173,11 +173,14 @@ class Step(Call):
 
     def capture(self, pool: Pool) -> Graph:
         """Record the step, with inputs of its own."""
-        static = self.static_inputs()
+        import torch
+
+        with torch.inference_mode(False), torch.no_grad():
+            static = exchanged(self.inputs, CACHE, None, copies=True)
         recording, outputs = self.record(static, pool)
         if self.added:  # or somebody else keeps it
             self.decoding.keep_memory(self.cache)
-        inputs, own = kept(static, self.cache), signatures.tensors(static)
+        inputs, own = exchanged(static, self.cache, CACHE), signatures.tensors(static)
         return Graph(self.signature, self.addresses, recording, inputs, own, outputs, pool, self.progress())
 
     def record(
@@ -200,7 +203,7 @@ class Step(Call):
 
         with capturing.held(), static_caches.capturable(self.cache, self.tokens), streaming.captured(streamers):
             outputs = recording.capture(forward)
-        return recording, kept(outputs, self.cache)
+        return recording, exchanged(outputs, self.cache, CACHE)
 
     def replay(self, graph: Graph, *, prepared: bool = False) -> Any:
         """Replay the step, and return its outputs; or the graph, if it is ``prepared``: it has its inputs."""
@@ -214,7 +217,7 @@ class Step(Call):
         if not (self.fuses and graph.progress.is_due() and self._replay_fused(graph)):
             graph.recording.replay()
         static_caches.advance(self.sliding, self.added)
-        outputs = graph if prepared else copied(graph.outputs, self.cache)
+        outputs = graph if prepared else exchanged(graph.outputs, CACHE, self.cache, copies=True)
         if following is not None:
             following.replayed(graph, self)
         return outputs
@@ -234,7 +237,7 @@ class Step(Call):
             return False
         begun = time.perf_counter()
         try:
-            static = given_back(graph.static, self.cache)
+            static = exchanged(graph.static, CACHE, self.cache)
             with graph.pool.growing(self.device):
                 found = fused_steps.fused(
                     *(graph.recording, graph.outputs, self.changes, self.device, graph.progress),
@@ -249,13 +252,6 @@ class Step(Call):
             graph.recording, graph.outputs = found
             self.statistics.fused += 1
         return found is not None
-
-    def static_inputs(self) -> dict[str, Any]:
-        """The inputs, with new tensors for a graph to read."""
-        import torch
-
-        with torch.inference_mode(False), torch.no_grad():
-            return {name: value if value is self.cache else _own(value) for name, value in self.inputs.items()}
 
 
 def error_text(error: BaseException) -> str:
@@ -282,45 +278,21 @@ def without_token_types(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: None if name in _OF_THE_PROMPT else value for name, value in inputs.items()}
 
 
-def _own(value: Any) -> Any:
+#: Stands for the cache in the inputs and outputs of a captured step, which must not keep it alive.
+CACHE = object()
+
+
+def exchanged(value: Any, one: Any, other: Any, *, copies: bool = False) -> Any:
+    """The same with ``other`` in the place of ``one``; ``copies``: with its own copies of the tensors."""
     import torch
 
+    if value is one:
+        return other
     if isinstance(value, torch.Tensor):
-        own = torch.empty_like(value)
-        own.copy_(value)
-        return own
+        return value.clone() if copies else value
     if isinstance(value, dict):
-        return type(value)((name, _own(part)) for name, part in value.items())
-    return value
-
-
-#: Stands for the cache in the output of a captured step.
-_CACHE = object()
-
-
-def kept(value: Any, cache: Any) -> Any:
-    """The output of a captured step without its cache, which it must not keep alive."""
-    return _CACHE if value is cache else _rebuilt(value, lambda part: kept(part, cache))
-
-
-def given_back(value: Any, cache: Any) -> Any:
-    """What :func:`kept` kept, with this cache in it."""
-    return cache if value is _CACHE else _rebuilt(value, lambda part: given_back(part, cache))
-
-
-def copied(value: Any, cache: Any) -> Any:
-    """The kept output of a replayed step, with its own copies of the tensors and this step's cache."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    return cache if value is _CACHE else _rebuilt(value, lambda part: copied(part, cache))
-
-
-def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        parts = {name: change(part) for name, part in value.items()}
+        parts = {name: exchanged(part, one, other, copies=copies) for name, part in value.items()}
         return parts if type(value) is dict else type(value)(**parts)  # a ModelOutput
     if isinstance(value, (tuple, list)):
-        return type(value)([change(part) for part in value])
+        return type(value)([exchanged(part, one, other, copies=copies) for part in value])
     return value

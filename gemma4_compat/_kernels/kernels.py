@@ -12,7 +12,7 @@ from gemma4_compat._engine.io.bits import same_bits
 from gemma4_compat._engine.runtime.selftest import SelfTests
 from gemma4_compat._kernels.compiling import CudaCompiler
 from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
-from gemma4_compat._kernels.fuse.pointwise import Load, Number, Operand, Value
+from gemma4_compat._kernels.fuse.pointwise import Load, Number, Value
 from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs import dense, expert_rows, nf4_dequantize, nf4_exact, nf4_gemv, shifting
 
@@ -175,19 +175,13 @@ class Kernels:
         generator = torch.Generator(self._device).manual_seed(0)
         tensors = [kind for kind in kinds if not isinstance(kind, float)]
         elements = _SIXTEEN if len(tensors) == 1 and tensors[0].itemsize == 2 else _TRIED
-        given: list[Any] = []
-        operands: list[Operand] = []
-        for kind in kinds:
-            if isinstance(kind, float):
-                given.append(kind)
-                operands.append(Number(kind))
-            else:
-                tensor = _any_bits(kind, elements, generator)
-                given.append(tensor)
-                operands.append(Load(tensor, (1,)))
-        reference = pointwise.operation(name).reference
+        given: list[Any] = [
+            kind if isinstance(kind, float) else _any_bits(kind, elements, generator) for kind in kinds
+        ]
+        operands = tuple(Number(one) if isinstance(one, float) else Load(one, (1,)) for one in given)
+        reference = pointwise.operations()[name].reference
         expected = given[0].to(dtype) if reference is None else reference(*given)
-        value = Value(name, tuple(operands), (elements,), dtype, memory=torch.empty_like(expected))
+        value = Value(name, operands, (elements,), dtype, memory=torch.empty_like(expected))
         return [writer.kernel_of([value])], value.memory, expected
 
     def _trial_of_mean(self, rows: int, columns: int) -> tuple[list[Kernel], Any, Any]:

@@ -23,6 +23,8 @@ from typing import Any
 
 #: Threads of a block, unless a kernel says otherwise.
 BLOCK = 128
+#: Kernels count elements in 32 bits.
+FAR = 1 << 31
 _PRELUDE = "prelude.cuh"
 INCLUDE = re.compile(r'#include "(\w+\.cuh)"\n')
 BOUNDS = re.compile(r"__launch_bounds__\([^)]*\) ")
@@ -64,6 +66,11 @@ def program(texts: Sequence[str]) -> tuple[str, list[str]]:
         else:
             names.append(own)
     return "".join([*(f'#include "{name}"\n' for name in dict.fromkeys(files)), *pieces]), names
+
+
+def span(tensor: Any) -> int:
+    """Elements from the first to the last one in memory."""
+    return int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
 
 
 def name_of(text: str) -> str:

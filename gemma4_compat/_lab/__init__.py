@@ -8,7 +8,6 @@ Called by the reproductions at the end of each patch file, by ``doctor`` and by 
 * :mod:`trained`: the repository's trained model, of ``doctor --show`` and of tests.
 * :mod:`sharding`: FSDP2 over two ranks in one process.
 * :mod:`stand_ins`: for devices and libraries that this machine lacks.
-* :mod:`magnitudes`: random weights with the magnitudes of trained ones, and what overflows first.
 """
 
 from __future__ import annotations

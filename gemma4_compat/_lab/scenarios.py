@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 from gemma4_compat._engine.patch import Outcome
 from gemma4_compat._gemma4.models import variants
@@ -81,6 +83,19 @@ def transposed(layer: Any) -> Outcome:
     if worst:
         return Outcome(True, f"a transposed input's outputs, of up to {scale:.2g}, are off by up to {worst:.2g}")
     return Outcome(False, "a transposed input and its contiguous copy have bit-equal outputs", 0.0)
+
+
+@contextlib.contextmanager
+def noted(owner: Any, name: str, what: Callable[..., Any] = lambda *_, **__: None) -> Iterator[list[Any]]:
+    """Inside, each call of ``owner.name`` adds ``what`` of its arguments to the list."""
+    function, found = getattr(owner, name), []
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        found.append(what(*args, **kwargs))
+        return function(*args, **kwargs)
+
+    with mock.patch.object(owner, name, called):
+        yield found
 
 
 def promised_states(model: Any, batch: dict[str, Any]) -> list[str]:

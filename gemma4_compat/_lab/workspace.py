@@ -113,7 +113,7 @@ class Workspace:
         name = "-".join([build.__name__.strip("_"), *(f"{key}-{value}" for key, value in sorted(options.items()))])
         folder = self.folder / name
         if not folder.exists():
-            unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=self.folder))
+            unfinished = self.new_folder()
             build(unfinished, **options)
             try:
                 unfinished.rename(folder)
@@ -126,6 +126,14 @@ class Workspace:
     def mismatched_adapter(self) -> Path:
         """An adapter for a base model of another width (two of its tensors have other shapes)."""
         return self.cached(self._mismatched_adapter)
+
+    def adapter_on(self, name: str, targets: Any) -> Path:
+        """An adapter on other modules, PEFT's ``targets``; ``name`` is that of its folder."""
+
+        def adapter(folder: Path, name: str) -> None:
+            tiny_adapters.write_adapter(self.load(), targets, folder)
+
+        return self.cached(adapter, name=name)
 
     def unified(self) -> Workspace | None:
         """A workspace with the 12B; None if the installed transformers has no such model.
@@ -179,10 +187,9 @@ class Workspace:
         """
         away: dict[str, Any] = {}
         if offloaded:
-            folder = tempfile.mkdtemp(prefix="offload-", dir=self.folder)
             placement = dict.fromkeys(("model", "lm_head", "post_projection"), self.main)
             placement["pre_projection"] = self.offloaded
-            away = {"device_map": placement, "offload_folder": folder}
+            away = {"device_map": placement, "offload_folder": self.new_folder()}
         return tiny.load(
             self.cached(self._assistant),
             quantization,
@@ -223,6 +230,17 @@ class Workspace:
             return tiny.load(self.checkpoint, quantization, device=self.main, towers=True)
         ready = _preloaded.get((self.checkpoint, quantization))
         return ready.pop() if ready else tiny.load(self.checkpoint, quantization, device=self.main)
+
+    def load_31b(self) -> Any:
+        """A model like that of :meth:`load`, with a language model like the 31B's, whose layers share nothing."""
+        return tiny.load(self.cached(tiny_models.build_checkpoint, text_variant="31B"), device=self.main)
+
+    def load_unmarked(self, quantization: str | None = None) -> Any:
+        """As :meth:`load`, without the marks at which accelerate before 1.14 fails: F1 would come first."""
+        model = self.load(quantization)
+        for parameter in model.parameters():
+            vars(parameter).pop("_is_hf_initialized", None)
+        return model
 
     def preload(self, quantization: str | None = None, count: int = 1) -> None:
         """Load the base model for the next ``count`` calls of :meth:`load`, in this process or in a fork of it.
@@ -282,12 +300,20 @@ class Workspace:
         """The base model loaded like :meth:`load`, then dispatched with ``offload`` (see :func:`tiny.device_map`)."""
         return self.dispatch(self.load(quantization), offload)
 
-    def dispatch(self, model: Any, offload: str = "both") -> Any:
-        return self.dispatch_map(model, tiny.device_map(model, offload, main=self.main, offloaded=self.offloaded))
+    def device_map(self, model: Any, offload: str = "both", *names: str) -> dict[str, Any]:
+        """:func:`tiny.device_map` for the devices at hand, with the modules ``names`` offloaded too."""
+        placement = tiny.device_map(model, offload, main=self.main, offloaded=self.offloaded)
+        return placement | dict.fromkeys(names, self.offloaded)
+
+    def dispatch(self, model: Any, offload: str = "both", *names: str) -> Any:
+        return self.dispatch_map(model, self.device_map(model, offload, *names))
 
     def dispatch_map(self, model: Any, placement: dict[str, Any]) -> Any:
         """Dispatch a loaded model with any map; weights on disk go to a new folder."""
-        return tiny.dispatch(model, placement, Path(tempfile.mkdtemp(prefix="offload-", dir=self.folder)))
+        return tiny.dispatch(model, placement, self.new_folder())
+
+    def new_folder(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self.folder))
 
     def outputs(self, model: Any, *, text_only: bool = False, device: Any = None) -> Outputs:
         """Three forwards and a greedy generate on a prompt with an image and audio, without gradients."""
@@ -301,6 +327,12 @@ class Workspace:
             logits = tuple(model(**batch).logits.float().cpu() for _ in range(FORWARDS))
             tokens = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, **options).cpu()
         return Outputs(logits, tokens)
+
+    def difference(self, expected: Outputs, found: Any, *, text_only: bool = False, device: Any = None) -> float:
+        """:func:`difference` from ``expected``; ``found`` is :class:`Outputs` too, or the model that gives them."""
+        if not isinstance(found, Outputs):
+            found = self.outputs(found, text_only=text_only, device=device)
+        return difference(expected, found)
 
 
 def _quoted(path: Path) -> str:

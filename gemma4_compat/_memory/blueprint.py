@@ -147,14 +147,8 @@ class Blueprint:
         patches: number of patches per soft token of an image in the vision tower; 0 without a tower.
         vision: (width, width of the MLP, heads, rows of the position embedding) of the vision tower, or None.
         audio: (width, channels of the first convolution) of the audio tower, or None.
-        math_attention: whether this transformers sends heads wider than 256 to SDPA's fp32 "math" kernel, which holds
-            all scores; decided by its own function.
-        one_hot_positions: whether this transformers looks image positions up with a one-hot matrix.
-        one_query: whether this transformers takes only the last position through the KV-shared layers of a prefill.
-        one_query_packed: whether this transformers computes one query with a mask without repeating keys and values
-            for every head.
-        static_masks: whether this transformers makes a mask for a whole static cache that the prompt does not fill;
-            decided by its own function.
+        math_attention, one_hot_positions, one_query, one_query_packed, static_masks: what this transformers does; see
+            :mod:`upstream`, whose functions have these names.
     """
 
     blocks: tuple[Block, ...]
@@ -403,8 +397,7 @@ def _kind_beside(name: str, siblings: Collection[str]) -> Kind:
 def _shapes(model: Any, text: Any) -> dict[str, Any]:
     text_config = text.config
     vision, audio = (getattr(model.config, f"{name}_config", None) for name in ("vision", "audio"))
-    towers = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ("vision_tower", "audio_tower")}
-    has_vision, has_audio = (any(name.endswith(tower) for name in towers) for tower in ("vision_tower", "audio_tower"))
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     per_layer = getattr(text, "embed_tokens_per_layer", None)
     shapes: dict[str, Any] = {
         "item": text.embed_tokens.weight.element_size(),
@@ -419,11 +412,11 @@ def _shapes(model: Any, text: Any) -> dict[str, Any]:
     }
     if getattr(text_config, "enable_moe_block", False):
         shapes["experts"] = (text_config.num_experts, text_config.top_k_experts, text_config.moe_intermediate_size)
-    if has_vision and vision is not None:
+    if "vision_tower" in names and vision is not None:
         heads = vision.num_attention_heads
         shapes["vision"] = (vision.hidden_size, vision.intermediate_size, heads, vision.position_embedding_size)
         shapes["patches"] = vision.pooling_kernel_size**2
-    if has_audio and audio is not None:
+    if "audio_tower" in names and audio is not None:
         shapes["audio"] = (audio.hidden_size, audio.subsampling_conv_channels[0])
     return shapes
 

@@ -10,7 +10,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from gemma4_compat._kernels.specs import flash
-from gemma4_compat._memory.attention import EAGER_SCORES, mask_as_numbers, repeated
 from gemma4_compat._memory.blueprint import Attention, Block, Blueprint, rounded
 
 
@@ -40,7 +39,7 @@ class Measured:
     slots: int = 2
     norm: int = 8
     per_layer_inputs: int = 12
-    eager_scores: int = EAGER_SCORES
+    eager_scores: int = 10
     logits: int = 14
     image_tokens: int = 280
     audio_frames: int = 3000
@@ -334,6 +333,13 @@ def grouped_experts(pairs: int, hidden: int, item: int) -> int:
     return pairs * hidden * (2 * item + 2 * 4)
 
 
+def repeated(keys: int, heads: int, kv_heads: int, head_dim: int, item: int) -> int:
+    """Bytes of keys and values of ``keys`` tokens. transformers copies them for each query head where there is a mask:
+    no kernel has both a mask and grouped heads. One head is broadcast as a view.
+    """
+    return 2 * keys * heads * head_dim * item if 1 < kv_heads < heads else 0
+
+
 def _kernel(blueprint: Blueprint, attention: Attention, load: Load, rows: int, *, prefill: bool) -> int:
     """Queries, output and the other temporaries of a layer's attention, for ``rows`` queries per sequence."""
     item = blueprint.item
@@ -353,8 +359,12 @@ def _kernel(blueprint: Blueprint, attention: Attention, load: Load, rows: int, *
     kernel = queries * (2 * item + 4)  # in, out, and an accumulator
     masked = _is_masked(blueprint, attention, load, prefill=prefill)
     if masked:
-        numbers = mask_as_numbers(pairs, item)
-        kernel = numbers + max(kernel, queries * item + numbers)  # they are copied before the output is there
+        # A bool mask becomes numbers, which a GPU's memory-efficient kernel copies before the output is there. That
+        # copy is inferred, not observed: for 131,072 tokens of an E2B in chunks of 512 and 1,024, plans with it are at
+        # most 4 % below the higher peaks, plans without it 7 %
+        # (benchmarks/results/2026-11-27-h100/contexts-before-E2B.json).
+        numbers = pairs * item
+        kernel = numbers + max(kernel, queries * item + numbers)
     if attention.head_dim > 256 and blueprint.math_attention and not masked:
         kernel += 2 * keys * (item + 4) + 2 * 4 * attention.heads * pairs
     elif masked:

@@ -9,6 +9,7 @@ streams more layers. Streamed layers are copied to the accelerator while the lay
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -102,11 +103,7 @@ def layout(
 
 
 def fits(blueprint: Blueprint, budgets: _Budgets, load: Load | TrainingLoad) -> bool:
-    """Whether a placement fits these budgets; :func:`layout` then raises only for the host's memory or the disk.
-
-    Raises:
-        Gemma4CompatError: a budget or the load cannot be understood.
-    """
+    """Whether a placement fits these budgets; :func:`layout` then raises only for the host's memory or the disk."""
     _check(budgets, load)
     return _first_that_fits(blueprint, budgets, load) is not None
 
@@ -146,14 +143,7 @@ def longest_context(
         used = placed_use(blueprint, placed, wanted)
         return all(use.peak <= budgets[device] for device, use in used.items())  # type: ignore[index]
 
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda context: not fits(context))
 
 
 # ------------------------------------------------------------------------------------------------------------ choices
@@ -219,15 +209,12 @@ class _Placement:
         ]
         self._place_layers(list(blueprint.layers))
         self.use: dict[Any, Use] = {
-            device: self._use(device, self.on[device]) for device in self.on if self._works(device)
+            device: self._use(device, blocks) for device, blocks in self.on.items() if blocks or device == self.main
         }
 
     @property
     def fits(self) -> bool:
         return all(use.peak <= use.budget for use in self.use.values())
-
-    def _works(self, device: Any) -> bool:
-        return device == self.main or bool(self.on[device])
 
     def _place_layers(self, layers: list[Block]) -> None:
         others = [device for device in self.budgets if device != self.main]

@@ -106,7 +106,8 @@ def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, bud
         step = _with_slack(weights + buffers + MEASURED.blas_workspace + load.step)
         return Use(weights=weights, stream_buffers=buffers, loading=share.loading, prefill=step, budget=budget)
     layers = share.computed
-    few = _hits_few(blueprint, load)
+    number, taken, _ = blueprint.experts or (0, 0, 0)
+    few = load.batch * taken < number  # a decoding step leaves experts of a layer unused
     streamed = share.stream_sizes(few=few)
     adapter = sum(block.adapter for block in (*share.resident, *share.streamed, *share.evicted))
     graph = formulas.graph(blueprint, layers, streamed, load, head=share.main)
@@ -147,12 +148,6 @@ def reading(blueprint: Blueprint, share: Share, load: Load) -> int:
 def slots(sizes: Sequence[int]) -> int:
     """The buffers on the accelerator for streamed layers of these sizes."""
     return max(sizes, default=0) * min(MEASURED.slots, len(sizes))
-
-
-def _hits_few(blueprint: Blueprint, load: Load) -> bool:
-    """Whether a decoding step leaves experts of a layer unused."""
-    number, taken, _ = blueprint.experts or (0, 0, 0)
-    return load.batch * taken < number
 
 
 def _rows(blueprint: Blueprint, share: Share, load: Load) -> Iterator[int]:

@@ -14,6 +14,7 @@ import math
 import os
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from gemma4_compat._engine.io import notice
 from gemma4_compat._gemma4.accelerate import module_hooks
 
 
+@dataclass(eq=False)
 class Stored:
     """An offloaded weight in its storage, not copied.
 
@@ -38,21 +40,15 @@ class Stored:
         folder: where accelerate offloads to; None if everything is read from the checkpoint.
     """
 
-    def __init__(
-        self,
-        raw: Any,
-        *,
-        on_disk: bool,
-        dtype: Any = None,
-        holder: dict[str, Any] | None = None,
-        key: str = "",
-        index: dict[str, Any] | None = None,
-        folder: Any = None,
-    ) -> None:
-        self.raw, self.on_disk, self.holder, self.key = raw, on_disk, holder, key
-        self.casts: tuple[Any, ...] = () if dtype in (None, raw.dtype) else (dtype,)
-        self._cast_by: list[tuple[CastWeights, str]] = []
-        self.index, self.folder = index, folder
+    raw: Any
+    _: KW_ONLY
+    on_disk: bool
+    casts: tuple[Any, ...] = ()
+    holder: dict[str, Any] | None = None
+    key: str = ""
+    index: dict[str, Any] | None = None
+    folder: Any = None
+    _cast_by: list[tuple[CastWeights, str]] = field(default_factory=list)
 
     @property
     def dtype(self) -> Any:
@@ -127,7 +123,8 @@ def note_casts(module: Any) -> None:
     if hook is None or hook.weights_map is None:
         return
     noted: dict[str, tuple[Any, ...]] = {}
-    for name, tensor in _named_tensors(module, hook.place_submodules):
+    options = {"recurse": hook.place_submodules, "remove_duplicate": False}
+    for name, tensor in (*module.named_parameters(**options), *module.named_buffers(**options)):
         # The dtype of a subclass, a quantized weight, says nothing about its values. A plain weight need not be on
         # meta: accelerate ties an offloaded head to an embedding on the device until the head's first forward.
         if tensor.dtype.is_floating_point and is_plain(tensor):
@@ -140,11 +137,6 @@ def note_casts(module: Any) -> None:
             noted = {**before.casts, **{name: before.casts.get(name, ()) + casts for name, casts in noted.items()}}
             before = before.dataset
         hook.weights_map = CastWeights(before, noted)  # a new object: anything derived from the old one is stale
-
-
-def _named_tensors(module: Any, recurse: bool) -> Iterator[tuple[str, Any]]:
-    yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
-    yield from module.named_buffers(recurse=recurse, remove_duplicate=False)
 
 
 def is_plain(tensor: Any) -> bool:
@@ -196,7 +188,8 @@ def stored(weights_map: Any, name: str) -> Stored:
         dtype = getattr(torch, entry["dtype"]) if "dtype" in entry else None
         folder = weights_map.save_folder
         raw = _mapped(entry, name, folder)
-        return Stored(raw, on_disk=True, dtype=dtype, key=name, index=index, folder=folder)
+        casts = () if dtype in (None, raw.dtype) else (dtype,)
+        return Stored(raw, on_disk=True, casts=casts, key=name, index=index, folder=folder)
     return Stored(weights_map[name], on_disk=False)  # another library's mapping: as it returns it
 
 

@@ -18,11 +18,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 def warn_if_short(model: Any, placement: Mapping[str, Any]) -> None:
     """Warn once if a map sends more weights to host memory than fit.
 
-    Not an error: pages of a memory-mapped checkpoint may be dropped again, and other programs may free memory.
-
-    Args:
-        model: on meta, as its quantizer has prepared it.
-        placement: its device map.
+    Not an error: pages of a memory-mapped checkpoint may be dropped again, and other programs may free memory. The
+    model is on meta, as its quantizer has prepared it.
     """
     needed, free = host_bytes(model, placement), available()
     if free is not None and needed > free:

@@ -35,12 +35,9 @@ _guarded: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKey
 
 
 def install(model: Any, lock: ModelLock, *, streamed: Callable[[Any], bool]) -> None:
-    """Have every call that reaches offloaded weights take the lock, except calls inside a layer.
+    """Have every call of a dispatched model that reaches offloaded weights take the lock, except calls inside a layer.
 
-    Args:
-        model: a dispatched model.
-        lock: the model's lock.
-        streamed: whether a layer's streaming has guarded it already.
+    ``streamed``: whether a layer's streaming has guarded it already.
     """
     uninstall(model)
     entries: weakref.WeakSet[Any] = weakref.WeakSet()

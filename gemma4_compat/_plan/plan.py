@@ -19,7 +19,7 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.attention import windows
 from gemma4_compat._gemma4.models import build, variants
 from gemma4_compat._gemma4.quantization import config, expert_storage, qat
-from gemma4_compat._generation.prompts import room
+from gemma4_compat._generation.prompts import chunks
 from gemma4_compat._memory import blueprint, layout
 from gemma4_compat._memory.blueprint import Blueprint
 from gemma4_compat._memory.formulas import Load
@@ -30,7 +30,7 @@ from gemma4_compat._plan.result import Plan, Rate, Source
 
 _FOUR_BIT = ("4bit", "4bit-double")
 #: Tokens of a chunk where a prompt does not fit at once, in the order in which they are tried.
-_CHUNKS = tuple(size for size in room.SIZES if size <= layout.PREFILL_CHUNK)
+_CHUNKS = tuple(size for size in chunks.SIZES if size <= layout.PREFILL_CHUNK)
 #: Tokens of an answer: chunks bring streamed layers once more each, and then each token brings fewer of them.
 _ANSWER = 100
 #: The patches that a plan depends on: what it reads of a configuration, what this transformers does with wide heads,
@@ -308,7 +308,7 @@ def _with_larger_chunks(
         return all(use.peak <= use.budget for use in used.values())
 
     streams = bool(placed.streamed or placed.looked_up)
-    found = room.sizes(tokens=load.prompt_tokens, batch=load.batch, streams=streams)
+    found = chunks.sizes(tokens=load.prompt_tokens, batch=load.batch, streams=streams)
     load = replace(load, prefill_chunk=max([load.prefill, *filter(fits, found)]))
     return replace(placed, use=layout.placed_use(cut, placed, load)), load, slow_because
 

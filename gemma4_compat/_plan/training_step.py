@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.attention import windows
@@ -78,12 +78,6 @@ class Step:
     chunked_mlp: bool = False
     sliding_windows: bool = False
     train_fast: bool = False
-
-
-class _Peaks(NamedTuple):
-    forward: int
-    backward: int
-    graphs: Kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +174,10 @@ def _off(name: str, patch: str) -> Gemma4CompatError:
     )
 
 
-def _run(adapted: Any, model: Any, step: Step, inputs: dict[str, Any], *, every: bool = False) -> _Peaks:
-    """Run a step: some layers of each kind, and ``every`` one if the others would not be counted right."""
+def _run(
+    adapted: Any, model: Any, step: Step, inputs: dict[str, Any], *, every: bool = False
+) -> tuple[int, int, Kept]:
+    """The peaks of forward and backward pass, and what graphs keep: some layers of each kind run, or ``every`` one."""
     import torch
 
     counted = storage_counter(adapted)
@@ -205,7 +201,7 @@ def _run(adapted: Any, model: Any, step: Step, inputs: dict[str, Any], *, every:
         del found
         adapted.zero_grad(set_to_none=True)
         return _run(adapted, model, step, inputs, every=True)
-    return _Peaks(forward, backward, graphs)
+    return forward, backward, graphs
 
 
 def _masks_without_padding(model: Any, step: Step) -> dict[str, Any]:
@@ -271,6 +267,9 @@ def storage_counter(model: Any) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_iter
 
+    device = torch.ops.prim.device.default
+    attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
     class Counter(TorchDispatchMode):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -290,12 +289,18 @@ def storage_counter(model: Any) -> Any:
             self._rise(self.now + needed)
             self.now += change
 
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # nothing is compiled here, and PyTorch's guard against it costs a tenth of a plan
+
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is device:  # two thirds of all calls
+                return args[0].fake_device
             result = function(*args, **(kwargs or {}))
-            for value in tree_iter(result):
+            for value in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
                 if isinstance(value, torch.Tensor):
                     self._see(value.untyped_storage())
-            if function is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            if function is attention_backward:
                 self._rise(self.now + _attention_workspace(args[1].shape, args[2].shape))
             return result
 

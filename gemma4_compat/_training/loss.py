@@ -12,7 +12,7 @@ from gemma4_compat._engine.io import notice
 from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._gemma4.models import walk
 from gemma4_compat._offload import torch_internals
-from gemma4_compat._training import chunks, head, sharded
+from gemma4_compat._training import chunks, modules, sharded
 
 ID = "transformers-chunked-loss"
 _TRAINING, _ALWAYS, _NEVER = "training", "always", "never"
@@ -186,18 +186,18 @@ def _mean(
     states = states.index_select(0, rows.to(states.device))
 
     def summed(states: Any) -> Any:
-        device = head.device(lm_head) or states.device
+        device = next((weight.device for weight in lm_head.parameters()), states.device)
         return chunks.cross_entropy(
             lm_head,
             states.to(device),
             targets[rows].to(device),
             vocabulary=vocabulary,
             soft_cap=soft_cap,
-            trained=head.trained(lm_head),
-            plain=head.is_plain(lm_head),
+            trained=modules.trained(lm_head),
+            plain=next(lm_head.children(), None) is None,
         )
 
-    with head.onloaded(lm_head):
+    with modules.onloaded(lm_head):
         total = sharded.call(lm_head, states, summed)
     if num_items is None:
         return total / len(rows)

@@ -10,9 +10,9 @@ from gemma4_compat._engine import dormant
 from gemma4_compat._engine.io import notice
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.accelerate import attached
-from gemma4_compat._training import head, mlp_chunks, norms, per_layer, shared_states, whole
+from gemma4_compat._training import mlp_chunks, modules, norms, per_layer, shared_states
 
-ID = whole.ID
+ID = modules.ID
 #: Tokens of a chunk. With fewer, other parts of a layer are the peak; each chunk dequantizes the weights again.
 TOKENS = 2048
 ATTRIBUTE = attached.CHUNKED_MLP
@@ -23,7 +23,7 @@ _told: set[str] = set()
 def unavailable(model: Any) -> str | None:
     """Why the MLPs of a model cannot be computed in chunks; None if they can."""
     dormant.activate(ID)
-    return None if all(whole.is_on(one, "TextMLP") for one in _mlps(model)) else f"the patch {ID} is off"
+    return None if all(modules.is_on(one, "TextMLP") for one in _mlps(model)) else f"the patch {ID} is off"
 
 
 def ask(model: Any, tokens: int | None = None) -> None:
@@ -63,14 +63,12 @@ def _mlps(model: Any) -> Iterator[Any]:
 
 def forward(mlp: Any, original: Callable[..., Any], x: Any) -> Any:
     """An MLP's forward: (..., hidden) -> (..., hidden), in chunks if that was asked for and something trains."""
-    import torch
-
     tokens = vars(mlp).get(ATTRIBUTE)
-    if tokens is None or not (mlp.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+    if tokens is None or not modules.trains(mlp):
         return original(x)
-    if x.shape[:-1].numel() <= tokens or whole.is_traced() or not whole.is_on(mlp, "TextMLP"):
+    if x.shape[:-1].numel() <= tokens or not modules.is_on(mlp, "TextMLP"):
         return original(x)
-    reason = whole.unsupported_reason(mlp)
+    reason = modules.unsupported_reason(mlp)
     if reason:
         if reason not in _told:
             _told.add(reason)
@@ -83,7 +81,7 @@ def forward(mlp: Any, original: Callable[..., Any], x: Any) -> Any:
         original,
         x,
         tokens=tokens,
-        trained=head.trained(mlp),
-        around=functools.partial(head.onloaded, mlp),
+        trained=modules.trained(mlp),
+        around=functools.partial(modules.onloaded, mlp),
         module=mlp,
     )

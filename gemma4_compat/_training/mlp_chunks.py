@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.io import notice
 from gemma4_compat._offload import torch_internals
-from gemma4_compat._training import whole
+from gemma4_compat._training import modules
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +115,7 @@ def _recorded(ctx: Any, gradient: Any) -> list[Any]:
 
     _tell()
     (inputs,) = ctx.saved_tensors
-    with ctx.again(), ctx.around(), whole.as_views(ctx.module, ctx.trained) as views:
+    with ctx.again(), ctx.around(), modules.as_views(ctx.module, ctx.trained) as views:
         given = inputs.view_as(inputs)
         outputs = ctx.function(given.reshape(1, -1, given.shape[-1])).view(gradient.shape)
         needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[6:]]

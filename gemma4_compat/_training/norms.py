@@ -11,9 +11,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.accelerate import attached
-from gemma4_compat._training import head, inner, mlp_chunks, whole
+from gemma4_compat._training import mlp_chunks, modules
 
 ATTRIBUTE = attached.CHUNKED_NORM
 #: Bytes of a chunk in float32; its backward pass has five such tensors at a time. A chunk has more than 512 rows:
@@ -26,18 +25,14 @@ def ask(model: Any, tokens: int) -> None:
     """Have the norms of text layers compute in chunks in training with more than ``tokens`` tokens."""
     for norm in found(model):
         setattr(norm, ATTRIBUTE, tokens)
-        ours = functools.partial(forward, norm)
-        if inner.is_hooked(norm):
-            in_place.replace(norm, "_old_forward", ours)
-        else:
-            in_place.replace(norm, "forward", ours)
+        modules.replace_forward(norm, functools.partial(forward, norm))
 
 
 def leave(model: Any) -> None:
     """Undo :func:`ask`."""
     for norm in found(model):
         vars(norm).pop(ATTRIBUTE, None)
-        inner.restore(norm, forward)
+        modules.restore_forward(norm, forward)
 
 
 def found(model: Any) -> Iterator[Any]:
@@ -51,20 +46,18 @@ def forward(norm: Any, original: Callable[..., Any], hidden_states: Any) -> Any:
 
     Norms whose weight is trained are left whole: its gradient is a sum over rows.
     """
-    import torch
-
     tokens = vars(norm).get(ATTRIBUTE)
-    if tokens is None or not (norm.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+    if tokens is None or not modules.trains(norm):
         return original(hidden_states)
     shape = hidden_states.shape  # (tokens, features), (rows, tokens, features) or (rows, tokens, heads, features)
     if hidden_states.itemsize > 2 or shape[:-1][:2].numel() <= tokens:
         return original(hidden_states)
-    if head.trained(norm) or whole.is_traced() or not whole.is_on(norm, "RMSNorm") or whole.unsupported_reason(norm):
+    if modules.trained(norm) or not modules.is_on(norm, "RMSNorm") or modules.unsupported_reason(norm):
         return original(hidden_states)
     return mlp_chunks.apply(
         original,
         hidden_states,
         tokens=max(1, BYTES // (4 * shape[-1])),
-        around=functools.partial(head.onloaded, norm),
+        around=functools.partial(modules.onloaded, norm),
         draws=False,
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.accelerate import attached
-from gemma4_compat._training import head, inner, whole
+from gemma4_compat._training import modules
 
 ATTRIBUTE = attached.PER_LAYER_TOKENS
 LOOKED_UP = attached.LOOKED_UP
@@ -27,12 +27,7 @@ def ask(model: Any, tokens: int) -> None:
     for text in found(model):
         setattr(text, ATTRIBUTE, tokens)
         in_place.replace(text, "project_per_layer_inputs", functools.partial(project, text))
-        table = text.embed_tokens
-        ours = functools.partial(look_up, table)
-        if inner.is_hooked(table):
-            in_place.replace(table, "_old_forward", ours)
-        else:
-            in_place.replace(table, "forward", ours)
+        modules.replace_forward(text.embed_tokens, functools.partial(look_up, text.embed_tokens))
 
 
 def leave(model: Any) -> None:
@@ -40,7 +35,7 @@ def leave(model: Any) -> None:
     for text in found(model):
         vars(text).pop(ATTRIBUTE, None)
         in_place.restore(text, "project_per_layer_inputs", project)
-        inner.restore(text.embed_tokens, look_up)
+        modules.restore_forward(text.embed_tokens, look_up)
 
 
 def found(model: Any) -> Iterator[Any]:
@@ -64,13 +59,10 @@ def look_up(embedding: Any, original: Callable[..., Any], *args: Any, **kwargs: 
 
 def project(text: Any, original: Callable[..., Any], inputs_embeds: Any, *args: Any, **kwargs: Any) -> Any:
     """``project_per_layer_inputs``: (rows, tokens, layers, features), without a graph if nobody reads its gradient."""
-    import torch
-
     tokens = vars(text).get(ATTRIBUTE)
-    if tokens is not None and text.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        many = inputs_embeds.shape[:-1].numel() > tokens
-        if many and _is_unread(text, inputs_embeds) and not whole.is_traced() and whole.is_on(text, "TextModel"):
-            inputs_embeds = inputs_embeds.detach()
+    many = tokens is not None and modules.trains(text) and inputs_embeds.shape[:-1].numel() > tokens
+    if many and modules.is_on(text, "TextModel") and _is_unread(text, inputs_embeds):
+        inputs_embeds = inputs_embeds.detach()
     return original(inputs_embeds, *args, **kwargs)
 
 
@@ -81,6 +73,6 @@ def _is_unread(text: Any, inputs_embeds: Any) -> bool:
         getattr(inputs_embeds, LOOKED_UP, False)
         and inputs_embeds.is_leaf
         and all(str(getattr(hook, "__module__", "")).startswith(_LIBRARIES) for hook in hooks)
-        and not head.trained(text.per_layer_model_projection)
-        and not head.trained(text.per_layer_projection_norm)
+        and not modules.trained(text.per_layer_model_projection)
+        and not modules.trained(text.per_layer_projection_norm)
     )

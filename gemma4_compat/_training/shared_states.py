@@ -14,24 +14,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._offload import torch_internals
-from gemma4_compat._training import inner
+from gemma4_compat._training import modules
 
 
 def ask(model: Any, _tokens: int) -> None:
     """Have the layers of ``model`` that store keys and values for others store them in the forward pass only."""
     for attention in found(model):
-        if inner.is_hooked(attention):
-            in_place.replace(attention, "_old_forward", forward)
-        else:
-            in_place.replace(attention, "forward", forward)
+        modules.replace_forward(attention, forward)
 
 
 def leave(model: Any) -> None:
     """Undo :func:`ask`."""
     for attention in found(model):
-        inner.restore(attention, forward)
+        modules.restore_forward(attention, forward)
 
 
 def found(model: Any) -> Iterator[Any]:

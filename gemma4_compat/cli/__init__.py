@@ -2,10 +2,9 @@
 
 A command is a function of the module of its kind; importing the module adds it to the application (:mod:`app`).
 
-* :mod:`doctor`, :mod:`reproduction`: whether a defect is here. :mod:`patches`: ``status``, ``list``, ``explain``.
-* :mod:`launch`: ``run``, ``enable``, ``disable``. :mod:`environment`: ``env``. :mod:`needed`: ``needed``.
-* :mod:`check`: ``check``. :mod:`planning`: ``plan``, ``plan-training``.
-* :mod:`adapters`: ``scan``, ``export``, ``merge``. :mod:`checkpoints`: ``repair``.
+* :mod:`doctor`, :mod:`check`: whether a defect is here. :mod:`patches`: ``status``, ``list``, ``explain``.
+* :mod:`launch`: ``run``, ``enable``, ``disable``. :mod:`reports`: ``env``, ``reproduce``, ``needed``.
+* :mod:`planning`: ``plan``, ``plan-training``. :mod:`adapters`: ``scan``, ``export``, ``merge``, ``repair``.
 * :mod:`serve`: ``serve`` and ``chat``, which are in :mod:`serving`.
 """
 
@@ -20,19 +19,7 @@ from gemma4_compat._engine.io import terminal
 from gemma4_compat.cli.app import app, tell
 
 # The order of --help.
-_KINDS = (
-    "doctor",
-    "check",
-    "patches",
-    "launch",
-    "environment",
-    "reproduction",
-    "needed",
-    "planning",
-    "serve",
-    "adapters",
-    "checkpoints",
-)
+_KINDS = ("doctor", "check", "patches", "launch", "reports", "planning", "serve", "adapters")
 for _commands in _KINDS:
     importlib.import_module(f"gemma4_compat.cli.{_commands}")
 

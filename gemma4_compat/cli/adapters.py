@@ -1,4 +1,4 @@
-"""Commands about adapters: ``scan``, ``export`` and ``merge``."""
+"""Commands about adapters and checkpoints: ``scan``, ``export``, ``merge``, ``repair``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Annotated, Any
 import typer
 
 import gemma4_compat
-from gemma4_compat.cli.app import Json, app, command, fail, print_json, say, tell, working
+from gemma4_compat.cli.app import Json, answer, app, command, fail, tell, working
 
 # Options of `merge`.
 _Start = Annotated[
     str,
     typer.Option(
-        "--start",
         metavar="original|dequantized",
         help="The weights to merge into. original: as they are on disk; right if the merged model is used in bf16, "
         "or quantized again by another tool. dequantized: each weight that bitsandbytes would quantize goes to 4 bits "
@@ -27,8 +26,7 @@ _Start = Annotated[
 _QuantizeBase = Annotated[
     str | None,
     typer.Option(
-        "--quantize",
-        help="For --start dequantized: 4bit, 4bit-double or 8bit; default: what the base says, or 4bit-double.",
+        help="For --start dequantized: 4bit, 4bit-double or 8bit; default: what the base says, or 4bit-double."
     ),
 ]
 _Others = Annotated[
@@ -43,12 +41,10 @@ _SkipModules = Annotated[
     ),
 ]
 _CheckDevice = Annotated[
-    str | None,
-    typer.Option("--device-map", help="Where the check runs: auto, cpu, cuda:0 or JSON; default: a GPU, or the CPU."),
+    str | None, typer.Option(help="Where the check runs: auto, cpu, cuda:0 or JSON; default: a GPU, or the CPU.")
 ]
 _Tolerance = Annotated[
-    float | None,
-    typer.Option("--tolerance", help="Largest difference of logits; default: a bound measured on this model."),
+    float | None, typer.Option(help="Largest difference of logits; default: a bound measured on this model.")
 ]
 
 
@@ -63,7 +59,7 @@ def scan(
         ),
     ] = None,
     quantize: Annotated[
-        str, typer.Option("--quantize", help="How BASE will be quantized: 4bit, 4bit-double, 8bit or none.")
+        str, typer.Option(help="How BASE will be quantized: 4bit, 4bit-double, 8bit or none.")
     ] = "none",
     as_json: Json = False,
 ) -> None:
@@ -77,10 +73,7 @@ def scan(
     if base is not None:
         working(f"comparing the adapter with {base}: importing torch, transformers and PEFT first")
     found = gemma4_compat.scan_adapter(adapter, base, quantize=quantize)
-    if as_json:
-        print_json(found.as_data())
-    else:
-        say(_scan_text.scan_text(found))
+    answer(found, _scan_text.scan_text, as_json=as_json)
     raise typer.Exit(0 if found.ok else 1)
 
 
@@ -90,14 +83,12 @@ def export(
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A saved adapter's folder, or a cached id.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist, or be empty.")],
     target: Annotated[
-        str,
-        typer.Option("--for", metavar="vllm|sglang|mlx|gguf|peft", help="What reads it; gguf is llama.cpp."),
+        str, typer.Option("--for", metavar="vllm|sglang|mlx|gguf|peft", help="What reads it; gguf is llama.cpp.")
     ],
     base: Annotated[
         str | None,
         typer.Option(
-            "--base",
-            help="E2B, E4B, 12B, 26B-A4B, 31B, a checkpoint's folder, or a cached id; default: what ADAPTER names.",
+            help="E2B, E4B, 12B, 26B-A4B, 31B, a checkpoint's folder, or a cached id; default: what ADAPTER names."
         ),
     ] = None,
     as_json: Json = False,
@@ -110,10 +101,7 @@ def export(
 
     working(f"writing the adapter for {target}: importing torch and transformers first")
     report = gemma4_compat.export_adapter(adapter, out, target, base=base)
-    if as_json:
-        print_json(report.as_data())
-    else:
-        say(_export_text.report_text(report))
+    answer(report, _export_text.report_text, as_json=as_json)
 
 
 @app.command()
@@ -130,17 +118,14 @@ def merge(
     quantize: _QuantizeBase = None,
     skip: _SkipModules = None,
     others: _Others = None,
-    weight: Annotated[float, typer.Option("--weight", help="Multiply the change that ADAPTER makes by this.")] = 1.0,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="bf16, fp16 or fp32; default: the base's.")] = None,
+    weight: Annotated[float, typer.Option(help="Multiply the change that ADAPTER makes by this.")] = 1.0,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: the base's.")] = None,
     quantize_result: Annotated[
-        str | None,
-        typer.Option(
-            "--quantize-result", help="Write OUT in 4bit, 4bit-double or 8bit of bitsandbytes; default: --dtype."
-        ),
+        str | None, typer.Option(help="Write OUT in 4bit, 4bit-double or 8bit of bitsandbytes; default: --dtype.")
     ] = None,
     device_map: _CheckDevice = None,
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file with weights.")] = "5GB",
-    check: Annotated[int, typer.Option("--check", help="How many prompts to compare outputs on; 0: no check.")] = 4,
+    max_shard_size: Annotated[str, typer.Option(help="Largest file with weights.")] = "5GB",
+    check: Annotated[int, typer.Option(help="How many prompts to compare outputs on; 0: no check.")] = 4,
     tolerance: _Tolerance = None,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read an adapter_model.bin (tensors and nothing else).")
@@ -174,10 +159,7 @@ def merge(
     except result.MergeParityError as error:
         tell(str(error))
         report = error.report
-    if as_json:
-        print_json(report.as_data())
-    else:
-        say(_merge_text.report_text(report))
+    answer(report, _merge_text.report_text, as_json=as_json)
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -208,3 +190,30 @@ def _device_map(text: str | None) -> Any:
         fail("--device-map is nested too deeply; it is a name, or JSON that names a device for each module")
     except ValueError as error:
         fail(f"--device-map is neither a name nor JSON: {error}")
+
+
+@app.command()
+@command("a repair")
+def repair(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="Folder of a checkpoint that save_pretrained wrote.")
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder of the repaired checkpoint; must not exist, or be empty.")
+    ],
+    original: Annotated[
+        str,
+        typer.Option("--from", metavar="ORIGINAL", help="Folder of the checkpoint it was made from, or a cached id."),
+    ],
+    max_shard_size: Annotated[str, typer.Option(help="Largest file with weights.")] = "5GB",
+    as_json: Json = False,
+) -> None:
+    """Give a saved checkpoint back what servers ask for: keys and values of KV-shared layers, names of settings.
+
+    transformers drops them on load; its outputs do not depend on them. Exit 0 if OUT was written, 2 on bad input,
+    which includes a checkpoint that lacks nothing.
+    """
+    from gemma4_compat._adapter_tools.repair import report_text
+
+    report = gemma4_compat.repair_checkpoint(checkpoint, original, out, max_shard_size=max_shard_size)
+    answer(report, report_text, as_json=as_json)

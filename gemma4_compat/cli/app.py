@@ -170,6 +170,14 @@ def say(text: str, as_json: bool = False, *, coloured: bool = False) -> None:
         raise typer.Exit(_SIGPIPE) from None
 
 
+def answer(found: Any, text: Callable[[Any], str], *, as_json: bool) -> None:
+    """Write what a command found: its ``as_data()`` as JSON, or its ``text``."""
+    if as_json:
+        print_json(found.as_data())
+    else:
+        say(text(found))
+
+
 def print_json(data: Mapping[str, Any]) -> None:
     """Write an answer's JSON object, with the version of this package first."""
     say(terminal.json_text({"gemma4_compat": gemma4_compat.__version__, **data}))

@@ -29,23 +29,18 @@ def check(
             metavar="MODEL", help="A checkpoint's folder, or a cached id; default: a tiny model with random weights."
         ),
     ] = None,
-    adapter: Annotated[
-        str | None, typer.Option("--adapter", help="A saved PEFT adapter's folder, or a cached id.")
-    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="A saved PEFT adapter's folder, or a cached id.")] = None,
     vram: Annotated[
-        str | None,
-        typer.Option("--vram", help="What PyTorch may allocate, such as 10GiB; default: what is free on the GPU."),
+        str | None, typer.Option(help="What PyTorch may allocate, such as 10GiB; default: what is free on the GPU.")
     ] = None,
-    image: Annotated[
-        Path | None, typer.Option("--image", help="A picture to ask about; default: one of random values.")
-    ] = None,
-    minutes: Annotated[float, typer.Option("--minutes", help="When to stop.")] = 5,
+    image: Annotated[Path | None, typer.Option(help="A picture to ask about; default: one of random values.")] = None,
+    minutes: Annotated[float, typer.Option(help="When to stop.")] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="Check two placements, with short answers.")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Also merge the adapter and check the merged model.")] = False,
     context: Annotated[
-        int, typer.Option("--context", help="Tokens per sequence, prompt and answer together.", show_default=True)
+        int, typer.Option(help="Tokens per sequence, prompt and answer together.", show_default=True)
     ] = 4096,
-    quantize: Annotated[str, typer.Option("--quantize", help="4bit, 4bit-double, 8bit or none.")] = "4bit",
+    quantize: Annotated[str, typer.Option(help="4bit, 4bit-double, 8bit or none.")] = "4bit",
     download: Annotated[
         bool, typer.Option("--download", help="Download MODEL and the adapter if they are not in the cache.")
     ] = False,

@@ -51,13 +51,10 @@ def doctor(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary folder and say where it is.")] = False,
     show: Annotated[
         str | None,
-        typer.Option(
-            "--show", metavar="ID", help="Ask a trained tiny model, without and with the fix of this defect."
-        ),
+        typer.Option(metavar="ID", help="Ask a trained tiny model, without and with the fix of this defect."),
     ] = None,
     model: Annotated[
-        Path | None,
-        typer.Option("--model", metavar="FOLDER", help="The trained model of --show; default: that of the checkout."),
+        Path | None, typer.Option(metavar="FOLDER", help="The trained model of --show; default: that of the checkout.")
     ] = None,
 ) -> None:
     """Reproduce each defect on a tiny Gemma 4, without and with the shim, in separate processes.

@@ -15,6 +15,7 @@ from gemma4_compat._engine import settings
 from gemma4_compat._engine.io import terminal
 from gemma4_compat._engine.reports import report as _report
 from gemma4_compat.cli.app import Json, Verbose, app, command, fail, print_json, say, tell
+from gemma4_compat.patches import registry
 
 #: Bytes of standard input: a log of days, not a device that never ends.
 _MOST_INPUT = 256 << 20
@@ -36,8 +37,7 @@ def status(as_json: Json = False, verbose: Verbose = False) -> None:
         say(_report.status_text(statuses, width, colour=colour), coloured=colour)
         say("\n" + terminal.fitted(head))
     else:
-        areas = {patch.id: patch.area for patch in gemma4_compat.patches()}
-        say(_report.overview_text(statuses, areas, head, width))
+        say(_report.overview_text(statuses, registry.AREA_OF, head, width))
         say("\nEach patch, and why: `gemma4-compat status --verbose`.")
     say(f"\nstart-up hook: {startup.text()}" + ("" if project is None else f"\nsettings: {project}"))
     if wrong := imports.torchvision():
@@ -72,17 +72,17 @@ def explain(
     Exit 0, or 1 if no patch matches the error.
     """
     statuses = gemma4_compat.status()
-    areas = {patch.id: patch.area for patch in gemma4_compat.patches()}
     patches = [
         patch
         for patch in gemma4_compat.patches()
-        if name in (patch.id, areas[patch.id]) or name.upper() in patch.failure_points
+        if name in (patch.id, patch.area) or name.upper() in patch.failure_points
     ]
     if not patches and (name == "-" or messages.looks_like_an_error(name)):
         _explain_error(_standard_input() if name == "-" else name, as_json=as_json)
     if not patches:
-        close = settings.nearest(name, {*areas, *areas.values()})
-        known = f"areas are {', '.join(sorted(set(areas.values())))}, and `gemma4-compat list` shows every id."
+        areas = set(registry.AREA_OF.values())
+        close = settings.nearest(name, {*registry.AREA_OF, *areas})
+        known = f"areas are {', '.join(sorted(areas))}, and `gemma4-compat list` shows every id."
         fail(f"no patch and no area is called {name!r}; " + (f"did you mean {close!r}?" if close else known))
     if as_json:
         print_json(

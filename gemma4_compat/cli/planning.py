@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,20 +13,19 @@ import typer
 
 import gemma4_compat
 from gemma4_compat import _shim, _startup
-from gemma4_compat.cli.app import Json, app, command, fail, print_json, say, working
+from gemma4_compat.cli.app import Json, answer, app, command, fail, working
 
 _Model = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="E2B, E4B, 12B, 26B-A4B, 31B, a checkpoint folder, or a cached model id."),
 ]
 _HostMemory = Annotated[
-    str | None, typer.Option("--cpu", help="Host memory for offloaded modules; default: as much as they need.")
+    str | None, typer.Option(help="Host memory for offloaded modules; default: as much as they need.")
 ]
 _QuantizeExperts = Annotated[
     bool | None,
     typer.Option(
-        "--quantize-experts/--no-quantize-experts",
-        help="Quantize the experts to 4 bits, or keep them in bf16; default: quantize them if they do not fit.",
+        help="Quantize the experts to 4 bits, or keep them in bf16; default: quantize them if they do not fit."
     ),
 ]
 
@@ -35,44 +37,37 @@ def plan(
     vram: Annotated[
         list[str] | None,
         typer.Option(
-            "--vram",
             help="What PyTorch may allocate, such as 8GiB; repeat it for each GPU. Default: what --card has, or what "
-            "is free on this machine's GPUs.",
+            "is free on this machine's GPUs."
         ),
     ] = None,
     context: Annotated[
-        int, typer.Option("--context", help="Tokens per sequence, prompt and answer together.", show_default=True)
+        int, typer.Option(help="Tokens per sequence, prompt and answer together.", show_default=True)
     ] = 8192,
-    batch: Annotated[int, typer.Option("--batch", help="Sequences per batch.")] = 1,
-    prompt: Annotated[
-        int | None, typer.Option("--prompt", help="Tokens in the prompt; default: the whole context.")
-    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences per batch.")] = 1,
+    prompt: Annotated[int | None, typer.Option(help="Tokens in the prompt; default: the whole context.")] = None,
     prefill_chunk: Annotated[
-        int | None,
-        typer.Option("--prefill-chunk", help="Read the prompt in chunks of this many tokens; default: as needed."),
+        int | None, typer.Option(help="Read the prompt in chunks of this many tokens; default: as needed.")
     ] = None,
-    quantize: Annotated[str, typer.Option("--quantize", help="4bit, 4bit-double, 8bit or none.")] = "4bit",
+    quantize: Annotated[str, typer.Option(help="4bit, 4bit-double, 8bit or none.")] = "4bit",
     quantize_experts: _QuantizeExperts = None,
-    adapter: Annotated[Path | None, typer.Option("--adapter", help="Folder of a PEFT adapter to load.")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="Folder of a PEFT adapter to load.")] = None,
     vision: Annotated[bool, typer.Option("--vision", help="Inputs contain images.")] = False,
     audio: Annotated[bool, typer.Option("--audio", help="Inputs contain audio.")] = False,
     cpu: _HostMemory = None,
     disk: Annotated[
-        str | None, typer.Option("--disk", help="Disk space for offloaded modules; default: as much as they need.")
+        str | None, typer.Option(help="Disk space for offloaded modules; default: as much as they need.")
     ] = None,
-    fast: Annotated[
-        bool, typer.Option("--fast/--no-fast", help="Reserve memory for gemma4_compat.decode_fast and call it.")
-    ] = True,
+    fast: Annotated[bool, typer.Option(help="Reserve memory for gemma4_compat.decode_fast and call it.")] = True,
     assistant: Annotated[
         bool, typer.Option("--assistant", help="Leave room for the model's released assistant, and load it.")
     ] = False,
-    bus: Annotated[str | None, typer.Option("--bus", help="Host-to-GPU bandwidth, such as 12GiB/s.")] = None,
+    bus: Annotated[str | None, typer.Option(help="Host-to-GPU bandwidth, such as 12GiB/s.")] = None,
     card: Annotated[
         str | None,
         typer.Option(
-            "--card",
             help="Fit this card and estimate its tokens/s: 'RTX 3060', or '28 SMs, 1.78 GHz, 360 GB/s' with --vram. "
-            "From compute capability 8.0 on, prompts with --fast need less.",
+            "From compute capability 8.0 on, prompts with --fast need less."
         ),
     ] = None,
     as_json: Json = False,
@@ -98,62 +93,40 @@ def plan_training(
     vram: Annotated[
         list[str] | None,
         typer.Option(
-            "--vram",
             help="What PyTorch may allocate on the GPU, such as 12GiB. Default: what --card has, or what is free on "
-            "this machine's GPU.",
+            "this machine's GPU."
         ),
     ] = None,
-    max_length: Annotated[int, typer.Option("--max-length", help="Tokens per sequence.")] = 2048,
-    batch: Annotated[int, typer.Option("--batch", help="Sequences per micro-batch.")] = 1,
+    max_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 2048,
+    batch: Annotated[int, typer.Option(help="Sequences per micro-batch.")] = 1,
     padding: Annotated[
-        bool | None,
-        typer.Option(
-            "--padding/--no-padding", help="Count masks of padded sequences; default: in a batch of several."
-        ),
+        bool | None, typer.Option(help="Count masks of padded sequences; default: in a batch of several.")
     ] = None,
-    r: Annotated[int, typer.Option("--r", help="LoRA rank.")] = 16,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing/--no-gradient-checkpointing", help="Recompute activations.")
-    ] = True,
-    optim: Annotated[
-        str, typer.Option("--optim", help="The optimizer, as TrainingArguments.optim names it.")
-    ] = "adamw_torch",
+    r: Annotated[int, typer.Option(help="LoRA rank.")] = 16,
+    gradient_checkpointing: Annotated[bool, typer.Option(help="Recompute activations.")] = True,
+    optim: Annotated[str, typer.Option(help="The optimizer, as TrainingArguments.optim names it.")] = "adamw_torch",
     chunked_loss: Annotated[
-        bool | None,
-        typer.Option("--chunked-loss/--no-chunked-loss", help="Compute the loss in chunks; default: if it is needed."),
+        bool | None, typer.Option(help="Compute the loss in chunks; default: if it is needed.")
     ] = None,
     chunked_mlp: Annotated[
-        bool | None,
-        typer.Option(
-            "--chunked-mlp/--no-chunked-mlp",
-            help="Compute MLPs in chunks; default: if it does not fit without.",
-        ),
+        bool | None, typer.Option(help="Compute MLPs in chunks; default: if it does not fit without.")
     ] = None,
     sliding_windows: Annotated[
         bool | None,
         typer.Option(
-            "--sliding-windows/--no-sliding-windows",
-            help="Compute sliding layers by windows and full ones by products, from 4,096 tokens; default: if needed.",
+            help="Compute sliding layers by windows and full ones by products, from 4,096 tokens; default: if needed."
         ),
     ] = None,
     train_fast: Annotated[
-        bool | None,
-        typer.Option(
-            "--train-fast/--no-train-fast",
-            help="Replay decoder layers; default: up to 2,048 tokens, where it serves and fits.",
-        ),
+        bool | None, typer.Option(help="Replay decoder layers; default: up to 2,048 tokens, where it serves and fits.")
     ] = None,
     activation_offloading: Annotated[
-        bool,
-        typer.Option(
-            "--activation-offloading/--no-activation-offloading",
-            help="Keep checkpointed activations in host memory (transformers 5.17 or newer).",
-        ),
+        bool, typer.Option(help="Keep checkpointed activations in host memory (transformers 5.17 or newer).")
     ] = False,
-    quantize: Annotated[str, typer.Option("--quantize", help="4bit, 4bit-double or none.")] = "4bit",
+    quantize: Annotated[str, typer.Option(help="4bit, 4bit-double or none.")] = "4bit",
     quantize_experts: _QuantizeExperts = None,
     cpu: _HostMemory = None,
-    card: Annotated[str | None, typer.Option("--card", help="Fit this card, such as 'RTX 3060'.")] = None,
+    card: Annotated[str | None, typer.Option(help="Fit this card, such as 'RTX 3060'.")] = None,
     as_json: Json = False,
 ) -> None:
     """Fit a QLoRA training into a VRAM budget: what a step takes, what each option would change, and the code.
@@ -168,6 +141,10 @@ def plan_training(
         f"planning a training of {model}: its step runs several times on tensors without memory, half a minute, "
         "or more than one for a long sequence"
     )
+    if _startup.is_command_line():  # nothing else runs in this process, and it ends with the answer
+        # Nothing is compiled, and the import of bitsandbytes would prepare that for a second.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        gc.set_threshold(20_000, 20, 50)  # a twelfth of the time went into collections, which free nothing that counts
     _show(gemma4_compat.plan_training(**options), as_json=as_json)
 
 
@@ -179,8 +156,5 @@ def _options(given: dict[str, Any], vram: Any) -> dict[str, Any]:
 def _show(planned: Any, *, as_json: bool) -> None:
     from gemma4_compat._plan import text
 
-    if as_json:
-        print_json(planned.as_data())
-    else:
-        blocks = text.can_show_blocks(getattr(sys.stdout, "encoding", None))  # has it the characters of the bars?
-        say(text.plan_text(planned, blocks=blocks))
+    blocks = text.can_show_blocks(getattr(sys.stdout, "encoding", None))  # has it the characters of the bars?
+    answer(planned, functools.partial(text.plan_text, blocks=blocks), as_json=as_json)

@@ -1,4 +1,4 @@
-"""One file a patch, in a folder for each area; :mod:`registry` lists them in the order in which they are stacked.
+"""One file a patch, in a folder for each area; :mod:`registry` orders those that replace the same functions.
 
 A file holds, from top to bottom: what a user sees and why (the docstring), ``PATCH``, which says what is affected, the
 replacements, each under what it replaces, and ``reproduce``. :mod:`api` is what it is written with. ``measured.json``

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from urllib.parse import urljoin
 
 from gemma4_compat._engine import patch as engine
 from gemma4_compat._engine.patch import FORWARDS, Detection, Outcome
@@ -36,6 +37,14 @@ __all__ = ["FORWARDS", "MODELING_GEMMA4", "MODELING_UNIFIED", "Detection", "Orig
 MODELING_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 MODELING_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
+#: Where the links of a patch begin.
+_REPOSITORIES = {
+    "transformers": "https://github.com/huggingface/transformers/",
+    "accelerate": "https://github.com/huggingface/accelerate/",
+    "peft": "https://github.com/huggingface/peft/",
+    "bitsandbytes": "https://github.com/bitsandbytes-foundation/bitsandbytes/",
+}
+
 #: What a replacement gets first: upstream's function, with the patches that are below this one.
 Original = Callable[..., Any]
 
@@ -48,8 +57,7 @@ class Patch:
 
     :class:`gemma4_compat.Patch` explains the arguments; the engine reads that one, which :meth:`complete` makes.
 
-    Args:
-        failure_points: sections of docs/FAILURE_POINTS.md: "F3 F13".
+    A list is written with spaces ("F3 F13"), and a link from the distribution's repository on ("issues/45663").
     """
 
     def __init__(
@@ -60,27 +68,28 @@ class Patch:
         affected: str,
         kind: Literal["repair", "refusal", "speed", "notice"] = "repair",
         acts_on: Literal["Gemma 4", "QAT checkpoints", "every model"] = "Gemma 4",
-        requires: tuple[str, ...] = (),
-        after: tuple[str, ...] = (),
-        needs: tuple[str, ...] = (),
-        bug: tuple[str, ...] = (),
-        applied_upstream: str | None = None,
+        requires: str = "",
+        after: str = "",
+        needs: str = "",
+        bug: str = "",
+        applied_upstream: str = "",
     ) -> None:
         file = sys._getframe(1).f_globals["__name__"].rpartition(".")[2]  # of the file that declares it
         self.id = file.replace("_", "-")
         self.distribution = file.partition("_")[0]
         self.affected = affected
-        self.requires = requires
+        self.requires = tuple(requires.split())
+        links = _REPOSITORIES.get(self.distribution, "")
         self._said: dict[str, Any] = {
             "failure_points": tuple(failure_points.split()),
             "severity": _one_of(engine.Severity, severity),
             "kind": _one_of(engine.Kind, kind),
             "acts_on": _one_of(engine.ActsOn, acts_on),
-            "after": after,
-            "needs": needs,
-            "bug": bug,
+            "after": tuple(after.split()),
+            "needs": tuple(needs.split()),
+            "bug": tuple(urljoin(links, link) for link in bug.split()),
             "fixed": affected.partition("<")[2] or None,  # releases are affected until one is fixed
-            "applied_upstream": applied_upstream,
+            "applied_upstream": urljoin(links, applied_upstream) if applied_upstream else None,
         }
         self._targets: dict[str, engine.Target | None] = {}
 

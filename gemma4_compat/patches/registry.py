@@ -1,4 +1,4 @@
-"""Every patch, by area. One line a patch, no discovery."""
+"""Every patch: ``measured.json`` lists them, and :data:`STACKED` orders those that replace the same functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -17,179 +18,106 @@ from gemma4_compat._engine.patch import LatePatch, Patch, Target
 _MEASURED = json.loads(resources.files(__package__).joinpath("measured.json").read_text(encoding="utf-8"))
 #: The measured releases of each library, oldest first.
 RELEASES: dict[str, list[str]] = _MEASURED["releases"]
-#: Patch -> the modules of its targets: its file is imported when one of them is.
+#: ``area.file`` of each patch -> the modules of its targets: its file is imported when one of them is.
 MODULES: dict[str, list[str]] = _MEASURED["modules"]
 #: Target -> fingerprint -> the releases that have that code.
 KNOWN: dict[str, dict[str, str]] = _MEASURED["known"]
 #: Patch -> errors of its reproduction without the shim.
 RAISED: dict[str, list[str]] = _MEASURED["raised"]
 
-#: Area -> its patch files, in the order in which patches of one function are applied: a later one is on top.
-AREAS: Mapping[str, tuple[str, ...]] = {
-    "multimodal": (
-        "transformers_quantized_vision",
-        "transformers_vision_dtype",
-        "transformers_quantized_audio",
-        "transformers_quantized_vision_unified",
-        "transformers_quantized_audio_unified",
-        "transformers_fp16_vision",
-        "transformers_fp16_vision_unified",
-        "transformers_fp16_padding",
-        "transformers_audio_dtype",
-        "transformers_audio_autocast",
-        "transformers_audio_attention",
-        "transformers_audio_mask",
-    ),
-    "training": (
-        "accelerate_ddp_offloaded",
-        "bitsandbytes_fsdp_packed_weights",
-        "peft_kbit_dtypes",
-        "peft_adalora_unused",
-        "peft_adalora_devices",
-        "transformers_uncached_sharing",
-        "transformers_rotary_order",
-        "transformers_rotary_cast",
-        "transformers_cudnn_padding",
-        "transformers_sliding_windows",
-        "transformers_flash_attention",
-        "transformers_packed_texts",
-        "transformers_attention_weights",
-        "transformers_qat_gradients",
-        "transformers_reentrant_checkpointing",
-        "transformers_generate_checkpointing",
-        "transformers_checkpointing_options",
-        "transformers_checkpointed_states",
-        "transformers_wide_heads",
-        "transformers_zero3_buffers",
-        "transformers_chunked_loss",
-        "transformers_chunked_mlp",
-        "transformers_accumulation_weights",
-    ),
-    "placement": (
-        "accelerate_skip_keys",
-        "accelerate_nested_map",
-        "accelerate_tied_devices",
-        "accelerate_split_buffers",
-        "transformers_shared_kv",
-        "transformers_placement_names",
-        "transformers_auto_map",
-        "transformers_map_boundaries",
-        "transformers_per_layer_devices",
-        "transformers_resize_offloaded",
-    ),
-    "offload": (
-        "accelerate_hf_initialized",
-        "accelerate_int8_offload",
-        "accelerate_tied_on_disk",
-        "accelerate_remove_hooks",
-        "accelerate_offload_folder",
-        "accelerate_disk_buffers",
-        "accelerate_load_tied",
-        "accelerate_embedding_lookup",
-        "bitsandbytes_meta_quant_state",
-        "bitsandbytes_int8_meta_scales",
-        "transformers_model_device",
-        "transformers_pipeline_device",
-    ),
-    "adapters": (
-        "accelerate_dispatch_adapters",
-        "peft_adapter_load",
-        "peft_adapter_keys",
-        "peft_failed_load",
-        "peft_keep_dispatch",
-        "peft_offloaded_inits",
-        "peft_clippable_linear",
-        "transformers_adapter_keys",
-        "peft_quantized_merge",
-        "peft_merge_offloaded",
-        "peft_tied_merge",
-        "peft_qat_merge",
-        "peft_resized_vocabulary",
-        "peft_quantized_experts",
-        "peft_quantized_tuners",
-        "peft_changed_base",
-        "peft_adalora_ranks",
-        "transformers_failed_adapter",
-        "peft_cache_name",
-        "peft_prefix_placement",
-        "peft_unilora_frod",
-        "peft_shared_devices",
-        "peft_input_devices",
-        "peft_hotswap_offloaded",
-        "peft_virtual_tokens",
-        "peft_adapter_names",
-        "peft_frozen_adapters",
-        "transformers_adapter_names",
-        "transformers_peft_release",
-        "transformers_adapter_placement",
-        "transformers_dequantized_adapter",
-    ),
-    "checkpoints": (
-        "accelerate_save_state_offloaded",
-        "bitsandbytes_int8_load_state",
-        "peft_save_offloaded",
-        "transformers_text_only_checkpoint",
-        "transformers_resave_quantized",
-        "transformers_save_tied_offloaded",
-        "transformers_save_offloaded_unified",
-        "transformers_shared_kv_weights",
-        "transformers_config_names",
-        "transformers_config_reads",
-    ),
-    "generation": (
-        "transformers_fp16_logits",
-        "transformers_assistant_sharing",
-        "transformers_assistant_arguments",
-        "transformers_assistant_keys",
-        "transformers_assistant_sampling",
-        "transformers_assisted_turns",
-        "transformers_assistant_memory",
-        "transformers_assistant_offloaded",
-        "transformers_offloaded_cache",
-        "transformers_static_cache",
-        "transformers_image_masks",
-        "transformers_vision_masks",
-        "transformers_sliding_cache",
-        "transformers_assisted_cache",
-        "transformers_draft_windows",
-        "transformers_early_exit",
-        "transformers_static_chunks",
-        "transformers_paged_cache",
-        "transformers_static_images",
-        "transformers_chunked_media",
-        "transformers_chunked_images",
-        "transformers_chunked_turns",
-        "transformers_held_prompts",
-        "transformers_unread_chunks",
-        "transformers_sliced_prompts",
-        "transformers_absent_per_layer",
-        "transformers_expanded_media",
-        "transformers_generate_embeddings",
-        "transformers_graph_decoding",
-        "transformers_image_masks_unified",
-        "transformers_deferred_stop",
-        "transformers_reuse_prefix",
-    ),
-    "quantization": (
-        "bitsandbytes_cpu_packing",
-        "bitsandbytes_cpu_strides",
-        "bitsandbytes_int8_strides",
-        "bitsandbytes_int8_notice",
-        "bitsandbytes_fused_dequantization",
-        "transformers_quantized_router",
-        "transformers_tied_head",
-        "transformers_quantized_experts",
-        "transformers_quantize_offloaded",
-        "transformers_qat_loading",
-        "transformers_qat_saving",
-        "transformers_qat_padding_row",
-        "transformers_qat_dequantize",
-        "transformers_compute_dtype",
-    ),
-}
-
-#: ``area.file``: on top of patches of the same function that are in other areas, in this order.
-ON_TOP: tuple[str, ...] = (
+#: The patches that replace a function which others also replace, or are ``after`` others; a later one is on top.
+STACKED: tuple[str, ...] = (
+    "multimodal.transformers_quantized_audio",
+    "multimodal.transformers_quantized_vision_unified",
+    "multimodal.transformers_fp16_vision_unified",
+    "multimodal.transformers_audio_dtype",
+    "multimodal.transformers_audio_autocast",
+    "multimodal.transformers_audio_attention",
+    "multimodal.transformers_audio_mask",
+    "training.transformers_uncached_sharing",
+    "training.transformers_rotary_order",
+    "training.transformers_rotary_cast",
+    "training.transformers_cudnn_padding",
+    "training.transformers_sliding_windows",
+    "training.transformers_flash_attention",
+    "training.transformers_packed_texts",
+    "training.transformers_attention_weights",
+    "training.transformers_reentrant_checkpointing",
+    "training.transformers_checkpointed_states",
+    "training.transformers_chunked_loss",
+    "training.transformers_chunked_mlp",
+    "training.transformers_accumulation_weights",
+    "placement.accelerate_skip_keys",
+    "placement.accelerate_nested_map",
+    "placement.transformers_shared_kv",
+    "placement.transformers_placement_names",
+    "placement.transformers_auto_map",
+    "placement.transformers_per_layer_devices",
+    "offload.accelerate_hf_initialized",
+    "offload.accelerate_int8_offload",
+    "offload.accelerate_tied_on_disk",
+    "offload.accelerate_offload_folder",
+    "offload.accelerate_disk_buffers",
+    "offload.accelerate_load_tied",
+    "offload.bitsandbytes_meta_quant_state",
+    "offload.transformers_model_device",
+    "adapters.accelerate_dispatch_adapters",
+    "adapters.peft_adapter_load",
+    "adapters.peft_adapter_keys",
+    "adapters.peft_failed_load",
+    "adapters.peft_keep_dispatch",
+    "adapters.peft_clippable_linear",
+    "adapters.transformers_adapter_keys",
+    "adapters.peft_quantized_merge",
+    "adapters.peft_merge_offloaded",
+    "adapters.peft_tied_merge",
+    "adapters.peft_qat_merge",
+    "adapters.peft_resized_vocabulary",
+    "adapters.peft_quantized_experts",
+    "adapters.peft_quantized_tuners",
+    "adapters.peft_changed_base",
+    "adapters.peft_adalora_ranks",
+    "adapters.transformers_failed_adapter",
+    "adapters.peft_cache_name",
+    "adapters.peft_input_devices",
+    "adapters.peft_virtual_tokens",
+    "adapters.transformers_adapter_names",
+    "adapters.transformers_adapter_placement",
+    "checkpoints.peft_save_offloaded",
+    "checkpoints.transformers_text_only_checkpoint",
+    "checkpoints.transformers_save_tied_offloaded",
+    "checkpoints.transformers_save_offloaded_unified",
+    "checkpoints.transformers_shared_kv_weights",
+    "generation.transformers_fp16_logits",
+    "generation.transformers_assistant_arguments",
+    "generation.transformers_assistant_keys",
+    "generation.transformers_assistant_sampling",
+    "generation.transformers_assisted_turns",
+    "generation.transformers_assistant_memory",
+    "generation.transformers_static_cache",
+    "generation.transformers_image_masks",
+    "generation.transformers_vision_masks",
+    "generation.transformers_assisted_cache",
+    "generation.transformers_static_images",
+    "generation.transformers_chunked_media",
+    "generation.transformers_chunked_images",
+    "generation.transformers_chunked_turns",
+    "generation.transformers_held_prompts",
+    "generation.transformers_unread_chunks",
+    "generation.transformers_sliced_prompts",
+    "generation.transformers_absent_per_layer",
+    "generation.transformers_expanded_media",
+    "generation.transformers_graph_decoding",
+    "generation.transformers_image_masks_unified",
+    "generation.transformers_reuse_prefix",
+    "quantization.bitsandbytes_cpu_packing",
+    "quantization.bitsandbytes_fused_dequantization",
+    "quantization.transformers_quantized_router",
+    "quantization.transformers_tied_head",
+    "quantization.transformers_quantized_experts",
+    "quantization.transformers_quantize_offloaded",
+    "quantization.transformers_qat_padding_row",
+    "quantization.transformers_compute_dtype",
     "offload.accelerate_move_offloaded",
     "offload.accelerate_cast_offloaded",
     "quantization.accelerate_subclass_offload",
@@ -210,39 +138,43 @@ ON_TOP: tuple[str, ...] = (
     "training.transformers_unfed_towers",
 )
 
+
+def _area(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _id(name: str) -> str:
+    return name.partition(".")[2].replace("_", "-")
+
+
+_ROWS = {name: row for row, name in enumerate(STACKED)}
+_FIRST_ROWS = {_area(name): row for name, row in reversed(_ROWS.items())}
+
+
+def _place(name: str) -> tuple[int, bool, str]:
+    """The others come before the first stacked one of their area, by name."""
+    return _ROWS.get(name, _FIRST_ROWS.get(_area(name), -1)), name in _ROWS, name
+
+
 #: ``area.file`` of every patch, in the order in which they are applied.
-PATCHES: tuple[str, ...] = (*(f"{area}.{file}" for area, files in AREAS.items() for file in files), *ON_TOP)
-
-#: The area of each patch.
-AREA_OF = {file.replace("_", "-"): folder for folder, file in (name.split(".") for name in PATCHES)}
-
-
-def area(patch_id: str) -> str:
-    """The area of a patch: the folder that its file, and its test, are in.
-
-    Raises:
-        KeyError: no patch has that id.
-    """
-    return AREA_OF[patch_id]
+PATCHES = tuple(sorted({*MODULES, *STACKED}, key=_place))
+#: The area of each patch: the folder that its file, and its test, are in.
+AREA_OF = {_id(name): _area(name) for name in PATCHES}
 
 
 def load() -> tuple[LatePatch | Patch, ...]:
     """Every patch; its file is imported when it is needed, or at once if it was not measured yet."""
-    late = [LatePatch(patch_id, tuple(MODULES.get(patch_id, ())), _loader(patch_id)) for patch_id in AREA_OF]
+    late = [LatePatch(_id(name), tuple(MODULES.get(name, ())), partial(complete, name)) for name in PATCHES]
     return tuple(patch if patch.modules else patch.load() for patch in late)
 
 
-def _loader(patch_id: str) -> Callable[[], Patch]:
-    return lambda: _complete(patch_id)
-
-
-def _complete(patch_id: str) -> Patch:
+def complete(name: str) -> Patch:
     """Import a patch file (it imports no upstream library) and complete the patch from docstring, folder and data.
 
     Raises:
         ValueError: the docstring lacks a section, or what the file declares makes no sense.
     """
-    module = importlib.import_module(f"gemma4_compat.patches.{AREA_OF[patch_id]}.{patch_id.replace('-', '_')}")
+    module = importlib.import_module(f"gemma4_compat.patches.{name}")
     patch: Patch = module.PATCH.complete(module)
     documentation = inspect.cleandoc(module.__doc__ or "")
     ordered = RELEASES.get(patch.distribution, [])  # of a library that was never measured
@@ -250,7 +182,7 @@ def _complete(patch_id: str) -> Patch:
     said: dict[str, Any] = _sections(documentation) if documentation else {}  # none under ``python -OO``
     return dataclasses.replace(
         patch,
-        area=AREA_OF[patch_id],
+        area=_area(name),
         documentation=documentation,
         measured=inside[-1] if inside else "",
         targets=tuple(dataclasses.replace(target, known=_known(target, inside, ordered)) for target in patch.targets),

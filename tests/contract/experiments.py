@@ -16,6 +16,7 @@ from tests.contract.observation import (
     engine_module,
     function,
     instead,
+    is_ours_to_look_at,
     look,
     marks,
     slot,
@@ -38,6 +39,9 @@ def faults_of_appearance(patch: Any, untouched: Snapshot) -> list[str]:
         held = [untouched.held[id(one), name][1] for one in holders if (id(one), name) in untouched.held]
         if target.attribute:
             continue  # there was no function
+        if not is_ours_to_look_at(target.module):
+            faults.append(f"{target} was not looked at before: its library is not in observation.LIBRARIES")
+            continue
         original = held[0] if held else sys.modules["gemma4_compat._engine.changes"].missing
         if type(found) is not type(original):
             faults.append(f"{target} is a {type(found).__name__}")

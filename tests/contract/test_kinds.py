@@ -62,19 +62,13 @@ def test_a_kind_is_switched_off_and_status_says_why(tmp_path: Path, kind: Kind) 
         assert all(reasons[name][1].endswith(f", with all others of the kind {kind}") for name in off)
 
 
-def test_the_registry_has_each_patch_in_its_area_unless_it_must_be_on_top() -> None:
-    """Moved to the end of its area, it would be below a patch of the same function that it is on top of now."""
-    order = [PATCHES[name.rpartition(".")[2].replace("_", "-")] for name in registry.PATCHES]
-    areas = [*registry.AREAS]
+def test_the_registry_orders_the_patches_that_need_it() -> None:
+    """Which of two patches of one function is on top is said there, and nothing is said of the others."""
 
     def follows(patch: Patch, other: Patch) -> bool:
         targets = {str(target) for target in patch.targets}
         return other.id in patch.after or not targets.isdisjoint(map(str, other.targets))
 
-    on_top = order[len(order) - len(registry.ON_TOP) :]
-    for index, patch in enumerate(order):
-        assert patch.area in areas
-        if patch in on_top:
-            below = [other for other in order[:index] if follows(patch, other)]
-            later = [other for other in below if other in on_top or areas.index(other.area) > areas.index(patch.area)]
-            assert later, f"{patch.id} can be in AREAS"
+    pairs = [(one, other) for one in PATCHES.values() for other in PATCHES.values() if one is not other]
+    stacked = {patch.id for one, other in pairs if follows(one, other) for patch in (one, other)}
+    assert stacked == {name.partition(".")[2].replace("_", "-") for name in registry.STACKED}

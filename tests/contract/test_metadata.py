@@ -38,7 +38,7 @@ def failure_points() -> dict[str, FailurePoint]:
     for area in re.split(r"^## ", FAILURE_POINTS.read_text(encoding="utf-8"), flags=re.M)[1:]:
         for section in re.split(r"^### ", area, flags=re.M)[1:]:
             listed = section.partition("**Repaired by:**")[2].partition("\n\n")[0]
-            ids = re.findall(r"\[`([a-z0-9-]+)`\]\(patches/[a-z]+\.md#\1\)", listed)
+            ids = re.findall(r"\[`([a-z0-9-]+)`\]\(patches/[a-z-]+\.md#\1\)", listed)
             found[section.partition(":")[0]] = FailurePoint(area.partition("\n")[0].lower(), ids)
     return found
 

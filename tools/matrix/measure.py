@@ -59,7 +59,7 @@ def measure(
 
 def tests_of(patch_id: str) -> list[Path]:
     """The files with a patch's tests: ``test_<patch>.py``, and any ``test_<patch>_<subject>.py``."""
-    folder = ROOT / "tests" / "patches" / registry.area(patch_id)
+    folder = ROOT / "tests" / "patches" / registry.AREA_OF[patch_id]
     return [file for file in sorted(folder.glob("test_*.py")) if owner(file.stem.removeprefix("test_")) == patch_id]
 
 

@@ -22,7 +22,7 @@ from tools import evidence
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "matrix.toml"
-LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
+LIBRARIES = tuple(versions.OLDEST)
 
 
 @dataclass(frozen=True)

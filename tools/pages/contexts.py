@@ -13,7 +13,7 @@ from typing import Any
 
 from gemma4_compat._gemma4.models import build, variants
 from gemma4_compat._gemma4.quantization import config
-from gemma4_compat._generation.prompts import room
+from gemma4_compat._generation.prompts import chunks
 from gemma4_compat._memory import formulas, layout, use
 from gemma4_compat._memory.blueprint import Blueprint, describe
 from gemma4_compat._memory.formulas import Load
@@ -89,8 +89,8 @@ def planned(shape: str, *, own: bool = True) -> dict[str, Any]:
     def peak(chunk: int) -> int:
         return use.use_of(blueprint, share, replace(load, prefill_chunk=chunk), budget=budget).peak
 
-    sizes = room.sizes(tokens=prompt, batch=1, streams=bool(apart))
-    chunk = room.first_that_fits(sizes, lambda size: peak(size) <= budget)
+    sizes = chunks.sizes(tokens=prompt, batch=1, streams=bool(apart))
+    chunk = chunks.first_that_fits(sizes, lambda size: peak(size) <= budget)
     assert chunk is not None  # a long prompt
     return {"chunk": chunk, "peak": peak(chunk)}
 

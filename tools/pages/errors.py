@@ -34,6 +34,19 @@ AREAS = {
     "multimodal": "Images and audio",
     "checkpoints": "Loading and saving checkpoints",
 }
+#: Areas with two pages, of errors and of what is silent: one would be too long.
+TWO_PAGES = ("adapters", "training", "generation")
+
+
+def is_silent(patch: gemma4_compat.Patch) -> bool:
+    """Whether it repairs what raises no error."""
+    return patch.symptom.startswith("silent: ")
+
+
+def entry(patch: gemma4_compat.Patch) -> str:
+    """Where the entry of a patch is, seen from docs/."""
+    part = "-silent" if patch.area in TWO_PAGES and is_silent(patch) else ""
+    return f"patches/{patch.area}{part}.md#{patch.id}"
 
 
 def seen(patch: gemma4_compat.Patch) -> str:
@@ -65,5 +78,5 @@ def common() -> str:
     rows = ["| you see | with | repaired by |", "|---|---|---|"]
     for patch in (known[name] for name in search.MET_FIRST):
         said = SAID.get(patch.id) or seen(patch)
-        rows.append(f"| {said} | {releases(patch)} | [`{patch.id}`](docs/patches/{patch.area}.md#{patch.id}) |")
+        rows.append(f"| {said} | {releases(patch)} | [`{patch.id}`](docs/{entry(patch)}) |")
     return "\n".join(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import gemma4_compat
-from gemma4_compat._doctor.explain import common_errors, places, search
+from gemma4_compat._doctor.explain import common_errors, search
 from gemma4_compat.patches.registry import RAISED
 from tools.pages import errors
 
@@ -17,13 +17,13 @@ def known() -> dict[str, Any]:
     return {
         "patches": {
             patch.id: {
-                "area": patch.area,
+                "entry": errors.entry(patch).replace(".md", ".html"),
                 "symptom": patch.first_symptom.removeprefix("silent: "),
                 "summary": patch.summary,
                 "releases": errors.releases(patch),
                 "targets": search.files_of(patch),
                 "named": sorted(search.named_in(patch)),
-                "places": places.PLACES.get(patch.id, ()),
+                "places": search.PLACES.get(patch.id, ()),
             }
             for patch in patches
         },

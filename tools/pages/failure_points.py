@@ -9,6 +9,7 @@ import functools
 import re
 
 import gemma4_compat
+from tools.pages import errors
 from tools.pages.markers import ROOT, slug
 
 PAGE = ROOT / "docs" / "FAILURE_POINTS.md"
@@ -34,8 +35,8 @@ def _section(section: str) -> str:
     section, area, rest = section.partition("\n## ")
     written = section.partition(LIST)[0].rstrip()
     rows = [
-        f"  - [`{patch.id}`](patches/{patch.area}.md#{patch.id})"
-        for patch in gemma4_compat.patches()
+        f"  - [`{patch.id}`]({errors.entry(patch)})"
+        for patch in sorted(gemma4_compat.patches(), key=lambda patch: patch.id)
         if _number(section) in patch.failure_points
     ]
     return "\n".join([written, *([LIST, *rows] if rows else [])]) + "\n\n" + (f"## {rest}" if area else "")

@@ -35,13 +35,15 @@ def runs() -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def counts() -> list[str]:
-    """How many patches were measured with each stack, for docs/PATCHES.md."""
+    """How many patches were measured with each stack, for docs/EVIDENCE.md."""
     patches, lines = gemma4_compat.patches(), []
     for run, _ in runs():
         said = [verdict(run["measured"][patch.id]) for patch in patches if patch.id in run["measured"]]
         found = ", ".join(f"{said.count(name)} {name}" for name in ("repaired", "not affected", "not repaired"))
         release = run["versions"]["transformers"]
-        lines.append(f"- On a [GPU](GPU.md), transformers {release}: {len(said)} of {len(patches)} measured, {found}")
+        lines.append(
+            f"- On a [GPU](docs/GPU.md), transformers {release}: {len(said)} of {len(patches)} measured, {found}"
+        )
     return lines
 
 

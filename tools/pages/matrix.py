@@ -26,7 +26,7 @@ def verdicts(patch: gemma4_compat.Patch) -> dict[str, list[str]]:
     return {name: found[name] for name in sorted(found, key=lambda name: (name not in usual, name))}
 
 
-def page_section(others: list[str]) -> list[str]:
+def section(others: list[str]) -> str:
     """What was measured in all stacks, with lines on what was measured elsewhere, and which stacks they are."""
     found = results()
     entries = [entry for result in found.values() for entry in result["patches"].values()]
@@ -40,7 +40,7 @@ def page_section(others: list[str]) -> list[str]:
         f"**{measure.NOT_APPLICABLE}**: the situation cannot exist there (a model class or entry point that the",
         "release lacks, a CPU without",
         "AVX512-BF16, no GPU). A new patch is measured at least at the ends of its range. Raw:",
-        "[patches](evidence/patches), [releases of each stack](evidence/matrix.json).",
+        "[patches](docs/evidence/patches), [releases of each stack](docs/evidence/matrix.json).",
         "",
         f"- On CPUs, {dates[0]} to {dates[-1]}: {len(found)} stacks, {good} of them as claimed; of {len(said)}",
         f"  pairs of a patch and a stack {counts}; {tests} patch tests passed",
@@ -50,4 +50,4 @@ def page_section(others: list[str]) -> list[str]:
     pins = ([name, *(result["pins"][library] for library in stacks.LIBRARIES)] for name, result in found.items())
     table = [["stack", *stacks.LIBRARIES], ["---"] * (1 + len(stacks.LIBRARIES)), *pins]
     lines = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
-    return [*rows, details(f"The releases of the {len(found)} stacks", lines)]
+    return "\n".join([*rows, details(f"The releases of the {len(found)} stacks", lines)])

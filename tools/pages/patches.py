@@ -14,7 +14,7 @@ from tools.pages.markers import generated, shorten
 def index() -> str:
     """docs/PATCHES.md: every patch's symptom, errors before silent ones, by area."""
     patches = gemma4_compat.patches()
-    raised = sum(not patch.symptom.startswith("silent: ") for patch in patches)
+    raised = sum(not errors.is_silent(patch) for patch in patches)
     parts = [
         "# Patches, by what you see",
         "",
@@ -24,33 +24,42 @@ def index() -> str:
         "are wrong, large or slow. [Find the error](ERRORS.md) takes a pasted error or traceback. Each link says why",
         "it happens, in which releases, and how it is repaired. `gemma4-compat explain ID` prints the same,",
         "`gemma4-compat doctor ID` shows it on your machine. [Failure points](FAILURE_POINTS.md) say what a repair",
-        "must show.",
+        "must show. After the link to a repair are the affected releases of the library that its name begins with;",
+        "[the matrix](EVIDENCE.md#the-matrix) says with which ones everything was measured.",
     ]
     for area, heading in errors.AREAS.items():
         parts += ["", f"## {heading}"]
         for silent, title in ((False, "Errors"), (True, "No error, but")):
-            cards = [_card(patch) for patch in _of(area) if patch.symptom.startswith("silent: ") == silent]
+            cards = [_card(patch) for patch in _of(area) if errors.is_silent(patch) == silent]
             parts += ["", f"**{title}**", "", *cards] if cards else []
     missing = {patch.area for patch in patches} - errors.AREAS.keys()
     if missing:
         raise SystemExit(f"tools/pages/errors.py has no heading for {', '.join(sorted(missing))}")
-    parts += ["", "## The matrix", "", *matrix.page_section([*gpu.counts(), *variants.summary()])]
     return "\n".join(parts) + "\n"
 
 
 def _card(patch: gemma4_compat.Patch) -> str:
     """An item of a list, which the site shows as a card (docs/site.css)."""
     seen = patch.first_symptom.removeprefix("silent: ")
-    return f'- <a id="{patch.id}"></a>{seen}<br>Fix: {link(patch.id)}: {affected(patch)}'
+    return f'- <a id="{patch.id}"></a>{seen}<br>Fix: {link(patch.id)}: {patch.affected}'
 
 
 def _of(area: str) -> list[gemma4_compat.Patch]:
-    return [patch for patch in gemma4_compat.patches() if patch.area == area]
+    found = [patch for patch in gemma4_compat.patches() if patch.area == area]
+    return sorted(found, key=lambda patch: patch.id)
 
 
-def area_pages() -> dict[str, str]:
-    """Area -> its page in docs/patches."""
-    return {area: _page(f"{heading}: the patches", _of(area)) for area, heading in errors.AREAS.items()}
+def pages() -> dict[str, str]:
+    """Name of a file -> a page with the entries of an area, or those of its errors, or of what is silent."""
+    found = {}
+    for area, heading in errors.AREAS.items():
+        if area in errors.TWO_PAGES:
+            found[f"{area}.md"] = _page(f"{heading}: errors", [it for it in _of(area) if not errors.is_silent(it)])
+            silent = [patch for patch in _of(area) if errors.is_silent(patch)]
+            found[f"{area}-silent.md"] = _page(f"{heading}: no error, but", silent)
+        else:
+            found[f"{area}.md"] = _page(f"{heading}: the patches", _of(area))
+    return found
 
 
 def _page(heading: str, patches: Sequence[gemma4_compat.Patch]) -> str:
@@ -59,7 +68,7 @@ def _page(heading: str, patches: Sequence[gemma4_compat.Patch]) -> str:
         "",
         generated("the patch files and what was measured"),
         "",
-        "**Measured** counts [stacks](../PATCHES.md#the-matrix) on CPUs, and names releases of transformers for a",
+        "**Measured** counts [stacks](../EVIDENCE.md#the-matrix) on CPUs, and names releases of transformers for a",
         "[GPU](../GPU.md); variants are [those of Gemma 4](../VARIANTS.md) made small. A release newer than the",
         "measured one gets a patch only where the code that it replaces is the same. Where an entry does not say",
         "otherwise, it is a repair and acts only on Gemma 4.",
@@ -106,8 +115,8 @@ def _replaced(patch: gemma4_compat.Patch) -> str:
 
 def link(patch_id: str, to: str = "") -> str:
     """A link to a patch's entry; ``to`` leads to docs/."""
-    area = next(patch.area for patch in gemma4_compat.patches() if patch.id == patch_id)
-    return f"[`{patch_id}`]({to}patches/{area}.md#{patch_id})"
+    patch = next(patch for patch in gemma4_compat.patches() if patch.id == patch_id)
+    return f"[`{patch_id}`]({to}{errors.entry(patch)})"
 
 
 def affected(patch: gemma4_compat.Patch) -> str:

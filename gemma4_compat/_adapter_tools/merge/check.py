@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat._gemma4.models import random_inputs
+
 #: Bounds as multiples of the noise: for the largest difference, and for the root mean square, which varies less.
 BOUND, BOUND_RMS = 3.0, 2.0
 #: The same for a 4-bit result, against the same quantization of the base: here many values matter, not few.
@@ -141,14 +143,12 @@ def prompts(folder: Path, model: Any, count: int, adapted: Sequence[str]) -> tup
     import torch
 
     config = model.config
-    text = config.get_text_config()
     notes: list[str] = []
     tokenizer, why = _tokenizer(folder)
     if tokenizer is None:
         notes.append(f"no tokenizer ({why}): the prompts are pseudo-random token ids")
     generator = torch.Generator().manual_seed(7)
-    special = {value for name, value in vars(config).items() if name.endswith(("token_id", "token_index"))}
-    plain = torch.tensor([token for token in range(3, min(text.vocab_size, 65536)) if token not in special])
+    plain = random_inputs.plain_tokens(config)
     found: list[Prompt] = []
     for index in range(count):
         if tokenizer is not None and index < len(_TEXTS):
@@ -159,8 +159,8 @@ def prompts(folder: Path, model: Any, count: int, adapted: Sequence[str]) -> tup
         else:
             chosen = torch.randint(len(plain), (1, _PROMPT_TOKENS), generator=generator)
             ids, title = plain[chosen], f"{_PROMPT_TOKENS} token ids"
-        found.append(Prompt(title, _batch(model, ids)))
-    media = _media(model, plain, generator)
+        found.append(Prompt(title, random_inputs.text_batch(config, ids)))
+    media = _media(config, plain, generator)
     if media is not None and count:
         found.append(media)
     towers = [path for path in adapted if _is_for_media(path)]
@@ -187,50 +187,21 @@ def _tokenizer(folder: Path) -> tuple[Any, str]:
         return None, " ".join(str(error).split())[:200]
 
 
-def _batch(model: Any, ids: Any) -> dict[str, Any]:
-    import torch
-
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if _has_towers(model):
-        batch["mm_token_type_ids"] = torch.zeros_like(ids)
-    return batch
-
-
-def _has_towers(model: Any) -> bool:
-    return bool(getattr(model.config, "vision_config", None) or getattr(model.config, "audio_config", None))
-
-
-def _media(model: Any, plain: Any, generator: Any) -> Prompt | None:
+def _media(config: Any, plain: Any, generator: Any) -> Prompt | None:
     """A prompt with a small image and a short audio clip of random values, four soft tokens each."""
     import torch
 
-    config = model.config
     if config.model_type != "gemma4":
         return None
-    vision, audio = getattr(config, "vision_config", None), getattr(config, "audio_config", None)
-    if vision is None and audio is None:
-        return None
-    ids = plain[torch.randint(len(plain), (1, 24), generator=generator)]
-    batch = _batch(model, ids)
+    batch = random_inputs.text_batch(config, plain[torch.randint(len(plain), (1, 24), generator=generator)])
     names = []
-    if vision is not None:
-        ids[0, 4:8] = config.image_token_id
-        side = torch.arange(2 * vision.pooling_kernel_size)
-        grid = torch.stack(torch.meshgrid(side, side, indexing="xy"), dim=-1).reshape(1, len(side) ** 2, 2)
-        batch["pixel_values"] = torch.rand(1, len(side) ** 2, 3 * vision.patch_size**2, generator=generator)
-        batch["image_position_ids"] = grid
+    if getattr(config, "vision_config", None) is not None:
+        random_inputs.add_image(config, batch, slice(4, 8), generator)
         names.append("an image")
-    if audio is not None:
-        ids[0, 12:16] = config.audio_token_id
-        mels = audio.subsampling_conv_channels[0]
-        batch["input_features"] = torch.randn(1, 16, mels, generator=generator)
-        batch["input_features_mask"] = torch.ones(1, 16, dtype=torch.bool)
+    if getattr(config, "audio_config", None) is not None:
+        random_inputs.add_sound(config, batch, slice(12, 16), generator)
         names.append("audio")
-    if vision is not None:
-        batch["mm_token_type_ids"] = (ids == config.image_token_id).long()
-    if audio is not None:
-        batch["mm_token_type_ids"] = batch["mm_token_type_ids"] + 3 * (ids == config.audio_token_id).long()
-    return Prompt(f"{' and '.join(names)} of random values", batch)
+    return Prompt(f"{' and '.join(names)} of random values", batch) if names else None
 
 
 def reference_outputs(
@@ -349,7 +320,7 @@ def _empty_cache() -> None:
 
 
 def _logits(model: Any, prompt: Prompt) -> Any:
-    return model(**_on(model, prompt.batch)).logits[0].float().cpu()
+    return model(**random_inputs.on(model, prompt.batch)).logits[0].float().cpu()
 
 
 def _greedy(model: Any, prompt: Prompt) -> Any:
@@ -357,17 +328,10 @@ def _greedy(model: Any, prompt: Prompt) -> Any:
     import torch
 
     out = model.generate(
-        **_on(model, prompt.batch), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+        **random_inputs.on(model, prompt.batch), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
     )
     tokens = out[0, prompt.batch["input_ids"].shape[1] :].cpu()
     return torch.nn.functional.pad(tokens, (0, NEW_TOKENS - len(tokens)), value=-1)
-
-
-def _on(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    from gemma4_compat._gemma4.models.inspection import input_device
-
-    device = input_device(model)
-    return {name: value.to(device) for name, value in batch.items()}
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -148,18 +148,13 @@ class MergedTensors:
 
     def values(self, progress: bool | None) -> dict[str, Callable[[], Iterator[Any]]]:
         """For each output, the function that yields its pieces."""
-        outputs = self.outputs()
-        bar = _bar(len(outputs), progress)
         names = {key: name for name, key in self.base.keys.items()}
 
-        def value(key: str) -> Callable[[], Iterator[Any]]:
-            def pieces() -> Iterator[Any]:
-                yield from self._cast(key, self._pieces(names.get(key, key)))
-                bar.update()
+        def pieces(key: str) -> Iterator[Any]:
+            return self._cast(key, self._pieces(names.get(key, key)))
 
-            return pieces
-
-        return {output.name: value(output.name) for output in outputs}
+        values = {output.name: functools.partial(pieces, output.name) for output in self.outputs()}
+        return shards.with_bar(values, "merging", progress)
 
     def _pieces(self, name: str) -> Iterator[Any]:
         if name in self._owned:
@@ -194,10 +189,3 @@ class MergedTensors:
 
 def _is_copied(path: str, config: Any) -> bool:
     return any(f".{path}".endswith(f".{name}") for name in getattr(config, "modules_to_save", None) or ())
-
-
-def _bar(total: int, progress: bool | None) -> Any:
-    from tqdm import tqdm
-
-    shown = sys.stderr.isatty() if progress is None else progress
-    return tqdm(total=total, desc="merging", unit="tensor", disable=not shown, leave=False)

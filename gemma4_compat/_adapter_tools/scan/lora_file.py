@@ -11,7 +11,7 @@ from gemma4_compat._adapter_tools.scan.result import Findings
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.adapters import translation
 from gemma4_compat._gemma4.adapters.saved import CONFIG, WEIGHTS, SavedAdapter
-from gemma4_compat._gemma4.checkpoint import consistency
+from gemma4_compat._gemma4.checkpoint import header
 
 #: A key of one of the two matrices of a LoRA layer: the stem, and A or B.
 HALF = re.compile(r"(?s)(.+)\.lora_(?:embedding_)?([AB])(?:\.|$)")
@@ -57,7 +57,7 @@ class Ranks:
 def check(saved: SavedAdapter, peft_type: str, ranks: Ranks | None, findings: Findings) -> None:
     """Add what is wrong with the file; with ``ranks``, also where they differ from the configuration."""
     tensors = saved.tensors
-    damaged = dict(consistency.problems(saved.folder / WEIGHTS, tensors))
+    damaged = dict(header.problems(saved.folder / WEIGHTS, tensors))
     findings.add(
         "damaged",
         "{count} tensors are not stored in the file as safetensors requires, so nothing loads it. {first} "

@@ -10,17 +10,10 @@ from typing import Any
 
 from gemma4_compat._doctor.check.prompts import Prompt
 from gemma4_compat._engine.patch import FORWARDS
+from gemma4_compat._gemma4.models import random_inputs
 
 #: Positions of a prompt whose logits are compared, the last ones.
 _POSITIONS = 16
-
-
-def on(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """``batch`` where the model wants it."""
-    from gemma4_compat._gemma4.models.inspection import input_device
-
-    device = input_device(model)
-    return {name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()}
 
 
 def of(model: Any, prompt: Prompt, new: int, suppress: list[int]) -> dict[str, Any]:
@@ -31,7 +24,7 @@ def of(model: Any, prompt: Prompt, new: int, suppress: list[int]) -> dict[str, A
     import torch
 
     found = {}
-    batch = on(model, prompt.batch)
+    batch = random_inputs.on(model, prompt.batch)
     with torch.no_grad():
         for number in range(FORWARDS):
             found[f"forward {number + 1}"] = model(**batch, logits_to_keep=_POSITIONS).logits.cpu()
@@ -48,7 +41,7 @@ def generated(model: Any, prompt: Prompt, new: int, suppress: list[int], **optio
     kept = _Kept()
     with torch.no_grad():
         tokens = model.generate(
-            **on(model, prompt.batch),
+            **random_inputs.on(model, prompt.batch),
             max_new_tokens=new,
             min_new_tokens=new,
             do_sample=False,

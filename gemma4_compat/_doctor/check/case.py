@@ -19,7 +19,7 @@ from gemma4_compat._graphs import decoder, fused_steps
 Say = Callable[[dict[str, Any]], None]
 
 #: Tokens of an answer; of one that shows replayed steps on a GPU, enough to have them fused.
-_TOKENS, _QUICK_TOKENS, _FUSED_TOKENS = 16, 8, fused_steps.AFTER + 8
+_TOKENS, _QUICK_TOKENS, _FUSED_TOKENS = 16, 8, fused_steps.Progress.after + 8
 #: Tokens without fast decoding that are timed.
 _EAGER_TOKENS = 16
 LOAD, ADAPTER = "load", "load the adapter"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.models import random_inputs
 
 #: In the order in which they run.
 KINDS = ("text", "long text", "image", "sound")
@@ -57,7 +58,7 @@ def build(kind: str, config: Any, folder: Path, *, longest: int, image: Path | N
     if kind == "image" and image is not None:
         return Prompt(kind, _picture(folder, image))
     if kind == "text" and (ids := _tokenized(folder)) is not None:
-        return Prompt(kind, _batch(config, ids[:, :longest]))
+        return Prompt(kind, random_inputs.text_batch(config, ids[:, :longest]))
     window = getattr(config.get_text_config(), "sliding_window", None) or 512
     length = {"text": _TOKENS, "long text": window + _PAST_THE_WINDOW}.get(kind, _TOKENS)
     return Prompt(kind, _with_media(kind, config, random_ids(config, min(length, longest), seed=KINDS.index(kind))))
@@ -67,55 +68,20 @@ def random_ids(config: Any, length: int, *, seed: int) -> Any:
     """Token ids, shape (1, ``length``), int64: the same on every machine, and none of them special."""
     import torch
 
-    text = config.get_text_config()
-    special = set()
-    for one in (config, text):
-        for name, value in vars(one).items():
-            if name.endswith(("token_id", "token_index")):
-                special |= set(value if isinstance(value, list) else [value])
-    plain = torch.tensor([token for token in range(3, min(text.vocab_size, 65536)) if token not in special])
+    plain = random_inputs.plain_tokens(config)
     return plain[torch.randint(len(plain), (1, length), generator=torch.Generator().manual_seed(seed))]
-
-
-def _batch(config: Any, ids: Any) -> dict[str, Any]:
-    import torch
-
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if "image" in kinds(config) or "sound" in kinds(config):
-        batch["mm_token_type_ids"] = torch.zeros_like(ids)
-    return batch
 
 
 def _with_media(kind: str, config: Any, ids: Any) -> dict[str, Any]:
     """``ids`` with an image or a sound of random values, four soft tokens, in their middle."""
     import torch
 
-    batch = _batch(config, ids)
-    unified = config.model_type == "gemma4_unified"
+    batch = random_inputs.text_batch(config, ids)
     generator = torch.Generator().manual_seed(11)
-    middle = slice(8, 12)
     if kind == "image":
-        vision = config.vision_config
-        # The unified model has no tower: what arrives is pooled already.
-        edge, pixels = (
-            (2, vision.patch_size * vision.pooling_kernel_size)
-            if unified
-            else (
-                2 * vision.pooling_kernel_size,
-                vision.patch_size,
-            )
-        )
-        side = torch.arange(edge)
-        grid = torch.stack(torch.meshgrid(side, side, indexing="xy"), dim=-1).reshape(1, edge**2, 2)
-        batch["pixel_values"] = torch.rand(1, edge**2, 3 * pixels**2, generator=generator)
-        batch["image_position_ids"] = grid
-        ids[0, middle], batch["mm_token_type_ids"][0, middle] = config.image_token_id, 1
+        random_inputs.add_image(config, batch, slice(8, 12), generator)
     elif kind == "sound":
-        audio = config.audio_config
-        frames, width = (4, audio.audio_embed_dim) if unified else (16, audio.subsampling_conv_channels[0])
-        batch["input_features"] = torch.randn(1, frames, width, generator=generator)
-        batch["input_features_mask"] = torch.ones(1, frames, dtype=torch.bool)
-        ids[0, middle], batch["mm_token_type_ids"][0, middle] = config.audio_token_id, 3
+        random_inputs.add_sound(config, batch, slice(8, 12), generator)
     return batch
 
 

@@ -8,7 +8,8 @@ import statistics
 import time
 from typing import Any
 
-from gemma4_compat._doctor.check import answers, prompts
+from gemma4_compat._doctor.check import prompts
+from gemma4_compat._gemma4.models import random_inputs
 
 #: Gaps between tokens that count, the last ones: before them a graph is captured, and after 96 replays fused.
 _GAPS = 24
@@ -32,7 +33,7 @@ def of(model: Any, length: int, new: int, **options: Any) -> dict[str, Any]:
     """``tokens_s`` after a prompt of ``length`` tokens, and ``first_token_s``, of the second of two equal calls."""
     import torch
 
-    batch = answers.on(model, {"input_ids": prompts.random_ids(model.config, length, seed=length)})
+    batch = random_inputs.on(model, {"input_ids": prompts.random_ids(model.config, length, seed=length)})
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     for _ in range(2):
         clock = Clock()

@@ -11,17 +11,23 @@ match.
 from __future__ import annotations
 
 import builtins
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 
 from gemma4_compat._doctor.explain.messages import Frame, Message, Said
-from gemma4_compat._doctor.explain.places import PLACES
 from gemma4_compat._engine.patch import Patch
 from gemma4_compat.patches.registry import RAISED
 
+#: Patch -> where the errors of its reproduction leave the libraries, and what is called there: see :func:`place_of`.
+#: ``python -m tools.pasted_errors`` writes it.
+PLACES: dict[str, list[str]] = json.loads(
+    resources.files(__package__).joinpath("places.json").read_text(encoding="utf-8")
+)
 #: A message matches a pattern if it has this share of the pattern's weight, in the same order.
 _ENOUGH = 0.82
 #: Below this share, no pattern is named as the nearest.

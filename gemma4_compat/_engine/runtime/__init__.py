@@ -1,6 +1,6 @@
 """Objects and threads of this process.
 
-* :mod:`in_place`: a method or an attribute of one object replaced. :mod:`proxies`, :mod:`views`: an object seen
+* :mod:`in_place`: a method, an attribute or a variable replaced. :mod:`proxies`, :mod:`views`: an object seen
   otherwise.
 * :mod:`locks`: who waits for whom. :mod:`selftest`: what is tried once on a device.
 """

@@ -1,4 +1,4 @@
-"""A method or an attribute of one object replaced, without a trace afterwards, whatever else is replaced meanwhile.
+"""A method, an attribute or a variable replaced, without a trace afterwards, whatever else is replaced meanwhile.
 
 Replacements of one name stack, the latest on top. They may end in any order, in any thread: each removes only itself,
 and after the last one the object is as it was. What others put there meanwhile stays.
@@ -12,7 +12,10 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+_Value = TypeVar("_Value")
 
 
 class ABSENT:
@@ -220,3 +223,25 @@ def assigned(owner: Any, name: str, value: Any) -> Iterator[None]:
                 _set(owner, name, attribute.top())
             if not attribute.values:
                 del _attributes[key]
+
+
+@contextlib.contextmanager
+def bound(variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
+    """Inside, a context variable has this value, only in this thread (and task)."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
+def here(local: threading.local, **values: Any) -> Iterator[None]:
+    """Inside, what a module keeps for each thread has these attributes in this thread, and as before otherwise."""
+    before = dict(vars(local))
+    vars(local).update(values)
+    try:
+        yield
+    finally:
+        vars(local).clear()
+        vars(local).update(before)

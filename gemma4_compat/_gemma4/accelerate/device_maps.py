@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gemma4_compat._engine.io import notice
@@ -111,18 +111,15 @@ def check_complete(model: Any, placement: Mapping[str, Any]) -> None:
         holds_nothing = [module for module in ancestors(name) if module not in around]
         missing[holds_nothing[-1] if holds_nothing else name] = None
     raise Gemma4CompatError(
-        f"device_map gives no device for {_listed(list(missing))}. Add "
+        f"device_map gives no device for {_listed(missing)}. Add "
         "entries for these, or a catch-all entry '' for everything that is not named. Nothing was loaded or moved."
     )
 
 
 def warn_unmatched_skips(model: Any, entries: Iterable[str], matches: Any) -> None:
-    """Warn of entries of ``llm_int8_skip_modules`` that keep no module from being quantized.
+    """Warn of entries of ``llm_int8_skip_modules`` that keep no module of ``model`` from being quantized.
 
-    Args:
-        model: the model that is about to be quantized.
-        entries: the list the user gave.
-        matches: ``matches(module name, entry)``, transformers' own rule.
+    ``matches(module name, entry)`` is transformers' own rule.
     """
     import torch
 
@@ -178,32 +175,30 @@ def nearest(model: Any, name: str) -> list[str]:
 
 
 def _warn_unmatched(model: Any, where: str, unmatched: list[str]) -> None:
-    meant = "; ".join(f"{name!r} (nearest: {', '.join(nearest(model, name))})" for name in unmatched[:_LISTED])
-    more = f" and {len(unmatched) - _LISTED} more" if len(unmatched) > _LISTED else ""
+    meant = _listed(unmatched, "; ", lambda name: f"{name!r} (nearest: {', '.join(nearest(model, name))})")
     notice.warn_user(
-        f"{where} names modules that {type(model).__name__} does not have, so these entries have no effect: "
-        f"{meant}{more}."
+        f"{where} names modules that {type(model).__name__} does not have, so these entries have no effect: {meant}."
     )
 
 
 def _warn_containers(around: Mapping[str, list[str]]) -> None:
-    meant = "; ".join(
-        f"{entry!r} (write {' and '.join(repr(name) for name in names)})"
-        if len(names) <= 2
-        else f"{entry!r} (write each of the {len(names)} paths: {names[0]!r} ...)"
-        for entry, names in list(around.items())[:_LISTED]
-    )
-    more = f" and {len(around) - _LISTED} more" if len(around) > _LISTED else ""
+    def shown(entry: str) -> str:
+        names = around[entry]
+        if len(names) <= 2:
+            return f"{entry!r} (write {' and '.join(repr(name) for name in names)})"
+        return f"{entry!r} (write each of the {len(names)} paths: {names[0]!r} ...)"
+
     notice.warn_user(
         "llm_int8_skip_modules names modules by the end of their path, which does not reach the linear layers inside: "
-        f"they are quantized all the same. {meant}{more}. gemma4_compat.quantization_skip_modules names what is worth "
-        "keeping."
+        f"they are quantized all the same. {_listed(around, '; ', shown)}. gemma4_compat.quantization_skip_modules "
+        "names what is worth keeping."
     )
 
 
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_LISTED])
-    return f"{shown} and {len(names) - _LISTED} more" if len(names) > _LISTED else shown
+def _listed(names: Iterable[str], separator: str = ", ", shown: Callable[[str], str] = str) -> str:
+    found = list(names)
+    more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+    return separator.join(map(shown, found[:_LISTED])) + more
 
 
 def _problem(device: Any) -> str:

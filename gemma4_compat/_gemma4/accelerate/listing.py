@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,19 +132,12 @@ def _module(function: Any) -> str:
     return module if package == _PACKAGE else ""
 
 
+@functools.cache
 def _declared(kind: str, name: str, module: str) -> table.Declared:
-    for declared in _table().get(kind, ()):
-        if (kind == "hooks" or declared.name == name) and declared.module == module:
+    for declared in table.DECLARED:
+        if (declared.kind, declared.module) == (kind, module) and (kind == "hooks" or declared.name == name):
             return declared
     if kind == "mark":  # of another version of this package, in a pickle
         return table.Declared(kind, name, "", "", "This version does not know it.")
     name = name or f"hooks of {_PACKAGE}.{module}"
     return table.Declared(kind, name, "", "", f"It is there while a call of {_PACKAGE}.{module} runs.", module)
-
-
-@functools.cache
-def _table() -> Mapping[str, list[table.Declared]]:
-    return {
-        kind: [declared for declared in table.DECLARED if declared.kind == kind]
-        for kind in ("mark", "hooks", "method")
-    }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.accelerate import attached
+from gemma4_compat._gemma4.state import contents
 
 #: Bytes that come from a device at a time, to be compared.
 _AT_ONCE = 2**26
@@ -63,6 +64,13 @@ def is_offloaded(module: Any) -> bool:
     return offload_hook(module) is not None and any(
         parameter.device.type == "meta" for parameter in module.parameters(recurse=False)
     )
+
+
+def gemma4_forward(module: Any, ending: str) -> Callable[..., Any] | None:
+    """The function that accelerate's hook on a module calls, if it is Gemma 4's and its name ends so."""
+    function = getattr(vars(module).get("_old_forward"), "__func__", None)
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+    return function if name.startswith("transformers.models.gemma4") and name.endswith(ending) else None
 
 
 def offload_tied(module: Any) -> None:
@@ -153,23 +161,14 @@ def _changed_scales(hook: Any, weight: Any) -> dict[str, Any]:
     for held, origin in ((one, getattr(one, attached.ORIGIN, None)) for one in (state, scales)):
         if origin is None or getattr(held, "packing_format_for_cpu", False):
             continue
-        pairs = zip(_scales(held), _scales(origin), strict=True)
-        if not all(one.shape == other.shape and same_bytes(one, other) for one, other in pairs):
+        named = ([("SCB", one)] if held is scales else contents.named_tensors(one) for one in (held, origin))
+        pairs = zip(*named, strict=True)
+        if not all(one.shape == other.shape and same_bytes(one, other) for (_, one), (_, other) in pairs):
             delattr(held, attached.ORIGIN)  # the next move to meta makes a copy
     with contextlib.suppress(KeyError):
         if scales is not None and not scales.is_meta and not is_stored(hook, "SCB", scales):
             return {"SCB": scales.detach().to("cpu")}
     return {}
-
-
-def _scales(held: Any) -> list[Any]:
-    """The tensors of a 4-bit weight's quantization state; the scales of an 8-bit weight are one."""
-    import torch
-
-    if isinstance(held, torch.Tensor):
-        return [held]
-    found = [value for value in vars(held).values() if isinstance(value, torch.Tensor)]
-    return found + ([] if vars(held).get("state2") is None else _scales(held.state2))
 
 
 def _onloaded(module: Any, hook: Any) -> Iterator[tuple[str, Any]]:
@@ -226,12 +225,7 @@ def hooks_off(modules: Iterable[Any]) -> Iterator[None]:
             vars(module).update(attributes)
 
 
-@contextlib.contextmanager
-def hidden_map(model: Any) -> Iterator[None]:
+def hidden_map(model: Any) -> contextlib.AbstractContextManager[None]:
     """Inside, a dispatched model hides its ``hf_device_map``. Does nothing for a model without one."""
     owner = map_owner(model)
-    if owner is None:
-        yield
-        return
-    with in_place.assigned(owner, "hf_device_map", in_place.ABSENT):
-        yield
+    return contextlib.nullcontext() if owner is None else in_place.assigned(owner, "hf_device_map", in_place.ABSENT)

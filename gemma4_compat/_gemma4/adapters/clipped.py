@@ -30,7 +30,8 @@ def redirect(config: Any, model: Any) -> None:
     compact = copy.copy(config)
     compact.target_modules = _with_inner(config.target_modules, matched)
     compact.exclude_modules = _excluding(getattr(config, "exclude_modules", None), matched)
-    if _has_field(config, "exclude_modules") and matching.targeted(compact, names) == wanted:
+    saved = {field.name for field in dataclasses.fields(config)}  # not other attributes
+    if "exclude_modules" in saved and matching.targeted(compact, names) == wanted:
         config.target_modules, config.exclude_modules = compact.target_modules, compact.exclude_modules
     else:  # a tuner without exclusions, or a pattern that cannot be extended (it ends in a look-around)
         config.target_modules = wanted
@@ -52,11 +53,6 @@ def is_wrapper(module: Any) -> bool:
     """Whether this is a clipped linear (with one inner layer) of any Gemma 4 class."""
     named = family.is_gemma4_module(module) and type(module).__name__.endswith("ClippableLinear")
     return named and INNER in getattr(module, "_modules", {})
-
-
-def _has_field(config: Any, name: str) -> bool:
-    """Whether the config saves ``name``: it saves its fields, not other attributes."""
-    return name in {field.name for field in dataclasses.fields(config)}
 
 
 def _with_inner(targets: Any, matched: Iterable[str]) -> Any:

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.adapters import mersenne
 
 #: PEFT's LoRA layers that are all created the same way and have only the parameters of their containers.
@@ -151,11 +152,10 @@ _creating: ContextVar[Creation | None] = ContextVar("_creating", default=None)
 def creating(adapter: str, names: Mapping[str, tuple[int, ...]]) -> Iterator[Creation]:
     """Inside, the adapter's layers for these modules are created without values, unless torch is not as usual."""
     creation = Creation(adapter, names if is_usual() else {})
-    token = _creating.set(creation)
     try:
-        yield creation
+        with in_place.bound(_creating, creation):
+            yield creation
     finally:
-        _creating.reset(token)
         creation.settle()
 
 

@@ -16,23 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._engine.io import notice
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.adapters import clipped, matching, translation
 from gemma4_compat._gemma4.adapters.translation import PREFIX, Translation
 
 _SHOWN = 3
 #: Parts after a module's name that a tuner's layer does not have: trained copies, biases, rows of an embedding.
-_NOT_TUNED = (
-    "weight",
-    "bias",
-    "modules_to_save",
-    "original_module",
-    "token_adapter",
-    "input_min",
-    "input_max",
-    "output_min",
-    "output_max",
-)
+_NOT_TUNED = {
+    *("weight", "bias", "modules_to_save", "original_module", "token_adapter"),
+    *("input_min", "input_max", "output_min", "output_max"),
+}
 
 
 @dataclass(frozen=True)
@@ -53,15 +47,10 @@ class Loading:
 _loading: ContextVar[Loading | None] = ContextVar("_loading", default=None)
 
 
-@contextlib.contextmanager
-def loading(source: Any, keys: Iterable[str]) -> Iterator[None]:
+def loading(source: Any, keys: Iterable[str]) -> contextlib.AbstractContextManager[None]:
     """Inside, the adapter being loaded has these keys (if a mapping: with shapes) in its file."""
     shapes = keys if isinstance(keys, Mapping) else {}
-    token = _loading.set(Loading(str(source), tuple(keys), shapes=shapes))
-    try:
-        yield
-    finally:
-        _loading.reset(token)
+    return in_place.bound(_loading, Loading(str(source), tuple(keys), shapes=shapes))
 
 
 def being_loaded() -> Loading | None:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
 def targeted(config: Any, names: Iterable[str]) -> set[str]:
     """The names that PEFT would put an adapter on."""
-    check = _function("peft.tuners.tuners_utils", "check_target_module_exists")
-    return {name for name in names if check(config, name)}
+    from peft.tuners import tuners_utils
+
+    return {name for name in names if tuners_utils.check_target_module_exists(config, name)}
 
 
 def is_excluded(config: Any, name: str) -> bool:
     """Whether ``exclude_modules`` keeps PEFT from adapting the module."""
-    check = _function("peft.tuners.tuners_utils", "check_target_module_exists")
-    return type(check(config, name)).__name__ == "_ExcludedModule"
+    from peft.tuners import tuners_utils
+
+    return type(tuners_utils.check_target_module_exists(config, name)).__name__ == "_ExcludedModule"
 
 
 def pattern_for(patterns: Mapping[str, Any], name: str) -> str | None:
     """The key of a ``rank_pattern`` or ``alpha_pattern`` that PEFT uses for the module; None if none matches."""
-    found = _function("peft.utils.other", "get_pattern_key")(patterns.keys(), name)
+    from peft.utils import other
+
+    found: str = other.get_pattern_key(patterns.keys(), name)
     return found if found in patterns else None
 
 
@@ -37,8 +40,3 @@ def names_module(names: Any, path: str) -> bool:
     if isinstance(names, str):
         return re.fullmatch(names, path) is not None
     return any(f".{path}".endswith(f".{name}") for name in names)
-
-
-def _function(module: str, name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = vars(sys.modules[module])[name]
-    return function

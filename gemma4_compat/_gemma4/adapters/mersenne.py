@@ -76,17 +76,12 @@ def _continued(words: Any, length: int) -> Any:
     """The sequence that begins with these words."""
     import numpy
 
-    upper, lower, one, twist = (numpy.uint32(value) for value in (0x80000000, 0x7FFFFFFF, 1, _TWIST))
-    found = numpy.empty(length, numpy.uint32)
-    found[:_WORDS] = words
-    step = _WORDS - _MIDDLE
-    for start in range(_WORDS, length, step):
-        size = min(step, length - start)
-        first = start - _WORDS
-        mixed = (found[first : first + size] & upper) | (found[first + 1 : first + 1 + size] & lower)
-        middle = found[start - step : start - step + size]
-        found[start : start + size] = middle ^ (mixed >> one) ^ ((mixed & one) * twist)
-    return found
+    generator, found = numpy.random.MT19937(), [words]
+    generator.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": _WORDS}}
+    for _ in range(length // _WORDS):
+        generator.random_raw(_WORDS, output=False)  # as many as it has, so it renews them
+        found.append(generator.state["state"]["key"])
+    return numpy.concatenate(found)[:length]
 
 
 @functools.lru_cache(maxsize=16)

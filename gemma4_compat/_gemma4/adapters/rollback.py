@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.adapters import fitting
 from gemma4_compat._gemma4.models import walk
@@ -36,12 +37,8 @@ def undone_if_it_fails(model: Any, adapter_name: str) -> Iterator[None]:
     if key in _active.get():
         yield
         return
-    token = _active.set(_active.get() | {key})
-    try:
-        with _restored(model, adapter_name):
-            yield
-    finally:
-        _active.reset(token)
+    with in_place.bound(_active, _active.get() | {key}), _restored(model, adapter_name):
+        yield
 
 
 @contextlib.contextmanager

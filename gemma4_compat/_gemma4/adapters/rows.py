@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.models import media
 from gemma4_compat._gemma4.models.family import is_gemma4
 
@@ -161,14 +162,9 @@ def current() -> Call | None:
     return _current.get()
 
 
-@contextlib.contextmanager
-def entered(call: Call | None) -> Iterator[None]:
+def entered(call: Call | None) -> contextlib.AbstractContextManager[None]:
     """Inside, this thread is in this call, or in none."""
-    token = _current.set(call)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return in_place.bound(_current, call)
 
 
 @contextlib.contextmanager
@@ -189,11 +185,7 @@ def by_adapter(
 ) -> Any:
     """What ``run`` returns for the places of each name, with only that adapter, joined.
 
-    Args:
-        call: the running one.
-        names: of each item or token.
-        run: gets places in ``names``.
-        join: gets what it returned for each name, and the places.
+    ``names`` has one for each item or token. ``join`` gets what ``run`` returned for each name, and the places.
     """
     places: dict[str, list[int]] = {}
     for index, name in enumerate(names):

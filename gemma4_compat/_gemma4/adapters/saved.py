@@ -16,7 +16,7 @@ from gemma4_compat._engine.io import arguments, files, json_files
 from gemma4_compat._engine.io import patterns as patterned
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.adapters import translation
-from gemma4_compat._gemma4.checkpoint import header
+from gemma4_compat._gemma4.checkpoint import folders, header
 
 #: Exceptions of PEFT, torch and ``re`` for settings that they cannot use.
 REFUSALS = (
@@ -131,27 +131,14 @@ def _folder(adapter: str | os.PathLike[str]) -> Path:
         raise Gemma4CompatError(f"{str(path)!r} is a file; give the folder that it is in")
     name = os.fspath(adapter)
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        cached = _cached(name)
+        cached = folders.cached(name, CONFIG)
         if cached is not None:
-            return cached
+            return cached.parent
         raise Gemma4CompatError(
             f"{name!r} is neither a folder nor an adapter in the cache of the hub; fetch it with: "
             f"hf download {name} {CONFIG} {WEIGHTS}"
         )
     raise Gemma4CompatError(f"the folder {name!r} does not exist; give the folder of a saved adapter")
-
-
-def _cached(repository: str) -> Path | None:
-    try:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-    except ModuleNotFoundError:
-        return None
-    try:
-        found = try_to_load_from_cache(repository, CONFIG)
-    except HFValidationError:
-        return None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def _no_config(folder: Path) -> Gemma4CompatError:

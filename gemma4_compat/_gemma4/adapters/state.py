@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gemma4_compat._gemma4.models import walk
+
 
 def load(model: Any, weights: Any, strict: bool = True, assign: bool = False) -> Any:
     """``model.load_state_dict``, with the same results."""
@@ -33,7 +35,8 @@ def _load(model: Any, weights: Mapping[str, Any]) -> Any:
         while owner not in above:
             above.add(owner)
             owner = owner[:-1].rpartition(".")[0] + "."
-    modules = _all(model)
+    found = walk.named_modules(model, remove_duplicate=False)
+    modules = [(f"{name}." if name else "", module) for name, module in found]  # prefixes, as torch has them
     kinds: dict[type, bool] = {}
     known = dict(modules)
     for owner, here in owned.items():
@@ -58,18 +61,6 @@ def _load(model: Any, weights: Mapping[str, Any]) -> Any:
                 prefix + name for name, value in module._buffers.items() if value is not None and name not in left_out
             ]
     return None if errors or unexpected else _IncompatibleKeys(missing, unexpected)
-
-
-def _all(root: Any) -> list[tuple[str, Any]]:
-    """Prefix and module, in torch's order; a module under two names comes twice."""
-    found = []
-    waiting = [("", root)]
-    while waiting:
-        prefix, module = waiting.pop()
-        found.append((prefix, module))
-        if children := module._modules:
-            waiting += [(f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None]
-    return found
 
 
 def _is_own(module: Any, name: str, value: Any) -> bool:

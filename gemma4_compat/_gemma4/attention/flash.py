@@ -95,12 +95,13 @@ def sliding_mask(original: Callable[..., Any], arguments: dict[str, Any]) -> Any
     mask = arguments.get("attention_mask")
     batch, length = embeds.shape[:2]
     blocks = arguments.get("block_sequence_ids")
+    by_sdpa = arguments | {"config": Sdpa(arguments["config"])}
     if length == 1:  # the last token sees no later token
         blocks = None
     elif any(arguments.get(name) is not None for name in ("or_mask_function", "and_mask_function")):
-        return original(**{**arguments, "config": Sdpa(arguments["config"])})
+        return original(**by_sdpa)
     if (blocks is not None and bool((blocks >= 0).any())) or _packed_rows(arguments):
-        return original(**{**arguments, "config": Sdpa(arguments["config"])})
+        return original(**by_sdpa)
     arguments = {name: value for name, value in arguments.items() if name != "block_sequence_ids"}
     if not getattr(cache, "is_compileable", False):
         return original(**arguments)
@@ -126,11 +127,8 @@ def _packed_rows(arguments: dict[str, Any]) -> bool:
     from transformers import masking_utils
 
     mask: Any = arguments.get("attention_mask")
-    embeds, positions, cache = (
-        arguments["inputs_embeds"],
-        arguments.get("position_ids"),
-        cache_names.cache_in(arguments),
-    )
+    embeds, positions = arguments["inputs_embeds"], arguments.get("position_ids")
+    cache = cache_names.cache_in(arguments)
     rows = embeds.shape[0]
     if positions is None or (rows == 1 and mask is None):
         return False

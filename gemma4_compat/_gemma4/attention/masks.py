@@ -78,7 +78,4 @@ def of_images(images: Any, texts: Any = None, *, config: Any, inputs_embeds: Any
 
         window = masking_utils.sliding_window_overlay(config.sliding_window)
         arguments["or_mask_function"] = masking_utils.and_masks(window, in_one_image)
-    return {
-        "full_attention": full,
-        "sliding_attention": masking_utils.create_sliding_window_causal_mask(**arguments),
-    }
+    return {"full_attention": full, "sliding_attention": masking_utils.create_sliding_window_causal_mask(**arguments)}

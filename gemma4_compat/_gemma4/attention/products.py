@@ -14,6 +14,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._gemma4.attention import layers, tracing
 from gemma4_compat._gemma4.attention.flash import WIDEST
@@ -31,8 +33,6 @@ def serve(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: An
     Queries, keys and values are (rows, heads, tokens, width), a mask is (rows or 1, heads or 1, queries, keys).
     Without one, each query sees the keys up to its own.
     """
-    import torch
-
     if not layers.is_text(module) or not module.training or query.shape[-1] <= WIDEST:
         return False
     if query.dtype not in (torch.bfloat16, torch.float16) or {key.dtype, value.dtype} != {query.dtype}:
@@ -49,16 +49,12 @@ def serve(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: An
 
 def are_known() -> bool:
     """Whether this torch has products of 16-bit tensors in float32, on some devices."""
-    import torch
-
     return "dtype" in torch.ops.aten.bmm.overloads()
 
 
 @functools.cache
 def work(device: Any, dtype: Any) -> bool:
     """Whether a device computes them. Tried once; if it does not, the log says why."""
-    import torch
-
     values = torch.ones(1, 16, 16, device=device, dtype=dtype)
     found = torch.zeros_like(values, dtype=torch.float32)
     try:
@@ -80,13 +76,11 @@ def attention(query: Any, key: Any, value: Any, mask: Any, scaling: float) -> An
         spans: Spans = tuple((0, min(start + block, queries)) for start in range(0, queries, block))
     else:
         spans = tracing.once(mask, attached.SPANS, _spans, block)
-    return _function().apply(query, key, value, mask, scaling, block, spans)
+    return _Products.apply(query, key, value, mask, scaling, block, spans)
 
 
 def _spans(mask: Any, block: int) -> Spans:
     """Which keys the queries of each block see."""
-    import torch
-
     seen = torch.stack([part.any(dim=2).flatten(0, 1).any(dim=0) for part in mask.split(block, dim=2)]).byte()
     first, after = seen.argmax(dim=1), mask.shape[3] - seen.flip(1).argmax(dim=1)
     return tuple(zip(first.tolist(), after.tolist()))  # of a block that sees nothing: all keys
@@ -94,15 +88,11 @@ def _spans(mask: Any, block: int) -> Spans:
 
 def _has_memory(tensor: Any) -> bool:
     """Plans count tensors without."""
-    import torch
-
     return type(tensor) is torch.Tensor
 
 
 def _multiply(left: Any, right: Any, found: Any, *, add: bool = False) -> Any:
     """The product of 16-bit tensors, (batch, rows, columns), written or added to ``found`` in float32."""
-    import torch
-
     if not _has_memory(left):
         return found
     if not left.is_cuda:
@@ -119,8 +109,6 @@ class _Block:
     """
 
     def __init__(self, query: Any, key: Any, mask: Any, scaling: float, block: int, spans: Spans) -> None:
-        import torch
-
         self._query, self._keys, self._mask, self._scaling = query, key.flatten(0, 1), mask, scaling
         most = query.shape[0] * query.shape[1] * block * max(after - first for first, after in spans)
         self._scores, self._shares = (query.new_empty(most, dtype=torch.float32) for _ in range(2))
@@ -156,8 +144,6 @@ class _Block:
 
     def shares(self) -> Any:
         """How much of each value goes into the output, float32. Zero for a query that sees no key."""
-        import torch
-
         scores = self.product(self.queries, self.keys.transpose(1, 2))
         if self._scaling != 1:
             scores *= self._scaling
@@ -183,49 +169,43 @@ def _blocks(query: Any, key: Any, mask: Any, scaling: float, block: int, spans: 
         yield found
 
 
-@functools.cache
-def _function() -> Any:
-    import torch
+class _Products(torch.autograd.Function):  # type: ignore[misc]
+    """(query, key, value, mask, scaling, queries of a block, spans) -> (rows, queries, heads, width)."""
 
-    class Products(torch.autograd.Function):  # type: ignore[misc]
-        """(query, key, value, mask, scaling, queries of a block, spans) -> (rows, queries, heads, width)."""
+    @staticmethod
+    def forward(
+        ctx: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, block: int, spans: Spans
+    ) -> Any:
+        found = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3])
+        ctx.save_for_backward(query, key, value, mask, found)
+        ctx.given = scaling, block, spans
+        values = value.flatten(0, 1)
+        with torch.autocast(query.device.type, enabled=False):
+            for one in _blocks(query, key, mask, scaling, block, spans):
+                outputs = torch.bmm(one.rounded(one.shares()), values[:, one.span])
+                found[:, one.part] = one.by_head(outputs).transpose(1, 2)
+        return found
 
-        @staticmethod
-        def forward(
-            ctx: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, block: int, spans: Spans
-        ) -> Any:
-            found = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3])
-            ctx.save_for_backward(query, key, value, mask, found)
-            ctx.given = scaling, block, spans
-            values = value.flatten(0, 1)
-            with torch.autocast(query.device.type, enabled=False):
-                for one in _blocks(query, key, mask, scaling, block, spans):
-                    outputs = torch.bmm(one.rounded(one.shares()), values[:, one.span])
-                    found[:, one.part] = one.by_head(outputs).transpose(1, 2)
-            return found
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-        def backward(ctx: Any, incoming: Any) -> Any:
-            query, key, value, mask, outputs = ctx.saved_tensors
-            scaling, block, spans = ctx.given
-            values, of_query = value.flatten(0, 1), torch.empty_like(query)
-            shapes = (values.shape[0], key.shape[2], key.shape[3]), values.shape
-            of_keys, of_values = (torch.zeros(shape, dtype=torch.float32, device=key.device) for shape in shapes)
-            with torch.autocast(query.device.type, enabled=False):
-                for one in _blocks(query, key, mask, scaling, block, spans):
-                    shares = one.shares()
-                    gradient = one.grouped(incoming[:, one.part].transpose(1, 2))
-                    output = one.grouped(outputs[:, one.part].transpose(1, 2))
-                    total = (gradient.float() * output.float()).sum(dim=-1, keepdim=True)
-                    _multiply(one.rounded(shares).transpose(1, 2), gradient, of_values[:, one.span], add=True)
-                    scores = one.product(gradient, values[:, one.span].transpose(1, 2)).sub_(total).mul_(shares)
-                    if scaling != 1:
-                        scores *= scaling
-                    scores = one.rounded(scores)
-                    of_query[:, :, one.part] = one.by_head(torch.bmm(scores, one.keys))
-                    _multiply(scores.transpose(1, 2), one.queries, of_keys[:, one.span], add=True)
-            of_key, of_value = of_keys.to(key.dtype).view(key.shape), of_values.to(value.dtype).view(value.shape)
-            return of_query, of_key, of_value, None, None, None, None
-
-    return Products
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, incoming: Any) -> Any:
+        query, key, value, mask, outputs = ctx.saved_tensors
+        scaling, block, spans = ctx.given
+        values, of_query = value.flatten(0, 1), torch.empty_like(query)
+        shapes = (values.shape[0], key.shape[2], key.shape[3]), values.shape
+        of_keys, of_values = (torch.zeros(shape, dtype=torch.float32, device=key.device) for shape in shapes)
+        with torch.autocast(query.device.type, enabled=False):
+            for one in _blocks(query, key, mask, scaling, block, spans):
+                shares = one.shares()
+                gradient = one.grouped(incoming[:, one.part].transpose(1, 2))
+                output = one.grouped(outputs[:, one.part].transpose(1, 2))
+                total = (gradient.float() * output.float()).sum(dim=-1, keepdim=True)
+                _multiply(one.rounded(shares).transpose(1, 2), gradient, of_values[:, one.span], add=True)
+                scores = one.product(gradient, values[:, one.span].transpose(1, 2)).sub_(total).mul_(shares)
+                if scaling != 1:
+                    scores *= scaling
+                scores = one.rounded(scores)
+                of_query[:, :, one.part] = one.by_head(torch.bmm(scores, one.keys))
+                _multiply(scores.transpose(1, 2), one.queries, of_keys[:, one.span], add=True)
+        of_key, of_value = of_keys.to(key.dtype).view(key.shape), of_values.to(value.dtype).view(value.shape)
+        return of_query, of_key, of_value, None, None, None, None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.cache import prefill
 from gemma4_compat._gemma4.state import contents
 
@@ -44,26 +45,13 @@ class MaskRead:
 def record_reads(tensors: Sequence[Any]) -> Iterator[list[MaskRead]]:
     """Inside, this thread records what :func:`once` returns for the masks among ``tensors``."""
     found: list[MaskRead] = []
-    with _as(recorded=(tensors, found)):
+    with in_place.here(_inside, recorded=(tensors, found)):
         yield found
 
 
-@contextlib.contextmanager
-def replay_reads(reads: Sequence[MaskRead]) -> Iterator[None]:
+def replay_reads(reads: Sequence[MaskRead]) -> contextlib.AbstractContextManager[None]:
     """Inside, :func:`once` returns what these reads returned, in their order, and reads nothing."""
-    with _as(replayed=iter(reads)):
-        yield
-
-
-@contextlib.contextmanager
-def _as(**changed: Any) -> Iterator[None]:
-    before = dict(vars(_inside))
-    vars(_inside).update(changed)
-    try:
-        yield
-    finally:
-        vars(_inside).clear()
-        vars(_inside).update(before)
+    return in_place.here(_inside, replayed=iter(reads))
 
 
 def is_real(tensor: Any) -> bool:

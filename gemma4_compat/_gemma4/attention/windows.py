@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._engine import dormant, settings
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._engine.runtime.selftest import SelfTests
 from gemma4_compat._gemma4.accelerate import attached
-from gemma4_compat._gemma4.attention import layers, products, tracing
+from gemma4_compat._gemma4.attention import layers, tracing
 from gemma4_compat._gemma4.attention.block_layout import UNIT, Layout
 
 ID = "transformers-sliding-windows"
@@ -45,28 +46,17 @@ _inside = threading.local()
 _tests = SelfTests(limit=1024)
 
 
-@contextlib.contextmanager
-def each_inside(manager: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+def each_inside(manager: contextlib.AbstractContextManager[Any]) -> contextlib.AbstractContextManager[None]:
     """Inside, this thread enters ``manager`` around each call of attention of a Gemma 4, once the patch is awake."""
-    before = getattr(_inside, "manager", None)
-    _inside.manager = manager
-    try:
-        yield
-    finally:
-        _inside.manager = before
+    return in_place.here(_inside, manager=manager)
 
 
-@contextlib.contextmanager
-def planned() -> Iterator[None]:
+def planned() -> contextlib.AbstractContextManager[None]:
     """Inside, this thread computes tensors without memory by windows, as with the opt-in on a GPU.
 
     Their masks show what those of a text show: nobody can read them.
     """
-    _inside.planned = True
-    try:
-        yield
-    finally:
-        _inside.planned = False
+    return in_place.here(_inside, planned=True)
 
 
 def _is_planned() -> bool:
@@ -89,13 +79,7 @@ def over(found: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attention(
-    whole: Callable[..., Any],
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any = None,
-    **kwargs: Any,
+    whole: Callable[..., Any], module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any
 ) -> Any:
     """What ``whole`` computes, transformers' function for ``sdpa``; see there for the arguments.
 
@@ -116,6 +100,8 @@ def _attention(
         return whole(*given, **kwargs)
     by_windows, by_products = _asked(module)
     if by_products and _may_multiply(*given, **kwargs):
+        from gemma4_compat._gemma4.attention import products
+
         scaling = kwargs["scaling"] if kwargs.get("scaling") is not None else query.shape[3] ** -0.5
         return products.attention(query, key, value, attention_mask, scaling), None
     if attention_mask is None or not _can_be(*given, enabled=by_windows, **kwargs):
@@ -128,9 +114,9 @@ def _attention(
     if layout is None:
         return whole(*given, **kwargs)
     blocks = tracing.made(attention_mask, attached.WINDOWS, _of_blocks, len(query), layout)
-    if not (by_windows or _has_the_bits(whole, layout, blocks, *given, **kwargs)):
+    if not (by_windows or _has_the_bits(whole, layout, blocks, given, **kwargs)):
         return whole(*given, **kwargs)
-    return _by_windows(whole, layout, blocks, *given, **kwargs), None
+    return _by_windows(whole, layout, blocks, given, **kwargs), None
 
 
 def _asked(module: Any) -> tuple[bool, bool]:
@@ -211,6 +197,8 @@ def _may_multiply(module: Any, query: Any, key: Any, value: Any, mask: Any, **kw
 
     if query.shape[2] < LEAST_TO_MULTIPLY.get(_device(query), query.shape[2] + 1) or torch.compiler.is_compiling():
         return False
+    from gemma4_compat._gemma4.attention import products
+
     if not products.serve(module, query, key, value, mask, **kwargs):
         return False
     if _is_planned():
@@ -254,22 +242,13 @@ def _of_blocks(mask: Any, rows: int, layout: Layout) -> Any:
     return torch.stack([mask[:, :, query, key] for query, key in layout.middle()], dim=1).flatten(0, 1)
 
 
-def _by_windows(
-    whole: Callable[..., Any],
-    layout: Layout,
-    blocks: Any,
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    **kwargs: Any,
-) -> Any:
-    """(rows, queries, heads, width), as ``whole`` gives it. ``blocks``: the mask of whole blocks."""
+def _by_windows(whole: Callable[..., Any], layout: Layout, blocks: Any, given: tuple[Any, ...], **kwargs: Any) -> Any:
+    """(rows, queries, heads, width), as ``whole`` gives it for ``given``. ``blocks``: the mask of whole blocks."""
     import torch
 
     from gemma4_compat._gemma4.attention.gathered import gathered
 
+    module, query, key, value, mask = given
     rows, heads, _, width = query.shape
     layer, found = layers.OneGroup(module), []
     head, tail = layout.head, layout.tail
@@ -285,15 +264,7 @@ def _by_windows(
 
 
 def _has_the_bits(
-    whole: Callable[..., Any],
-    layout: Layout,
-    blocks: Any,
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    **kwargs: Any,
+    whole: Callable[..., Any], layout: Layout, blocks: Any, given: tuple[Any, ...], **kwargs: Any
 ) -> bool:
     """Whether one call has the same bits. The first call of a kind computes both.
 
@@ -301,6 +272,7 @@ def _has_the_bits(
     """
     import torch
 
+    module, query, key, value, mask = given
     kind = (
         layout,
         *((tensor.device, tensor.dtype, tensor.shape, tensor.stride()) for tensor in (query, key, value)),
@@ -314,7 +286,7 @@ def _has_the_bits(
         generator = torch.Generator(value.device).manual_seed(0)
         drawn = torch.empty_like(value).normal_(generator=generator)
         expected = whole(module, query, key, drawn, mask, **kwargs)[0]
-        found = _by_windows(whole, layout, blocks, module, query, key, drawn, mask, **kwargs)
+        found = _by_windows(whole, layout, blocks, (module, query, key, drawn, mask), **kwargs)
         return bool(torch.equal(expected, found))
 
     return _tests.passes(kind, value.device, trial)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.cache import cache_names
 
@@ -61,11 +61,6 @@ def is_captured() -> bool:
     return getattr(_found, "before", None) is not None
 
 
-@contextlib.contextmanager
-def known_to_hide_nothing(found: bool) -> Iterator[None]:
+def known_to_hide_nothing(found: bool) -> contextlib.AbstractContextManager[None]:
     """Inside a capture, :func:`hides_nothing` returns what it has found for the same prompt before."""
-    _found.before = found
-    try:
-        yield
-    finally:
-        _found.before = None
+    return in_place.here(_found, before=found)

@@ -5,6 +5,8 @@ skip key names, FSDP and FSDP2 every plain dict. A layer then writes into a copy
 
 A checkpoint keeps the arguments of its layer. If one of them leads to what the layer computes, neither is released:
 see :func:`checkpointed_layer`.
+
+:class:`Unshared` corrects what a cache reads about these layers.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ from collections import UserDict
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+from gemma4_compat._engine.runtime.views import PlainView
 from gemma4_compat._gemma4.state import checkpointing
 
 #: The argument in which layers hand keys and values to later layers.
 NAME = "shared_kv_states"
+#: How many layers do, in a text model's configuration.
+_SHARED = "num_kv_shared_layers"
 
 
 class SharedStates(UserDict[Any, Any]):
@@ -125,3 +130,23 @@ def sharing_modes(original: Callable[..., list[str | None]], self: Any) -> list[
         for index in {kind: index for index, kind in enumerate(self.layer_types)}.values():
             modes[index] = "store"
     return modes
+
+
+def shares_nothing(config: Any) -> bool:
+    """Whether the text model's configuration explicitly says that no layer is KV-shared."""
+    return getattr(config.get_text_config(decoder=True), _SHARED, None) == 0
+
+
+class Unshared(PlainView):
+    """The text model's part of ``config`` for a cache, as if KV-shared layers did not exist."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config.get_text_config(decoder=True))
+
+    def get_text_config(self, decoder: bool | None = None) -> Unshared:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == _SHARED:
+            raise AttributeError(name)
+        return super().__getattr__(name)

@@ -27,11 +27,7 @@ _SHORTENED, _LONGEST_NAME = 200, 255
 
 
 def local(given: str | Path, what: str) -> Path:
-    """The given folder, or the folder of a cached id.
-
-    Raises:
-        Gemma4CompatError: there is neither.
-    """
+    """The given folder, or the folder of a cached id; raises :class:`Gemma4CompatError` if there is neither."""
     folder = arguments.path(given, what)
     if os.path.isdir(folder):  # noqa: PTH112 - it is False for what can be no name, where Path raises
         return folder
@@ -47,6 +43,20 @@ def local(given: str | Path, what: str) -> Path:
             f"the {what} {str(given)!r} is neither a folder nor in the cache of the hub; fetch it with: "
             f"hf download {given}"
         ) from error
+
+
+def cached(repository: str, file: str) -> Path | None:
+    """A file of a repository in the cache of the hub; None without one, or without the library."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ModuleNotFoundError:
+        return None
+    try:
+        found = try_to_load_from_cache(repository, file)
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def output(given: str | Path, *inputs: Path, what: str = "merged model") -> Path:

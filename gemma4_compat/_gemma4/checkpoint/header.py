@@ -6,6 +6,7 @@ The safetensors library needs numpy or torch even for shapes, and maps the file.
 from __future__ import annotations
 
 import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -47,6 +48,8 @@ def header(file: Path) -> dict[str, Tensor]:
     Raises:
         Gemma4CompatError: it is not a safetensors file, or it is truncated or damaged.
     """
+    from gemma4_compat._engine.io import formats
+
     try:
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -70,7 +73,8 @@ def header(file: Path) -> dict[str, Tensor]:
         stream.seek(8)
         text = stream.read(length)
     wrong = f"{str(file)!r} is not a safetensors file: its header cannot be read"
-    entries = _entries(text, wrong)
+    entries = json_files.of_format(text, dict[formats.Name, formats.Tensor], wrong)
+    entries.pop("__metadata__", None)
     tensors = {}
     for name, entry in entries.items():
         try:
@@ -88,14 +92,6 @@ def header(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _entries(text: bytes, wrong: str) -> dict[str, Any]:
-    from gemma4_compat._engine.io import formats
-
-    entries = json_files.of_format(text, dict[formats.Name, formats.Tensor], wrong)
-    entries.pop("__metadata__", None)
-    return entries
-
-
 def _tensor(entry: Any, first: int) -> Tensor:
     dtype, shape, offsets = entry.dtype, entry.shape, entry.data_offsets
     if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, tuple)):
@@ -106,6 +102,26 @@ def _tensor(entry: Any, first: int) -> Tensor:
     if dtype in BITS and end - begin != prod(shape) * BITS[dtype] // 8:
         raise ValueError(f"{dtype} of shape {shape} in {end - begin} bytes")
     return Tensor(dtype, tuple(shape), first + begin, end - begin)
+
+
+def problems(file: Path, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """The problems of a file with a readable header, as (tensor, problem).
+
+    By safetensors' own rules the data of the tensors is contiguous, from the first byte to the last.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in BITS:
+            yield name, f"has the dtype {tensor.dtype!r}, which safetensors does not have"
+    with file.open("rb") as stream:
+        end = 8 + int.from_bytes(stream.read(8), "little")
+    before = "the header"
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if tensor.start < end:
+            yield name, f"shares {end - tensor.start} bytes with {before!r}"
+        elif tensor.start > end:
+            yield name, f"begins {tensor.start - end} bytes after the end of {before!r}; no tensor has these bytes"
+        if tensor.start + tensor.nbytes >= end:
+            end, before = tensor.start + tensor.nbytes, name
 
 
 def _truncated(file: Path, size: int, expected: int, what: str) -> Gemma4CompatError:

@@ -6,19 +6,21 @@ Memory-mapping would do the same, but the pages of an open mapped file count as 
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
+import math
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from gemma4_compat._engine.io import json_files
 from gemma4_compat._engine.io.files import exists, read_bytes
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._gemma4.checkpoint import consistency
-from gemma4_compat._gemma4.checkpoint.header import header
+from gemma4_compat._gemma4.checkpoint.header import header, problems
 
 #: Bytes per piece when a tensor is only copied.
 PIECE = 64 << 20
@@ -65,7 +67,8 @@ def entries(file: Path) -> dict[str, Entry]:
         Gemma4CompatError: it is not a safetensors file, or it is truncated or damaged.
     """
     tensors = header(file)
-    consistency.refuse_problems(file, tensors)
+    for name, problem in problems(file, tensors):
+        raise Gemma4CompatError(f"{str(file)!r} is damaged: {name!r} {problem}. Get it again")
     found = [
         Entry(name, _torch_name(file, name, tensor.dtype), tensor.shape, file, tensor.start, tensor.nbytes)
         for name, tensor in tensors.items()
@@ -83,10 +86,7 @@ def _torch_name(file: Path, name: str, dtype: str) -> str:
 
 def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
     """Bytes of a tensor."""
-    count: int = dtype_of(dtype).itemsize
-    for extent in shape:
-        count *= extent
-    return count
+    return math.prod((dtype_of(dtype).itemsize, *shape))
 
 
 def read(entry: Entry) -> Any:
@@ -138,7 +138,7 @@ def checkpoint(folder: Path) -> dict[str, Entry]:
         names = _weight_map(index)
         found: dict[str, Entry] = {}
         for file in sorted(set(names.values())):
-            consistency.refuse_outside(index, file)
+            _refuse_outside(index, file)
             if not exists(folder / file):
                 raise Gemma4CompatError(f"{index.name} names the shard {file}, which is not in {str(folder)!r}")
             found |= entries(folder / file)
@@ -151,6 +151,15 @@ def checkpoint(folder: Path) -> dict[str, Entry]:
         f"there are no weights in safetensors in {str(folder)!r} (model.safetensors, or shards with their index). "
         "Save the model once with save_pretrained, which writes them"
     )
+
+
+def _refuse_outside(index: Path, shard: str) -> None:
+    """The shards of a checkpoint are beside its index."""
+    for path in (PurePosixPath(shard), PureWindowsPath(shard)):
+        if path.is_absolute() or path.drive or ".." in path.parts:
+            raise Gemma4CompatError(
+                f"{str(index)!r} names the shard {shard!r}, which is not in its folder; get the checkpoint again"
+            )
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -184,6 +193,22 @@ def shards(outputs: Sequence[Output], largest: int) -> list[list[Output]]:
         found[-1].append(output)
         held += output.nbytes
     return found
+
+
+def with_bar(
+    values: Mapping[str, Callable[[], Iterator[Any]]], doing: str, shown: bool | None
+) -> dict[str, Callable[[], Iterator[Any]]]:
+    """``values`` for :func:`write`, with a progress bar on standard error. ``shown`` None: on a terminal."""
+    from tqdm import tqdm
+
+    visible = sys.stderr.isatty() if shown is None else shown
+    bar = tqdm(total=len(values), desc=doing, unit="tensor", disable=not visible, leave=False)
+
+    def counted(make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        yield from make()
+        bar.update()
+
+    return {name: functools.partial(counted, make) for name, make in values.items()}
 
 
 def write(
@@ -269,11 +294,7 @@ def as_bytes(piece: Any) -> Any:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a small file.
-
-    Raises:
-        Gemma4CompatError: it cannot be written.
-    """
+    """Write a small file, or raise :class:`Gemma4CompatError`."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

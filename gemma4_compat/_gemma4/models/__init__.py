@@ -5,7 +5,7 @@
 * :mod:`build`: a model on the meta device.
 * :mod:`shared_weights`: the layers that share keys and values.
 * :mod:`per_layer`, :mod:`padding_row`: the per-layer embeddings of E2B and E4B.
-* :mod:`media`: images and sounds in a prompt.
+* :mod:`media`: images and sounds in a prompt. :mod:`random_inputs`: prompts of random values.
 * :mod:`rotary`: buffers of rotary embeddings. :mod:`autocast`: what autocast does on a device.
 * :mod:`config_names`: names that differ between releases.
 """

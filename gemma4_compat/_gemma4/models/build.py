@@ -8,6 +8,7 @@ from typing import Any
 
 from gemma4_compat._engine.io import arguments, files
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.checkpoint import folders
 from gemma4_compat._gemma4.models import variants
 
 _CLASSES = {
@@ -69,15 +70,18 @@ def _name(model: Any) -> str:
 def _configuration(model: str) -> tuple[Any, str, str]:
     from transformers import AutoConfig
 
+    from gemma4_compat._engine.io import json_files
+    from gemma4_compat._engine.io.formats import ModelConfig
+
     variant = variants.find(model)
     local = files.exists(Path(model), "folder")
     if variant is not None and not local and "/" not in model:
         return variants.config(variant), f"google/gemma-4-{variant}-it", variants.ASSUMED
-    file = Path(model) / "config.json" if local else _cached(model)
+    file = Path(model) / "config.json" if local else folders.cached(model, "config.json")
     if local and not (file is not None and files.exists(file)):
         raise Gemma4CompatError(f"there is no config.json in the folder {model!r}; give the folder of a checkpoint")
     if file is not None:
-        _check(file)
+        json_files.settings(file, ModelConfig)  # refuses wrong types, or too many layers, before they are built
     try:
         # The cache is enough: nothing is downloaded. Code from the folder does not run, and nobody is asked whether
         # to.
@@ -93,25 +97,6 @@ def _configuration(model: str) -> tuple[Any, str, str]:
             f"{model!r} is not a folder, not a variant ({', '.join(variants.NAMES)}) and not a model in the cache of "
             f"the hub; give one of these, or fetch its configuration with: hf download {model} config.json"
         ) from error
-
-
-def _check(file: Path) -> None:
-    """Refuse a configuration with wrong types, or too many layers, before transformers builds it."""
-    from gemma4_compat._engine.io import json_files
-    from gemma4_compat._engine.io.formats import ModelConfig
-
-    json_files.settings(file, ModelConfig)
-
-
-def _cached(model: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(model, "config.json")
-    except HFValidationError:
-        return None
-    return Path(found) if isinstance(found, str) else None
 
 
 def _line(error: Exception) -> str:

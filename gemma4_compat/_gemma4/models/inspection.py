@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._engine.io import arguments
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.models import walk
+from gemma4_compat._gemma4.state import contents
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +54,7 @@ def input_device(model: Any) -> torch.device:
         model: a transformers model, plain, quantized, dispatched over devices, or wrapped by PEFT or torch.compile.
 
     Returns:
-            The device, with its index if that is known (``cuda:0``).
+        The device, with its index if that is known (``cuda:0``).
 
     Raises:
         Gemma4CompatError: it is unknown: ``model`` has no input embedding, or the embedding is on meta and no hook
@@ -170,22 +172,12 @@ def _find_in_states(
                 yield _found(path, label, "quantization", value, held)
         elif name == "quant_state" and value is not None and id(value) not in states:
             states[id(value)] = label  # parameter and module share one
-            for member, tensor in _members(value):
+            for member, tensor in contents.named_tensors(value):
                 if tensor.device.type == "meta":  # no hook onloads scales
                     yield _found(path, f"{label}.{member}", "quantization", tensor, False)
         elif name == "state" and hasattr(value, "CB") and hasattr(value, "SCB"):  # of a Linear8bitLt
             own = {member: getattr(value, member) for member in ("CB", "SCB")}
             yield from _find_in_states(path, label, own, hooks, keys, states)
-
-
-def _members(state: Any) -> Iterator[tuple[str, Any]]:
-    import torch
-
-    for name, value in vars(state).items():
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        elif name == "state2" and value is not None:
-            yield from ((f"{name}.{member}", tensor) for member, tensor in _members(value))
 
 
 def _found(path: str, name: str, kind: str, tensor: Any, offloaded: bool) -> MetaTensor:
@@ -240,10 +232,4 @@ def _input_embedding(model: Any) -> Any:
             f"the device of the inputs cannot be told: {type(model).__name__} has no input embedding "
             "(get_input_embeddings). Give the language model, or the whole model, not a part of it."
         )
-    while True:
-        if hasattr(embedding, "base_layer"):  # LoRA, and the adapter of trainable tokens
-            embedding = embedding.base_layer
-        elif hasattr(embedding, "original_module"):  # a trainable copy, or trainable tokens
-            embedding = embedding.original_module
-        else:
-            return embedding
+    return walk.innermost(embedding)

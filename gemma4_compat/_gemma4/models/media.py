@@ -74,15 +74,9 @@ class Item:
 
 
 def items(model: Any, ids: Sequence[int], given: Mapping[str, Any]) -> list[Item] | None:
-    """The images and sounds of one prompt, by position.
+    """The images and sounds of one prompt, ``ids``, by position. ``given``: the arguments of ``generate``.
 
-    Args:
-        model: of transformers.
-        ids: all tokens of the prompt.
-        given: the arguments of ``generate``.
-
-    Returns:
-        None if they do not match the placeholders, or if there is a video.
+    None if they do not match the placeholders, or if there is a video.
     """
     if given.get("pixel_values_videos") is not None:
         return None

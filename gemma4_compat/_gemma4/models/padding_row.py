@@ -34,14 +34,10 @@ def between_forwards(outermost: Any, embedding: Any, row: Any) -> Iterator[None]
 
     put_stand_in()
     # Around accelerate's hook, which runs inside `forward` and must not see the stand-in: it remembers addresses.
-    handles = (
-        outermost.register_forward_pre_hook(remove_stand_in, prepend=True),
-        outermost.register_forward_hook(put_stand_in),
-    )
+    before = outermost.register_forward_pre_hook(remove_stand_in, prepend=True)
     try:
-        yield
+        with before, outermost.register_forward_hook(put_stand_in):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         if embedding.weight is stand_in:
             remove_stand_in()

@@ -8,10 +8,10 @@ images, videos, audio, and what PEFT trains in place of tokens.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat._gemma4.models import walk
@@ -22,13 +22,8 @@ SCRATCH = 2**26
 _given: ContextVar[Any] = ContextVar("gemma4_compat_per_layer_inputs", default=None)
 
 
-@contextlib.contextmanager
-def handed_over(inputs: Any) -> Iterator[None]:
-    token = _given.set(inputs)
-    try:
-        yield
-    finally:
-        _given.reset(token)
+def handed_over(inputs: Any) -> contextlib.AbstractContextManager[None]:
+    return in_place.bound(_given, inputs)
 
 
 def given() -> Any:

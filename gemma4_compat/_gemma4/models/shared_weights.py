@@ -37,12 +37,9 @@ def shared(layers: int, sharing: int) -> range:
 
 
 def select(names: Iterable[str], before: str, layers: range) -> dict[str, str]:
-    """The keys and values of these layers: name in the language model (``layers.15.self_attn.k_proj.weight``) -> name.
+    """The keys and values of these KV-shared layers: name in the language model -> name.
 
-    Args:
-        names: of tensors.
-        before: the prefix of the language model's names, see :func:`prefix`.
-        layers: the KV-shared ones.
+    ``layers.15.self_attn.k_proj.weight`` is a name in the language model. ``before``: see :func:`prefix`.
     """
     found = {}
     for name in names:
@@ -58,12 +55,9 @@ def query(name: str) -> str:
 
 
 def remember(model: Any, dropped: Iterable[str], files: Iterable[str] | None) -> None:
-    """Note on a model where the keys and values are that its load dropped. They are not read.
+    """Note on a model where the keys and values are that its load ``dropped``. They are not read.
 
-    Args:
-        model: just loaded.
-        dropped: names in the checkpoint that the model does not have.
-        files: of the checkpoint; None if it was loaded from a state dict.
+    ``files``: of the checkpoint; None if it was loaded from a state dict.
     """
     vars(model).pop(_SOURCE, None)
     layers = _layers(model)

@@ -23,81 +23,51 @@ _VISION_LARGE = {
 }
 _FIVE_TO_ONE = ["sliding_attention"] * 5 + ["full_attention"]
 
+
+def _text(hidden: int, inner: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
+    widths = {"hidden_size": hidden, "intermediate_size": inner}
+    return widths | {"num_attention_heads": heads, "num_key_value_heads": kv_heads} | others
+
+
+#: What the text models of the two largest have in common.
+_LARGE = {
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "use_bidirectional_attention": "vision",
+    "sliding_window": 1024,
+    "max_position_embeddings": 262144,
+}
+_EXPERTS = {"enable_moe_block": True, "num_experts": 128, "moe_intermediate_size": 704, "top_k_experts": 8}
+
 #: By name: the layer types, the text model's shape, vision, audio.
 _SHAPES: dict[str, dict[str, Any]] = {
     "E2B": {
         "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
-        "text": {
-            "hidden_size": 1536,
-            "intermediate_size": 6144,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 1,
-            "num_kv_shared_layers": 20,
-            "use_double_wide_mlp": True,
-        },
+        "text": _text(1536, 6144, 8, 1, num_kv_shared_layers=20, use_double_wide_mlp=True),
         "vision": _VISION_SMALL,
         "audio": {},
     },
     "E4B": {
         "layer_types": _FIVE_TO_ONE * 7,
-        "text": {
-            "hidden_size": 2560,
-            "intermediate_size": 10240,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "num_kv_shared_layers": 18,
-        },
+        "text": _text(2560, 10240, 8, 2, num_kv_shared_layers=18),
         "vision": _VISION_SMALL,
         "audio": {},
     },
     "12B": {
         "layer_types": _FIVE_TO_ONE * 8,
-        "text": {
-            "hidden_size": 3840,
-            "intermediate_size": 15360,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-        },
+        "text": _text(3840, 15360, 16, 8, num_global_key_value_heads=1, attention_k_eq_v=True),
         "vision": {},
         "audio": {},
     },
     "26B-A4B": {
         "layer_types": _FIVE_TO_ONE * 5,
-        "text": {
-            "hidden_size": 2816,
-            "hidden_size_per_layer_input": 0,
-            "intermediate_size": 2112,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "num_global_key_value_heads": 2,
-            "attention_k_eq_v": True,
-            "use_bidirectional_attention": "vision",
-            "enable_moe_block": True,
-            "num_experts": 128,
-            "moe_intermediate_size": 704,
-            "top_k_experts": 8,
-            "sliding_window": 1024,
-            "max_position_embeddings": 262144,
-        },
+        "text": _text(2816, 2112, 16, 8, num_global_key_value_heads=2, **_LARGE, **_EXPERTS),
         "vision": _VISION_LARGE,
         "audio": None,
     },
     "31B": {
         "layer_types": _FIVE_TO_ONE * 10,
-        "text": {
-            "hidden_size": 5376,
-            "hidden_size_per_layer_input": 0,
-            "intermediate_size": 21504,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 16,
-            "num_global_key_value_heads": 4,
-            "attention_k_eq_v": True,
-            "use_bidirectional_attention": "vision",
-            "sliding_window": 1024,
-            "max_position_embeddings": 262144,
-        },
+        "text": _text(5376, 21504, 32, 16, num_global_key_value_heads=4, **_LARGE),
         "vision": _VISION_LARGE,
         "audio": None,
     },
@@ -153,11 +123,7 @@ def parts(name: str) -> set[str]:
 
 
 def unified_classes() -> ModuleType:
-    """``transformers``, if it has the classes of :data:`UNIFIED`.
-
-    Raises:
-        Gemma4CompatError: the installed release lacks them.
-    """
+    """``transformers``, if it has the classes of :data:`UNIFIED`; otherwise raises :class:`Gemma4CompatError`."""
     import transformers
 
     if not hasattr(transformers, "Gemma4UnifiedConfig"):

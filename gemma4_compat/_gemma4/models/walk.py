@@ -16,9 +16,9 @@ from gemma4_compat._engine.runtime import in_place
 _WRAPPED = ("base_layer", "original_module", "token_adapter")  # children of PEFT's layers and wrappers
 
 
-def named_modules(root: Any) -> list[tuple[str, Any]]:
+def named_modules(root: Any, *, remove_duplicate: bool = True) -> list[tuple[str, Any]]:
     """Name and module: each module once, before the modules in it; ``root`` comes first and has no name."""
-    return list(_one_by_one(root))
+    return list(_one_by_one(root, remove_duplicate))
 
 
 def modules(root: Any) -> list[Any]:
@@ -56,19 +56,19 @@ def _quick(
     root: Any, below: Any, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
 ) -> Iterator[tuple[str, Any]]:
     """``root.named_modules``; ``below`` is torch's."""
-    if memo is not None or prefix or not remove_duplicate:
+    if memo is not None or prefix:
         torchs: Iterator[tuple[str, Any]] = below(memo, prefix, remove_duplicate)
         return torchs
-    return _one_by_one(root)
+    return _one_by_one(root, remove_duplicate)
 
 
-def _one_by_one(root: Any) -> Iterator[tuple[str, Any]]:
+def _one_by_one(root: Any, remove_duplicate: bool = True) -> Iterator[tuple[str, Any]]:
     """:func:`named_modules`, for callers that may stop at the first one."""
     seen: set[Any] = set()
     waiting = [("", root)]
     while waiting:
         name, module = waiting.pop()
-        if module not in seen:
+        if module not in seen or not remove_duplicate:
             seen.add(module)
             yield name, module
             if children := module._modules:

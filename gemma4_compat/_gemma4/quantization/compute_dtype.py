@@ -14,10 +14,7 @@ from gemma4_compat._engine.runtime.views import PlainView
 def for_quantized(module: Any, dtype: Any, *names: str) -> Any:
     """``module`` itself, or a view if one of its linears (or clipped linears) ``names`` has a quantized weight.
 
-    Args:
-        module: the module whose method is about to be called.
-        dtype: the dtype that the weights of these linears will report.
-        names: attributes of ``module``.
+    In the view the weights of these linears report ``dtype``.
     """
     for name in names:
         linear = getattr(module, name)

@@ -57,14 +57,10 @@ def with_values(
     make: Mapping[str, Callable[[], Any]],
     plain: Mapping[str, Any],
 ) -> Any:
-    """Run the forward of an experts module with other weights, which autograd does not save.
+    """Run the forward of an experts module with other weights of so many experts, which autograd does not save.
 
-    Args:
-        run: calls it on what stands in for the module.
-        module: with the experts.
-        number: of the experts in the weights.
-        make: by name, makes a weight, and makes it again in the backward pass.
-        plain: the other weights.
+    ``run`` calls it on what stands in for the module. ``make`` makes a weight, and makes it again in the backward
+    pass; ``plain`` has the others.
     """
     import torch
 
@@ -77,11 +73,7 @@ def with_values(
 
 
 def refuse_packed(module: Any) -> None:
-    """Refuse packed weights without their scales: a column of numbers instead of a matrix per expert.
-
-    Raises:
-        Gemma4CompatError: the module has such weights.
-    """
+    """Refuse packed weights without their scales: a column of numbers instead of a matrix per expert."""
     for name in NAMES:
         weight = getattr(module, name, None)
         if weight is not None and weight.ndim == 2 and weight.shape[1] == 1:
@@ -194,7 +186,7 @@ def current(module: Any, name: str) -> Any:
     """The values of all experts that a forward of ``module`` would use now, including what PEFT adds."""
     if quantized_parameter(module, name) is None:
         return getattr(module, name)
-    return values_of(module._parameters[name], None, getattr(module, _ADDED, {}).get(name, ()))
+    return values_of(module._parameters[name], None, added_to(module).get(name, ()))
 
 
 def logical(module: Any, name: str) -> Any:
@@ -242,15 +234,11 @@ def _as_it_is(kept: Any) -> Any:
 @contextlib.contextmanager
 def adding(module: Any, name: str, add: Callable[[Any], Any]) -> Iterator[None]:
     """Inside, ``add`` is applied to the values of the 4-bit parameter ``name`` in forwards of ``module``."""
-    added = vars(module).setdefault(_ADDED, {})
-    added[name] = (*added.get(name, ()), add)
+    before = added_to(module)
+    vars(module)[_ADDED] = before | {name: (*before.get(name, ()), add)}
     try:
         yield
     finally:
-        rest = added[name][:-1]
-        if rest:
-            added[name] = rest
-        else:
-            del added[name]
-        if not added:
+        vars(module)[_ADDED] = before
+        if not before:
             del vars(module)[_ADDED]

@@ -14,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat._gemma4.quantization.experts import NAMES, all_experts, quantized_parameter, tail_of
@@ -31,13 +32,8 @@ STORED_STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4
 
 
 def prepare(model: Any, config: Any, chosen: Callable[[str], bool], *, prequantized: bool) -> None:
-    """Mark experts on meta as weights to be quantized to 4 bits as ``config`` describes.
-
-    Args:
-        model: on meta.
-        config: a ``BitsAndBytesConfig``.
-        chosen: which parameters, by path.
-        prequantized: whether the checkpoint already has them in 4 bits.
+    """Mark the ``chosen`` experts of a model on meta as weights to be quantized to 4 bits as ``config``, a
+    ``BitsAndBytesConfig``, describes. If ``prequantized``, the checkpoint already has them in 4 bits.
     """
     for path, module in all_experts(model).items():
         for name in NAMES:
@@ -103,7 +99,6 @@ def quantized(values: Any, like: Any) -> Any:
     """
     import torch
     from bitsandbytes import functional
-    from bitsandbytes.nn import Params4bit
 
     if values[0].numel() % like.blocksize:
         raise Gemma4CompatError(
@@ -125,16 +120,7 @@ def quantized(values: Any, like: Any) -> Any:
             packed = torch.empty((len(values), data.numel()), dtype=data.dtype, device=data.device)
         packed[index] = data.flatten()
         states.append(state)
-    return Params4bit(
-        packed.view(-1, 1),
-        requires_grad=False,
-        quant_state=_joined(states, values.shape),
-        blocksize=like.blocksize,
-        compress_statistics=like.compress_statistics,
-        quant_type=like.quant_type,
-        quant_storage=like.quant_storage,
-        bnb_quantized=True,
-    )
+    return with_state(packed.view(-1, 1), _joined(states, values.shape))
 
 
 def _joined(states: list[Any], shape: Any) -> Any:
@@ -204,14 +190,9 @@ def reading() -> Reader | None:
     return None if torch.compiler.is_compiling() else _reader.get()
 
 
-@contextlib.contextmanager
-def read_by(reader: Reader) -> Iterator[None]:
+def read_by(reader: Reader) -> contextlib.AbstractContextManager[None]:
     """Inside, ``reader`` is tried first."""
-    token = _reader.set(reader)
-    try:
-        yield
-    finally:
-        _reader.reset(token)
+    return in_place.bound(_reader, reader)
 
 
 def _scales(state: Any, those: Callable[[Any], Any]) -> Any:

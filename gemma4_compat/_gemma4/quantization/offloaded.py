@@ -45,12 +45,7 @@ def report(model: Any, placement: Mapping[str, Any], skipped: Iterable[str]) -> 
     """Log one line for a quantized model with offloaded parts: which of them are quantized and which are not.
 
     It is a warning because a warning shows without configuring ``logging``, and because a model that is bigger than
-    expected and gives different outputs looks like a defect.
-
-    Args:
-        model: the loaded model.
-        placement: its device map.
-        skipped: modules that the user wants unquantized.
+    expected and gives different outputs looks like a defect. ``skipped``: modules that the user wants unquantized.
     """
     import torch
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gemma4_compat._engine import settings
 from gemma4_compat._engine.io import notice
+from gemma4_compat._engine.runtime import in_place
 
 
 class OptIn:
@@ -18,14 +19,9 @@ class OptIn:
         self.id = id
         self._enabled = contextvars.ContextVar(f"gemma4_compat {id}", default=False)
 
-    @contextlib.contextmanager
-    def enabled(self) -> Iterator[None]:
+    def enabled(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the feature is enabled, only in this thread (and task). Can be nested."""
-        token = self._enabled.set(True)
-        try:
-            yield
-        finally:
-            self._enabled.reset(token)
+        return in_place.bound(self._enabled, True)
 
     def is_enabled(self) -> bool:
         """Whether the feature is enabled here (:meth:`enabled`) or for the process (``GEMMA4_COMPAT_ENABLE``)."""
@@ -67,7 +63,7 @@ class Loading(contextlib.ContextDecorator):
         if not self._used:
             notice.warn(
                 f"{self._call} without `with` does nothing; load the model inside `with gemma4_compat.{self._call}:`, "
-                f"or set GEMMA4_COMPAT_ENABLE={','.join(feature.id for feature in self._features)}",
+                f"or set GEMMA4_COMPAT_ENABLE={','.join(feature.id for feature in self._features)}"
             )
 
 

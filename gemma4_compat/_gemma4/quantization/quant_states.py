@@ -6,11 +6,12 @@ package. Neither this package nor bitsandbytes writes a state's tensors in place
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.accelerate import attached
+from gemma4_compat._gemma4.state import contents
 
 PRISTINE, ORIGIN, UNPACKED = attached.PRISTINE, attached.ORIGIN, attached.UNPACKED
 
@@ -41,7 +42,7 @@ def host_copy(state: Any) -> Any:
     if ORIGIN in vars(state):
         note_dtype(state)
         return vars(state)[ORIGIN]
-    copied = _copy(state, "cpu", copy=False)  # tensors already on the host are shared
+    copied = _copy(state, lambda tensor: tensor.to("cpu"))  # tensors already on the host are shared
     setattr(copied, PRISTINE, True)
     setattr(state, ORIGIN, copied)  # accelerate moves each parameter twice; one copy serves both
     return copied
@@ -64,7 +65,7 @@ def device_copy(pristine: Any, device: Any) -> Any:
         Gemma4CompatError: see :func:`check_not_lost`.
     """
     check_not_lost(pristine)
-    copied = _copy(pristine, device, copy=True)
+    copied = _copy(pristine, lambda tensor: tensor.to(device, copy=True))
     delattr(copied, PRISTINE)
     setattr(copied, ORIGIN, pristine)
     return copied
@@ -80,30 +81,16 @@ def check_not_lost(state: Any) -> None:
         )
 
 
-def tensors(state: Any) -> Iterator[Any]:
+def tensors(state: Any) -> list[Any]:
     """Every tensor of a state, including those of its nested state."""
-    import torch
-
-    for name, value in vars(state).items():
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif name == "state2" and value is not None:
-            yield from tensors(value)
+    return [tensor for _, tensor in contents.named_tensors(state)]
 
 
 def with_tensors(pristine: Any, known: Mapping[int, Any]) -> Any:
     """A copy of a pristine state that remembers it, with its tensors replaced; ``known`` maps ``id`` of a tensor to
     its replacement.
     """
-    import torch
-
-    copied = object.__new__(type(pristine))
-    for name, value in vars(pristine).items():
-        if isinstance(value, torch.Tensor):
-            value = known[id(value)]
-        elif name == "state2" and value is not None:
-            value = with_tensors(value, known)
-        vars(copied)[name] = value
+    copied = _copy(pristine, lambda tensor: known[id(tensor)])
     if vars(copied).pop(PRISTINE, False):
         setattr(copied, ORIGIN, pristine)
     return copied
@@ -111,24 +98,18 @@ def with_tensors(pristine: Any, known: Mapping[int, Any]) -> Any:
 
 def replace_tensors(pristine: Any, known: Mapping[int, Any]) -> None:
     """Let a pristine state keep its values in other tensors; ``known`` maps ``id`` of a tensor to its replacement."""
-    import torch
-
-    for name, value in list(vars(pristine).items()):
-        if isinstance(value, torch.Tensor):
-            vars(pristine)[name] = known[id(value)]
-        elif name == "state2" and value is not None:
-            replace_tensors(value, known)
+    vars(pristine).update(vars(_copy(pristine, lambda tensor: known[id(tensor)])))
 
 
-def _copy(state: Any, device: Any, *, copy: bool) -> Any:
-    """``state`` with every tensor on ``device``, including the nested state; other attributes are unchanged."""
+def _copy(state: Any, changed: Callable[[Any], Any]) -> Any:
+    """A copy with every tensor ``changed``, including those of the nested state; other attributes are the same."""
     import torch
 
     copied = object.__new__(type(state))
     for name, value in vars(state).items():
         if isinstance(value, torch.Tensor):
-            value = value.to(device, copy=copy)
+            value = changed(value)
         elif name == "state2" and value is not None:
-            value = _copy(value, device, copy=copy)
+            value = _copy(value, changed)
         vars(copied)[name] = value
     return copied

@@ -32,12 +32,30 @@ def stamp(tensor: Any) -> tuple[Any, ...]:
     return tensor.data_ptr(), None if tensor.is_inference() else tensor._version
 
 
-def digest(tensors: Iterable[Any]) -> tuple[int, ...]:
-    """A number for the values on each device. Waits for the devices.
+def tensors_in(value: Any) -> Iterator[Any]:
+    """The tensors in tuples, lists and the values of dictionaries, in order."""
+    import torch
 
-    Args:
-        tensors: of any dtype, on any device but meta; always in the same order.
-    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part)
+
+
+def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
+    """Every tensor of a ``QuantState`` of bitsandbytes by its name; those of its nested state follow ``state2.``."""
+    import torch
+
+    for name, value in vars(state).items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif name == "state2" and value is not None:
+            yield from ((f"{name}.{inner}", tensor) for inner, tensor in named_tensors(value))
+
+
+def digest(tensors: Iterable[Any]) -> tuple[int, ...]:
+    """A number for the values on each device but meta. Waits for the devices. The order of the tensors counts."""
     import torch
 
     by_device: dict[Any, list[Any]] = {}

@@ -15,32 +15,44 @@ from typing import Any
 #: Why a difference matters, and the name of what holds it.
 Source = tuple[Any, str]
 _NOTHING = object()  # what is under a key that is not there
+#: Values of these types are shown.
+_SHOWN = (bool, int, float, str, type(None))
 #: The attribute that says that transformers has put its hooks on a module that collect hidden states for who asks.
 COLLECTED = "_output_capturing_hooks_installed"
 
 
 @dataclass
 class _Noted:
-    """What was under each key of some dictionaries: the objects, or their ids."""
+    """What was under each key of some dictionaries: the objects, their ids, or their values."""
 
     dicts: list[dict[Any, Any]] = field(default_factory=list)
     keys: list[Any] = field(default_factory=list)
+    defaults: list[Any] = field(default_factory=list)
     found: list[Any] = field(default_factory=list)
     source: list[Source] = field(default_factory=list)
+    shares: dict[int, _Noted] = field(default_factory=dict)
 
-    def add(self, where: dict[Any, Any], key: Any, found: Any, source: Source) -> None:
+    def add(self, where: dict[Any, Any], key: Any, found: Any, source: Source, default: Any = _NOTHING) -> None:
         self.dicts.append(where)
         self.keys.append(key)
+        self.defaults.append(default)
         self.found.append(found)
         self.source.append(source)
 
     def now(self) -> Iterator[Any]:
-        """The objects that are there now."""
-        return map(dict.get, self.dicts, self.keys, itertools.repeat(_NOTHING))
+        """What is there now."""
+        return map(dict.get, self.dicts, self.keys, self.defaults)
+
+    def what(self) -> tuple[list[Any], list[Any], list[Source]]:
+        """Keys, what was there, and sources."""
+        return self.keys, self.found, self.source
 
     def share(self, turn: int, turns: int) -> _Noted:
-        part = slice(turn, None, turns)
-        return _Noted(self.dicts[part], self.keys[part], self.found[part], self.source[part])
+        """A part of it; each has its turn. All is noted by then."""
+        if turn not in self.shares:
+            lists: Any = (self.dicts, self.keys, self.defaults, self.found, self.source)
+            self.shares[turn] = _Noted(*(each[turn::turns] for each in lists))
+        return self.shares[turn]
 
 
 class Entries:
@@ -68,7 +80,6 @@ class Entries:
         self._sized: list[Collection[Any]] = []
         self._sizes: list[int] = []
         self._size_sources: list[Source] = []
-        self._shares: dict[int, tuple[_Noted, _Noted]] = {}  # of check_rotating: all is noted by then
 
     def add(self, where: dict[Any, Any], key: Any, source: Source) -> None:
         """Note what is under ``key`` now."""
@@ -117,33 +128,42 @@ class Entries:
 
     def check_rotating(self, turn: int, turns: int) -> bool:
         """Whether a share of the dictionaries' keys still has the same objects: each has its turn."""
-        if self._gone:
-            return False
-        if turn not in self._shares:
-            self._shares[turn] = self._constants.share(turn, turns), self._others.share(turn, turns)
-        return _are_same(*self._shares[turn])
+        return not self._gone and _are_same(self._constants.share(turn, turns), self._others.share(turn, turns))
 
     def differences(self) -> Iterator[Source]:
         """What is another object now. If one was deleted and another has its place, only the holder is named."""
-        yield from first(self._changed(), self._resized(), self._of_deleted())
+        yield from [*self._changed(), *self._resized()] or self._of_deleted()
 
     def _changed(self) -> Iterator[Source]:
-        for noted, identity in ((self._constants, id), (self._others, int)):
-            for now, key, found, (cause, path) in zip(noted.now(), noted.keys, noted.found, noted.source):
-                if id(now) != identity(found):
-                    yield cause, f"{path}.{key}"
+        for now, key, old, source in zip(self._constants.now(), *self._constants.what()):
+            if now is not old:
+                values = f": {changed(old, now)}" if isinstance(old, _SHOWN) and isinstance(now, _SHOWN) else ""
+                yield source[0], f"{under(key, source)[1]}{values}"
+        for now, key, identity, source in zip(self._others.now(), *self._others.what()):
+            if id(now) != identity:
+                yield under(key, source)
 
     def _resized(self) -> Iterator[Source]:
+        """What is new in dictionaries: :meth:`_changed` has what is no longer there. Other containers themselves."""
         for where, size, source in zip(self._sized, self._sizes, self._size_sources):
-            if _size(where) != size:
-                yield source
+            if _size(where) > size:
+                yield from _added([key for key in where if key != COLLECTED][size:], where, source)
         for container, contents, source in zip(self._containers, self._contents, self._content_sources):
             if list(map(id, container)) != contents:
-                yield source
+                yield from _added([key for key in container if id(key) not in contents], container, source)
 
     def _of_deleted(self) -> Iterator[Source]:
         for reference in self._gone:
             yield self._reference_sources[self._references.index(reference)]
+
+
+def under(key: Any, source: Source) -> Source:
+    """The source of what is under a key that is a name; of others, such as the id of a hook, that of its holder."""
+    return (source[0], f"{source[1]}.{key}") if isinstance(key, str) else source
+
+
+def _added(keys: list[Any], where: Collection[Any], source: Source) -> Iterator[Source]:
+    yield from [under(key, source) for key in keys if isinstance(where, dict)] or [source]
 
 
 def _size(where: Collection[Any]) -> int:
@@ -161,40 +181,30 @@ class Values:
     """Which value is under each key of some dictionaries; one that is equal is the same."""
 
     def __init__(self) -> None:
-        self._dicts: list[dict[Any, Any]] = []
-        self._keys: list[Any] = []
-        self.values: list[Any] = []
-        self._defaults: list[Any] = []
-        self._shares: dict[int, list[list[Any]]] = {}
-        self._source: list[Source] = []
+        self._noted = _Noted()
+        self.values = self._noted.found
 
     def add(self, where: dict[Any, Any], key: Any, source: Source, default: Any = None) -> None:
         """Note the value under ``key``: a number, a name, or a list of names, which is copied."""
-        self._dicts.append(where)
-        self._keys.append(key)
-        self._defaults.append(default)
-        self._source.append(source)
-        self.values.append(_copied(where.get(key, default)))
+        self._noted.add(where, key, _copied(where.get(key, default)), source, default)
 
     def check(self) -> bool:
         """Whether equal values are there."""
-        return list(map(dict.get, self._dicts, self._keys, self._defaults)) == self.values
+        return list(self._noted.now()) == self.values
 
     def now(self) -> list[Any]:
         """The values that are there now."""
-        return list(map(_copied, map(dict.get, self._dicts, self._keys, self._defaults)))
+        return list(map(_copied, self._noted.now()))
 
     def check_rotating(self, turn: int, turns: int) -> bool:
         """Whether a share of them is there: each has its turn."""
-        if turn not in self._shares:
-            self._shares[turn] = [each[turn::turns] for each in (self._dicts, self._keys, self._defaults, self.values)]
-        dicts, keys, defaults, values = self._shares[turn]
-        return list(map(dict.get, dicts, keys, defaults)) == values
+        share = self._noted.share(turn, turns)
+        return list(share.now()) == share.found
 
     def differences(self) -> Iterator[Source]:
         """The values that differ, and how."""
-        now = map(dict.get, self._dicts, self._keys, self._defaults)
-        for key, old, new, (cause, path) in zip(self._keys, self.values, now, self._source):
+        noted = self._noted
+        for key, old, new, (cause, path) in zip(noted.keys, noted.found, noted.now(), noted.source):
             if old != new:
                 yield cause, f"{path}.{key}: {changed(old, new)}"
 
@@ -204,11 +214,7 @@ def _copied(value: Any) -> Any:
 
 
 class Layouts:
-    """Where tensors are, and in which layout.
-
-    Args:
-        trained: look at what requires a gradient as well.
-    """
+    """Where tensors are, and in which layout; of ``trained`` ones also whether they require a gradient."""
 
     def __init__(self, *, trained: bool = False) -> None:
         self._trained = trained
@@ -250,11 +256,6 @@ class Layouts:
         with torch._C.DisableTorchFunctionSubclass():
             reads = torch.Tensor.data_ptr, torch.Tensor.stride, *map(operator.attrgetter, names)
             return tuple(list(map(read, found)) for read in reads)
-
-
-def first(*kinds: Iterator[Source]) -> list[Source]:
-    """What the first of these yields that yields anything."""
-    return next(filter(None, map(list, kinds)), [])
 
 
 def changed(old: object, new: object) -> str:

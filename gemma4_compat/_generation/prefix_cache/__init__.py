@@ -4,8 +4,7 @@ Called by ``patches/generation/transformers_reuse_prefix.py``; ``decode_fast`` o
 of such a model is a :class:`session.Session`: it takes what the model keeps of the last conversation, finds the
 longest common prefix, gives transformers a cache that holds this prefix, and keeps the cache afterwards.
 
-* :mod:`reuse`: what a model keeps.
-* :mod:`session`: one ``generate``: whether it may reuse anything, and how much.
+* :mod:`session`: what a model keeps; and one ``generate``: whether it may reuse anything, and how much.
 * :mod:`conversation`: a text, the cache that holds it, and how both are cut.
 * :mod:`rows`: the keys and values in the layers of a cache, by position.
 * :mod:`parked`: several conversations of one model, for ``gemma4-compat serve``.

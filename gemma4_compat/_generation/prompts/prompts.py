@@ -18,7 +18,7 @@ from gemma4_compat._gemma4.quantization import experts
 from gemma4_compat._graphs import deferred_stop, fused_steps, static_caches, steps
 from gemma4_compat._graphs.captured_calls import Known
 from gemma4_compat._kernels.specs import flash
-from gemma4_compat._memory.attention import EAGER_SCORES, mask_as_numbers, repeated
+from gemma4_compat._memory.formulas import MEASURED, repeated
 from gemma4_compat._offload.transfer import streaming
 
 if TYPE_CHECKING:
@@ -35,20 +35,17 @@ _NOT_TEXT = (
 #: Inputs that ask for an output of every position.
 RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits", "return_shared_kv_states")
 MASKS = ("full_attention", "sliding_attention")
-#: The replay in which the graph of a prompt is captured again with fused kernels (:mod:`fused_steps`), and the one
-#: that waits for their compiler. It takes seconds and saves milliseconds a prompt (docs/DECODING_NUMERICS.md).
-FUSED_EARLY, FUSED_AFTER = 128, 256
 #: Tokens of a prompt that is fused, over all rows: longer ones take longer to fuse, and gain less.
 MAX_FUSED = 512
 _log = logging.getLogger("gemma4_compat")
 
 
 class Progress(fused_steps.Progress):
-    """When the graph of a prompt is to be fused."""
+    """When the graph of a prompt is to be fused: that takes seconds and saves milliseconds a prompt
+    (docs/DECODING_NUMERICS.md).
+    """
 
-    @staticmethod
-    def _bounds() -> tuple[int, int]:
-        return FUSED_EARLY, FUSED_AFTER
+    early, after = 128, 256
 
 
 class Prompt(steps.Step):
@@ -128,7 +125,9 @@ class Prompt(steps.Step):
 
     def replay(self, graph: Any, *, prepared: bool = False) -> Any:
         """Replay it, unless it was started already."""
-        return steps.copied(graph.outputs, self.cache) if prepared else super().replay(graph)
+        if not prepared:
+            return super().replay(graph)
+        return steps.exchanged(graph.outputs, steps.CACHE, self.cache, copies=True)
 
     def starts(self, known: Known, graph: Any) -> bool:
         """The look at the model takes a third of what Python does before a prompt. The cache is new, and nothing else
@@ -333,5 +332,5 @@ def _copies(text: Any, rows: int, tokens: int, seen: int, item: int) -> int:
     pairs, heads = rows * tokens * seen, int(text.num_attention_heads)
     found = repeated(rows * seen, heads, kv_heads, width, item)
     if text._attn_implementation == "eager":
-        return found + EAGER_SCORES * heads * pairs
-    return found + 2 * mask_as_numbers(pairs, item)  # and a copy of them
+        return found + MEASURED.eager_scores * heads * pairs
+    return found + 2 * pairs * item  # the mask as numbers, and a copy of them

@@ -8,13 +8,14 @@ everything their forwards may read, which is every attribute (including added on
 dictionaries, their classes, and the functions beside these classes. :meth:`ModelGuards.contents` stands for the values
 of weights, which keys and values in a cache were computed from.
 
-Every guard has a :data:`snapshots.Source`: :meth:`ModelGuards.reason` says in words which one failed first. Nothing
-here keeps a module or a tensor alive. When a module of the model is deleted, everything is released.
+Every guard has a :data:`snapshots.Source`: :meth:`ModelGuards.reason` says in words which ones failed. Nothing here
+keeps a module or a tensor alive. When a module of the model is deleted, everything is released.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import sys
 import weakref
@@ -23,7 +24,7 @@ from typing import Any
 
 from gemma4_compat._gemma4.quantization import quant_states
 from gemma4_compat._gemma4.state import contents
-from gemma4_compat._gemma4.state.snapshots import COLLECTED, Entries, Layouts, Source, Values, changed, first
+from gemma4_compat._gemma4.state.snapshots import COLLECTED, Entries, Layouts, Source, Values, changed, under
 from gemma4_compat._graphs.guards import stored, torch_hooks
 from gemma4_compat._graphs.statistics import Cause, Recapture
 
@@ -39,7 +40,6 @@ _PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
 _OF_CALLS = ("generation_config", "training", "forward")
 #: Another object whenever checkpointing is turned on. No step calls it: there are no gradients.
 _CHECKPOINTING = "_gradient_checkpointing_func"
-_CONFIG = (Cause.CONFIGURATION, "config")
 #: Tokens in which everything is looked at once, while nobody else's code runs.
 _TURNS = 32
 
@@ -66,7 +66,7 @@ class ModelGuards:
     ) -> None:
         self._gone, self._with_offloaded = False, offloaded
         self._hook_kinds = torch_hooks.kinds(backward=trained)
-        self._often, self._seldom = Entries(), Entries()
+        self._often, self._seldom, self._hook_functions = Entries(), Entries(), Entries()
         self._turn = 0
         self._shares: dict[int, list[Any]] = {}  # of what is below, by turn
         self._adapters = Values()
@@ -78,7 +78,7 @@ class ModelGuards:
         self._layouts, self._other_layouts = Layouts(trained=trained), Layouts()
         self._hooks: list[dict[Any, Any]] = []
         self._no_hooks: list[dict[Any, Any]] = []
-        self._hooked: list[str] = []  # modules, one for each of `_hooks`
+        self._hooked: list[str] = []  # "a forward hook of MODULE", one for each of `_hooks`
         self._not_hooked: list[str] = []
         self._ignored = {*_of_every_module(), *_ADAPTER, _CHECKPOINTING, COLLECTED}
         self._kinds = list(map(type, modules))
@@ -95,8 +95,8 @@ class ModelGuards:
         for name in dict.fromkeys(kind.__module__ for kind in self._classes):
             if name in sys.modules:
                 self._add_globals(name, vars(sys.modules[name]))
-        for hooks in torch_hooks.on_every_module(backward=trained):
-            self._add_hooks(hooks, "every module")
+        for hooks, hook in zip(torch_hooks.on_every_module(backward=trained), self._hook_kinds.values()):
+            self._add_hooks(hooks, f"{hook} of every module")
         for index, module in enumerate(modules):
             self._add(module, self._names[index], first=index == 0)
         for group in groups:
@@ -108,15 +108,16 @@ class ModelGuards:
         self._hook_numbers = list(map(len, self._hooks))
         self._hook_counts = list(map(torch_hooks.counted, self._hooks))
         self._configs = Values()
-        for config in _configs(modules):
+        for name, config in _configs(modules):
             for key in _IMPLEMENTATIONS:
-                self._configs.add(config, key, _CONFIG)
-            for key in config.keys() - set(_IMPLEMENTATIONS):
-                self._add_attribute(config, key, _CONFIG)
+                self._configs.add(config, key, (Cause.CONFIGURATION, name))
+            for key in config:
+                if key not in _IMPLEMENTATIONS:
+                    self._add_attribute(config, key, (Cause.CONFIGURATION, name))
 
     def _release(self, on_gone: Callable[[ModelGuards, str], None] | None, name: str, _reference: object) -> None:
         """Release everything: a module is deleted, and its weights with it."""
-        self._often, self._seldom = Entries(), Entries()
+        self._often, self._seldom, self._hook_functions = Entries(), Entries(), Entries()
         self._hooks, self._no_hooks, self._shares = [], [], {}
         self._gone = True
         if on_gone is not None:
@@ -140,8 +141,8 @@ class ModelGuards:
         often = self._often if first else self._seldom
         often.add(attributes, "forward", (Cause.CODE, path))
         often.add(attributes, "training", (Cause.TRAINING, path))
-        for kind in self._hook_kinds:
-            self._add_hooks(attributes[kind], path)
+        for kind, hook in self._hook_kinds.items():
+            self._add_hooks(attributes[kind], f"{hook} of {path}")
         for key in _ADAPTER:
             if hasattr(module, key):
                 self._adapters.add(attributes, key, adapter, getattr(type(module), key, None))
@@ -161,7 +162,7 @@ class ModelGuards:
     def _add_attribute(self, where: dict[Any, Any], key: Any, source: Source) -> None:
         """Note the object under ``key`` and its contents: containers, and the tensors and classes of objects."""
         self._seldom.add(where, key, source)
-        self._add_contents(where[key], {id(where)}, (source[0], f"{source[1]}.{key}"))
+        self._add_contents(where[key], {id(where)}, under(key, source))
 
     def _add_contents(self, value: Any, above: set[int], source: Source) -> None:
         import torch
@@ -178,15 +179,15 @@ class ModelGuards:
                     self._seldom.add(value, name, source)
             else:
                 self._seldom.add_contents(value, source)
-            for part in value.values() if isinstance(value, dict) else value:
-                self._add_contents(part, {*above, id(value)}, source)
+            for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+                self._add_contents(part, {*above, id(value)}, under(name, source))
 
-    def _add_hooks(self, hooks: dict[Any, Any], path: str) -> None:
+    def _add_hooks(self, hooks: dict[Any, Any], what: str) -> None:
         (self._hooks if hooks else self._no_hooks).append(hooks)
-        (self._hooked if hooks else self._not_hooked).append(path)
+        (self._hooked if hooks else self._not_hooked).append(what)
         for key, function in hooks.items():
             if not (torch_hooks.marks_inputs(function) or torch_hooks.collects_outputs(function)):
-                self._seldom.add(hooks, key, (Cause.HOOK_ADDED, f"in place of another on {path}"))
+                self._hook_functions.add(hooks, key, (Cause.HOOK_ADDED, f"{what}, in place of another"))
 
     def _add_class(self, kind: type) -> None:
         """Note the attributes of a class: somebody may replace its functions."""
@@ -241,12 +242,12 @@ class ModelGuards:
         ):
             return False
         both = list(zip(self._no_hooks, self._not_hooked))
-        for hooks, path in filter(operator.itemgetter(0), both):
+        for hooks, what in filter(operator.itemgetter(0), both):
             self._hooks.append(hooks)
-            self._hooked.append(path)
+            self._hooked.append(what)
             self._hook_counts.append(0)
         self._no_hooks = [hooks for hooks, _ in both if not hooks]
-        self._not_hooked = [path for hooks, path in both if not hooks]
+        self._not_hooked = [what for hooks, what in both if not hooks]
         self._hook_numbers, self._shares = list(map(len, self._hooks)), {}
         return True
 
@@ -302,7 +303,9 @@ class ModelGuards:
             return False
         if list(map(_dtype, self._metas)) != self._dtypes:
             return False
-        return self._seldom.check() and self._layouts.check() and self._other_layouts.check()
+        if not (self._seldom.check() and self._hook_functions.check()):
+            return False
+        return self._layouts.check() and self._other_layouts.check()
 
     def check_rest(self) -> bool:
         """What :meth:`check_step` checks beside :meth:`check_memory`, which has just held."""
@@ -322,35 +325,38 @@ class ModelGuards:
         """Which guards failed, after one of the checks did."""
         return Recapture.of(self._differences())
 
-    def _differences(self) -> list[Source]:
+    def _differences(self) -> Iterator[Source]:
         """What has changed, by cause and name; nothing of a snapshot that was released."""
-        return first(
-            self._dispatched(),
-            self._adapters.differences(),
-            self._configs.differences(),
-            self._differing_hooks(),
-            self._often.differences(),
-            self._moved(),
-            self._of_other_types(),
-            self._seldom.differences(),
-            self._layouts.differences(),
-            self._other_layouts.differences(),
-            self._differing_code(),
-        )
+        dispatched = list(self._dispatched())
+        yield from dispatched
+        yield from self._adapters.differences()
+        yield from self._configs.differences()
+        if dispatched:
+            return  # that changes weights, hooks, attributes and forwards
+        yield from self._differing_hooks()
+        yield from self._often.differences()
+        yield from self._moved()
+        yield from self._of_other_types()
+        yield from self._seldom.differences()
+        yield from self._layouts.differences()
+        yield from self._other_layouts.differences()
+        yield from self._differing_code()
 
     def _dispatched(self) -> Iterator[Source]:
-        """Modules with another hook of accelerate, or without theirs. Their weights have moved as well."""
+        """Modules with another hook of accelerate, or without theirs."""
         for reference, noted, path in zip(self._modules, self._offload_hooks, self._names):
             if id(_offload_hook(reference())) != noted:
                 yield Cause.OFFLOADING, path
 
     def _differing_hooks(self) -> Iterator[Source]:
-        for hooks, path in zip(self._no_hooks, self._not_hooked):
-            if torch_hooks.counted(hooks):
-                yield Cause.HOOK_ADDED, f"{path}: {_name(next(reversed(hooks.values())))}"
-        for hooks, number, path in zip(self._hooks, self._hook_counts, self._hooked):
-            if torch_hooks.counted(hooks) != number:
-                yield Cause.HOOK_ADDED if torch_hooks.counted(hooks) > number else Cause.HOOK_REMOVED, path
+        found: list[Source] = []
+        noted = (*zip(self._no_hooks, itertools.repeat(0), self._not_hooked),)
+        for hooks, number, what in (*noted, *zip(self._hooks, self._hook_counts, self._hooked)):
+            if torch_hooks.counted(hooks) > number:
+                found.append((Cause.HOOK_ADDED, f"{what}: {_name(next(reversed(hooks.values())))}"))
+            elif torch_hooks.counted(hooks) < number:
+                found.append((Cause.HOOK_REMOVED, what))
+        yield from found or self._hook_functions.differences()
 
     def _moved(self) -> Iterator[Source]:
         for reference, address, source in zip(self._tensors, self._addresses, self._tensor_sources):
@@ -367,9 +373,11 @@ class ModelGuards:
                 yield source
 
     def _differing_code(self) -> Iterator[Source]:
-        for kind, known in self._classes.items():
-            if not _is_as_it_was((kind, known)):
-                yield Cause.CODE, f"{kind.__module__}.{_name(kind)}"
+        for kind, (names, values) in self._classes.items():
+            before, now = dict(zip(names, values)), _attributes(kind)
+            for name in before | now:
+                if name not in before or now.get(name) is not before[name]:
+                    yield Cause.CODE, f"{kind.__module__}.{_name(kind)}.{name}"
         for registry, functions in self._registries:
             if dict(registry) != functions:
                 yield Cause.CODE, _name(type(registry))
@@ -408,10 +416,12 @@ def _names(modules: list[Any]) -> list[str]:
     return [known.get(id(module)) or _name(type(module)) for module in modules]
 
 
-def _configs(modules: list[Any]) -> list[dict[str, Any]]:
-    """The attributes of the modules' configurations, each once."""
-    found = [getattr(module, "config", None) for module in modules]
-    return list({id(config): vars(config) for config in found if hasattr(config, "__dict__")}.values())
+def _configs(modules: list[Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The attributes of the modules' configurations, each once, and what that of the model calls the others."""
+    configs = [getattr(module, "config", None) for module in modules]
+    found = {id(config): vars(config) for config in configs if hasattr(config, "__dict__")}
+    names = {id(value): f"config.{name}" for name, value in next(iter(found.values()), {}).items()}
+    return [(names.get(identity, "config"), config) for identity, config in found.items()]
 
 
 def _offload_hook(module: Any) -> Any:

@@ -7,14 +7,14 @@ from typing import Any
 
 from gemma4_compat._gemma4.state import capturing
 
-_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
-_BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+_FORWARD = {"_forward_pre_hooks": "a forward pre-hook", "_forward_hooks": "a forward hook"}
+_BACKWARD = {"_backward_pre_hooks": "a backward pre-hook", "_backward_hooks": "a backward hook"}
 _MARKS = "make_inputs_require_grads"
 
 
-def kinds(*, backward: bool = False) -> tuple[str, ...]:
-    """The attributes of a module that hold its hooks of forwards, and of backward passes."""
-    return (*_FORWARD, *(_BACKWARD if backward else ()))
+def kinds(*, backward: bool = False) -> dict[str, str]:
+    """The attributes of a module that hold its hooks of forwards, and of backward passes; and what such a hook is."""
+    return _FORWARD | (_BACKWARD if backward else {})
 
 
 def on_every_module(*, backward: bool = False) -> Iterator[dict[Any, Any]]:

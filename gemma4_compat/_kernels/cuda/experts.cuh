@@ -4,8 +4,7 @@
 #pragma once
 
 namespace experts {
-enum { WARP = 32 };
-enum { WORDS = 4 };  // of 16 bytes, of a thread; a warp reads 2 KiB in one piece
+enum { WARP = 32, WORDS = 4 };  // words of 16 bytes, of a thread; a warp reads 2 KiB in one piece
 
 // A word of the result holds two 16-bit values or one 32-bit value. bitsandbytes packs the first of two values in the
 // high half.
@@ -24,10 +23,16 @@ __device__ __forceinline__ unsigned int part<Float32>(
   return __float_as_uint(value);
 }
 
-// n0 threads, n1 words, n2 words of an expert, n3 scales of an expert; SHIFT from words to scales.
-template <typename T, int SHIFT, typename Scale>
-__device__ __forceinline__ void read(const Word16* packed, const long long* chosen, const float* code, Word16* out,
-    unsigned int n0, unsigned int n1, unsigned int n2, const Scale& scale) {
+}  // namespace experts
+
+// n0 threads, n1 words, n2 words of an expert, n3 scales of an expert; SHIFT from words to scales. Scales that are bytes
+// are nested: n4 nested scales of an expert; NESTED_SHIFT from scales to those.
+template <typename T, typename Scale, int SHIFT, int NESTED_SHIFT>
+__global__ void expert_rows(const Word16* __restrict__ packed, const long long* __restrict__ chosen,
+    const Scale* __restrict__ absmax, const float* __restrict__ nested, const float* __restrict__ offset,
+    const float* __restrict__ codes, const float* __restrict__ code, Word16* __restrict__ out, unsigned int n0,
+    unsigned int n1, unsigned int n2, unsigned int n3, unsigned int n4) {
+  using experts::WARP, experts::WORDS;
   constexpr int PIECES = T::IN_WORD == 4 ? 8 : 4;
   unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n0) {
@@ -42,7 +47,13 @@ __device__ __forceinline__ void read(const Word16* packed, const long long* chos
         unsigned int within = at - row * n2;
         unsigned long long expert = chosen[row];
         words[j] = packed[expert * n2 + within];
-        scales[j] = scale.of(expert, within >> SHIFT);
+        unsigned int block = within >> SHIFT;
+        if constexpr (sizeof(Scale) == 1)
+          scales[j] = __fadd_rn(
+              __fmul_rn(codes[absmax[expert * n3 + block]], nested[expert * n4 + (block >> NESTED_SHIFT)]),
+              offset[expert]);
+        else
+          scales[j] = absmax[expert * n3 + block];
       }
     }
     #pragma unroll
@@ -53,45 +64,10 @@ __device__ __forceinline__ void read(const Word16* packed, const long long* chos
         for (int k = 0; k < PIECES; ++k) {
           Word16 piece;
           #pragma unroll
-          for (int l = 0; l < 4; ++l) piece.part[l] = part<T>(words[j], k, l, code, scales[j]);
+          for (int l = 0; l < 4; ++l) piece.part[l] = experts::part<T>(words[j], k, l, code, scales[j]);
           out[(unsigned long long)at * PIECES + k] = piece;
         }
       }
     }
   }
-}
-
-struct Plain {
-  const float* absmax;
-  unsigned int n3;
-  __device__ __forceinline__ float of(unsigned long long expert, unsigned int block) const {
-    return absmax[expert * n3 + block];
-  }
-};
-// n4 nested scales of an expert; SHIFT from scales to nested scales.
-template <int SHIFT>
-struct Nested {
-  const unsigned char* absmax;
-  const float *nested, *offset, *codes;
-  unsigned int n3, n4;
-  __device__ __forceinline__ float of(unsigned long long expert, unsigned int block) const {
-    return __fadd_rn(
-        __fmul_rn(codes[absmax[expert * n3 + block]], nested[expert * n4 + (block >> SHIFT)]), offset[expert]);
-  }
-};
-}  // namespace experts
-
-template <typename T, int SHIFT>
-__global__ void expert_rows(const Word16* __restrict__ packed, const long long* __restrict__ chosen,
-    const float* __restrict__ absmax, const float* __restrict__ code, Word16* __restrict__ out, unsigned int n0,
-    unsigned int n1, unsigned int n2, unsigned int n3) {
-  experts::read<T, SHIFT>(packed, chosen, code, out, n0, n1, n2, experts::Plain{absmax, n3});
-}
-template <typename T, int SHIFT, int NESTED_SHIFT>
-__global__ void expert_rows_nested(const Word16* __restrict__ packed, const long long* __restrict__ chosen,
-    const unsigned char* __restrict__ absmax, const float* __restrict__ nested, const float* __restrict__ offset,
-    const float* __restrict__ codes, const float* __restrict__ code, Word16* __restrict__ out, unsigned int n0,
-    unsigned int n1, unsigned int n2, unsigned int n3, unsigned int n4) {
-  experts::read<T, SHIFT>(packed, chosen, code, out, n0, n1, n2,
-      experts::Nested<NESTED_SHIFT>{absmax, nested, offset, codes, n3, n4});
 }

@@ -24,13 +24,18 @@ __device__ __forceinline__ unsigned int part<Float32>(
   return __float_as_uint(l % 2 ? second_value : first_value);
 }
 
-// `known` is shared memory for the code of nested scales; without it, `absmax` has the scales.
-template <typename T, bool NESTED, typename Absmax>
-__device__ __forceinline__ void dequantize(const unsigned int* packed, const Absmax* absmax, const float* nested,
-    const float* codes, const float* offset, const float* code, Word16* out, unsigned int n0, unsigned int n1,
-    unsigned int n2, float* known) {
+}  // namespace dequantizing
+
+// Shifts: n1 from words to scales, n2 from words to nested scales. n0 words. Scales that are bytes are nested.
+template <typename T, typename Scale>
+__global__ void __launch_bounds__(dequantizing::THREADS) dequantized(const unsigned int* __restrict__ packed,
+    const Scale* __restrict__ absmax, const float* __restrict__ nested, const float* __restrict__ codes,
+    const float* __restrict__ offset, const float* __restrict__ code, Word16* __restrict__ out, unsigned int n0,
+    unsigned int n1, unsigned int n2) {
+  using dequantizing::THREADS, dequantizing::WORDS;
   constexpr int PIECES = T::IN_WORD == 4 ? 2 : 1;
-  __shared__ float values[16];
+  constexpr bool NESTED = sizeof(Scale) == 1;
+  __shared__ float values[16], known[NESTED ? THREADS : 1];
   unsigned char quantized[WORDS];
   const unsigned int first = blockIdx.x * (THREADS * WORDS) + threadIdx.x;
   unsigned int words[WORDS];
@@ -64,27 +69,9 @@ __device__ __forceinline__ void dequantize(const unsigned int* packed, const Abs
       for (int k = 0; k < PIECES; ++k) {
         Word16 piece;
         #pragma unroll
-        for (int l = 0; l < 4; ++l) piece.part[l] = part<T>(words[j], k, l, values, scales[j]);
+        for (int l = 0; l < 4; ++l) piece.part[l] = dequantizing::part<T>(words[j], k, l, values, scales[j]);
         out[(unsigned long long)at * PIECES + k] = piece;
       }
     }
   }
-}
-}  // namespace dequantizing
-
-// Shifts: n1 from words to scales, n2 from words to nested scales. n0 words.
-template <typename T>
-__global__ void __launch_bounds__(dequantizing::THREADS) dequantized(const unsigned int* __restrict__ packed,
-    const float* __restrict__ absmax, const float* __restrict__ code, Word16* __restrict__ out, unsigned int n0,
-    unsigned int n1) {
-  dequantizing::dequantize<T, false>(
-      packed, absmax, nullptr, nullptr, nullptr, code, out, n0, n1, 0, nullptr);
-}
-template <typename T>
-__global__ void __launch_bounds__(dequantizing::THREADS) dequantized_nested(const unsigned int* __restrict__ packed,
-    const unsigned char* __restrict__ absmax, const float* __restrict__ nested, const float* __restrict__ codes,
-    const float* __restrict__ offset, const float* __restrict__ code, Word16* __restrict__ out, unsigned int n0,
-    unsigned int n1, unsigned int n2) {
-  __shared__ float known[dequantizing::THREADS];
-  dequantizing::dequantize<T, true>(packed, absmax, nested, codes, offset, code, out, n0, n1, n2, known);
 }

@@ -14,15 +14,6 @@ enum { THREAD = 32 };     // of them, of one thread
 enum { SHARED = 47 << 10 };  // bytes of a block for inputs; nested scales take another 1 KiB
 
 template <typename T>
-struct Kept {  // what a lane keeps for others: one of the 16 values
-  using Type = unsigned int;
-};
-template <>
-struct Kept<Float32> {
-  using Type = float;
-};
-
-template <typename T>
 __device__ __forceinline__ unsigned int multiply_pairs(unsigned int a, unsigned int b) {
   if constexpr (Same<T, BFloat16>::value) return multiply_pairs_bf16(a, b);
   return multiply_pairs_f16(a, b);
@@ -60,7 +51,7 @@ struct Product {
   Word16* given;
   float* known;
   int lane, first;
-  typename Kept<T>::Type mine;
+  decltype(typename T::Stored() + 0u) mine;  // one of the 16 values, kept for other lanes: a float or 32 bits
   float code, shift;
   float sums[WARP_ROWS * ROWS];
 

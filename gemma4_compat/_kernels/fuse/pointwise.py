@@ -20,8 +20,6 @@ MEAN = "mean"
 DOT = "dot"
 #: An operation on more elements needs no small kernel.
 MAX_ELEMENTS = 1 << 22
-#: Kernels count elements in 32 bits.
-_FAR = 1 << 31
 WARP = 32
 _MOST_THREADS = 512  # of a row: max_reduce_threads of PyTorch
 _SUMS = 4  # of a thread: vt0, and input_vec_size
@@ -42,7 +40,9 @@ class Operation:
     rounds: bool = True
 
 
-def _operations() -> dict[str, Operation]:
+@functools.cache
+def operations() -> dict[str, Operation]:
+    """By name."""
     import torch
 
     return {
@@ -66,16 +66,6 @@ def _operations() -> dict[str, Operation]:
         MEAN: Operation("", lambda x: x.mean(-1, keepdim=True), rounds=False),
         DOT: Operation("", None),
     }
-
-
-def operation(name: str) -> Operation:
-    """The operation with that name."""
-    if not _known:
-        _known.update(_operations())
-    return _known[name]
-
-
-_known: dict[str, Operation] = {}
 
 
 @dataclass(frozen=True)
@@ -182,17 +172,15 @@ def match(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
         args: its arguments.
         kwargs: its keyword arguments.
     """
-    if not _rules:
-        _rules.update(_make_rules())
-    rule = _rules.get(op)
+    rule = _rules().get(op)
     return None if rule is None else rule(args, kwargs)
 
 
 _Rule = Callable[[Sequence[Any], dict[str, Any]], Call | None]
-_rules: dict[Any, _Rule] = {}
 
 
-def _make_rules() -> dict[Any, _Rule]:
+@functools.cache
+def _rules() -> dict[Any, _Rule]:
     import torch
 
     aten = torch.ops.aten
@@ -308,8 +296,6 @@ def supports(call: Call, dtype: Any, device: Any) -> bool:
             continue
         if type(operand) not in (torch.Tensor, torch.nn.Parameter) or operand.device != device:
             return False
-        if _span(operand) > _FAR:
-            return False
         if call.name == "where" and position == 0:
             if operand.dtype != torch.bool:
                 return False
@@ -320,11 +306,6 @@ def supports(call: Call, dtype: Any, device: Any) -> bool:
         elif operand.dtype != dtype and call.name in ("concatenate", MEAN):
             return False
     return True
-
-
-def _span(tensor: Any) -> int:
-    """Elements from the first to the last one in memory."""
-    return int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
 
 
 class Order(NamedTuple):

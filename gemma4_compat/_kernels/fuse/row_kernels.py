@@ -78,7 +78,7 @@ def _kernels_of(values: Sequence[Value], apart: list[Value], staged: Sequence[Va
     if segments:
         found.append(RowWriter(done, staged).kernel_of_rows(segments))
     if plain:
-        found.append(Writer(done).kernel(plain) if done else kernel_of(plain))
+        found.append(Writer(done).kernel(plain))
     return found
 
 

@@ -11,6 +11,7 @@ registers, so there must not be many of them.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import struct
 from collections import ChainMap
@@ -26,7 +27,7 @@ from gemma4_compat._kernels.fuse.pointwise import (
     Value,
     everything,
     index_in,
-    operation,
+    operations,
 )
 from gemma4_compat._kernels.programs import Kernel, kinds
 
@@ -183,7 +184,7 @@ class Writer:
 
     def _computed(self, value: Value, at: str, scope: Scope) -> str:
         found = [self._operand(operand, value.shape, at, scope) for operand in value.operands]
-        how = operation(value.name)
+        how = operations()[value.name]
         expression = how.source.format(*found)
         return self._new("float", self._kinds[value.dtype].rounded.format(expression) if how.rounds else expression)
 
@@ -260,8 +261,5 @@ class Writer:
 
 def _literal(value: float) -> str:
     """A number as PyTorch passes it to a kernel: rounded to ``float``."""
-    try:
-        bits = struct.pack("<f", value)
-    except OverflowError:
-        bits = struct.pack("<f", math.copysign(math.inf, value))
+    bits = struct.pack("<f", ctypes.c_float(value).value)  # a large one is infinite
     return f"__uint_as_float(0x{int.from_bytes(bits, 'little'):08x}u)"

@@ -22,26 +22,10 @@ from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
 from gemma4_compat._kernels.fuse.pointwise import DOT, Load, Value
 from gemma4_compat._kernels.match import top_tokens
-from gemma4_compat._kernels.specs import attention, dense, flash, nf4_gemv, shifting
+from gemma4_compat._kernels.specs import attention, dense, flash, nf4_gemv, products, shifting
 
 #: Properties of a tensor that its shape, dtype and device decide.
 _PROPERTIES = frozenset({"device", "dtype", "is_cuda", "itemsize", "layout", "ndim", "requires_grad", "shape"})
-_NAMESPACE = "gemma4_compat"
-_SCHEMAS = {
-    "valid_keys": "(Tensor query, Tensor key, Tensor value, Tensor mask, float scale, bool gqa) -> Tensor",
-    "attend": "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!)? valid, float scale, bool gqa)"
-    " -> Tensor",
-    "dense": "(Tensor given, Tensor weight, Tensor? bias) -> Tensor",
-    # As bitsandbytes::gemm_4bit.
-    "product": "(Tensor given, Tensor packed, int[] shape, Tensor absmax, int blocksize, str quant_type,"
-    " Tensor? bias=None, Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None) -> Tensor",
-    "means": "(Tensor given, int parts) -> Tensor",
-    "flash_bounds": "(Tensor mask) -> Tensor",
-    "flash": "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bounds, float scale) -> Tensor",
-    "shift": "(Tensor(a!) keys, Tensor(b!) values, Tensor new_keys, Tensor new_values, bool by_kernel) -> ()",
-    "filtered": "(Tensor scores, int k, float p, int least, bool single) -> Tensor",
-    "drawn": "(Tensor scores, Tensor noise, int k, float p, int least) -> Tensor",
-}
 _defining = threading.Lock()
 _broken: dict[Any, str] = {}  # by device: why these kernels do not run there; decoder.py says it
 
@@ -124,7 +108,8 @@ class CustomKernels(Repeats):
         super().__init__(device)
         self._tokens = tokens
         operators()
-        self._gemm_4bit = _gemm_4bit()
+        gemm_4bit = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)  # bitsandbytes has it since 0.50
+        self._gemm_4bit = None if gemm_4bit is None else gemm_4bit.default
         self._valid: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # by mask: it, and where its keys begin and end
 
     def __torch_function__(
@@ -218,10 +203,10 @@ def operators() -> Any:
 
 @functools.cache
 def _library() -> Any:
-    library = torch.library.Library(_NAMESPACE, "DEF")
-    for name, schema in _SCHEMAS.items():
+    library = torch.library.Library("gemma4_compat", "DEF")
+    for function, schema in _OPERATORS.items():
+        name = function.__name__.removeprefix("_")
         library.define(name + schema)
-    for name, function in _FUNCTIONS.items():
         library.impl(name, function, "CompositeExplicitAutograd")
     return library
 
@@ -231,12 +216,6 @@ def operator(name: str) -> Any:
     """One of these operators: ``product``, ``shift``, ..."""
     operators()
     return getattr(torch.ops.gemma4_compat, name).default
-
-
-def _gemm_4bit() -> Any:
-    """The operator that bitsandbytes has since 0.50; None in older releases."""
-    found = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
-    return None if found is None else found.default
 
 
 def launch(device: Any, *launched: Any) -> None:
@@ -288,7 +267,7 @@ def _dense(given: Any, weight: Any, bias: Any) -> Any:
         return value.memory
     product = dense.product(given, weight, bias)
     result = product.empty()
-    launch(given.device, dense.kernel_of([product], [result]))
+    launch(given.device, products.kernel_of(([product], [result])))
     return result
 
 
@@ -296,7 +275,7 @@ def _product(*args: Any, **kwargs: Any) -> Any:
     product = nf4_gemv.match(*args, **kwargs)
     assert product is not None  # or CustomKernels would not have asked
     result = product.empty()
-    launch(result.device, nf4_gemv.kernel_of([product], [result]))
+    launch(result.device, products.kernel_of(([product], [result])))
     return result
 
 
@@ -330,17 +309,20 @@ def _means(given: Any, parts: int) -> Any:
     return torch.cat([one.mean(-1, keepdim=True) for one in separate]).view(*given.shape[:-1], 1)
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "valid_keys": _valid_keys,
-    "attend": _attend,
-    "dense": _dense,
-    "product": _product,
-    "means": _means,
-    "flash_bounds": _flash_bounds,
-    "flash": _flash,
-    "shift": _shift,
-    "filtered": top_tokens.filtered,
-    "drawn": top_tokens.drawn,
+_OPERATORS: dict[Callable[..., Any], str] = {
+    _valid_keys: "(Tensor query, Tensor key, Tensor value, Tensor mask, float scale, bool gqa) -> Tensor",
+    _attend: "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!)? valid, float scale, bool gqa)"
+    " -> Tensor",
+    _dense: "(Tensor given, Tensor weight, Tensor? bias) -> Tensor",
+    # As bitsandbytes::gemm_4bit.
+    _product: "(Tensor given, Tensor packed, int[] shape, Tensor absmax, int blocksize, str quant_type,"
+    " Tensor? bias=None, Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None) -> Tensor",
+    _means: "(Tensor given, int parts) -> Tensor",
+    _flash_bounds: "(Tensor mask) -> Tensor",
+    _flash: "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bounds, float scale) -> Tensor",
+    _shift: "(Tensor(a!) keys, Tensor(b!) values, Tensor new_keys, Tensor new_values, bool by_kernel) -> ()",
+    top_tokens.filtered: "(Tensor scores, int k, float p, int least, bool single) -> Tensor",
+    top_tokens.drawn: "(Tensor scores, Tensor noise, int k, float p, int least) -> Tensor",
 }
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.specs import nf4_dequantize
-from gemma4_compat._kernels.specs.nf4_dequantize import BLOCKSIZES, VALUES, Format
+from gemma4_compat._kernels.specs.expert_rows import BLOCKSIZES, Format
+from gemma4_compat._kernels.specs.nf4_dequantize import VALUES
 
 # What a launch depends on (:func:`_key`): how to launch again. All checks would take longer than the launch.
 _launches: dict[tuple[Any, ...], Callable[[], Any]] = {}
@@ -156,5 +157,5 @@ def _supports(packed: Any, size: int, layout: Format, scales: tuple[Any, ...]) -
 def _is_exact(layout: Format, own: kernels.Kernels) -> bool:
     """Whether the kernel has bitsandbytes' bits. A trial calls bitsandbytes, and so this function again."""
     text = nf4_dequantize.text_of(layout.dtype, nested=layout.nested > 0)
-    instead = "bitsandbytes dequantizes 4-bit weights"
-    return own.selftest(layout, str(layout), instead, lambda: own.prepare([text], [layout.signature]))
+    instead, signature = "bitsandbytes dequantizes 4-bit weights", layout.signature(nf4_dequantize.OPERATION)
+    return own.selftest(layout, str(layout), instead, lambda: own.prepare([text], [signature]))

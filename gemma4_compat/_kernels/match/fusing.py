@@ -4,8 +4,8 @@ A decoding step launches thousands of kernels that compute a few thousand number
 products of the norms, rotary embeddings, residuals, an adapter's sums. :class:`Fusing` sees every operation of the
 forward. If :mod:`pointwise` understands one, its result gets memory at once and numbers later: before the first other
 operation that reads the result or overwrites its operands. If nobody holds the result by then, it is never written.
-Products with 4-bit weights (:mod:`products`) are also deferred, until one has another input or a result is needed:
-those of one input share a launch. Everything else runs unchanged and in order.
+Products (:mod:`products`) are also deferred, until one has another input or a result is needed: those of one input
+share a launch. Everything else runs unchanged and in order.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gemma4_compat._gemma4.state import contents
 from gemma4_compat._kernels.fuse import pointwise, row_kernels
 from gemma4_compat._kernels.fuse.pointwise import Call, Load, Number, Operand, Part, Value
 from gemma4_compat._kernels.match import custom
-from gemma4_compat._kernels.programs import Kernel
-from gemma4_compat._kernels.specs import dense, expert_rows, nf4_exact, nf4_gemv, several, shifting
+from gemma4_compat._kernels.programs import FAR, Kernel, span
+from gemma4_compat._kernels.specs import dense, expert_rows, nf4_exact, nf4_gemv, products, shifting
+from gemma4_compat._kernels.specs.products import Product
 
 #: What is computed by kernels of ours, beside pointwise operations. A benchmark takes some away.
 KINDS = frozenset({"products", "rows"})
@@ -63,8 +65,10 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         self.rows = expert_rows.Rows(sink, device)
         self._pending: dict[int, Value] = {}  # by storage, the oldest first; for each its last value
         self._read: dict[int, Any] = {}  # storages that pending values are computed from
-        # Deferred products with their results, by the module that computes them; computed before values.
-        self._products: dict[Any, list[tuple[Any, Any]]] = {kind: [] for kind in (nf4_exact, nf4_gemv, dense)}
+        # Deferred products with their results, by kind; computed before values.
+        self._products: dict[type[Product], list[tuple[Product, Any]]] = {
+            kind: [] for kind in (nf4_exact.Product, nf4_gemv.Product, dense.Product)
+        }
         self._results: set[int] = set()  # storages of those results
         self._launching = False
 
@@ -75,12 +79,12 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         if op is torch.ops.aten.index.Tensor and self.rows.is_order(args[1]) and len(args[0]) == len(args[1][0]):
             return torch.ops.aten.alias.default(args[0])  # the experts are in that order already
         product = nf4_exact.match(op, args, kwargs) if "products" in KINDS else None
-        if product is not None and self._sink.accepts(product.format.signature):
-            return self._defer_product(product, nf4_exact)
+        if product is not None and self._sink.accepts(product.signature):
+            return self._defer_product(product)
         if op is custom.operator("dense"):
             return self._defer_dense(*args)
         if op is custom.operator("product"):
-            return self._defer_product(nf4_gemv.match(*args, **kwargs), nf4_gemv)
+            return self._defer_product(nf4_gemv.match(*args, **kwargs))
         if op is custom.operator("shift") and args[0].device == self._device:
             return self._shift(op, args)
         alone = op is custom.operator("means")  # of each token
@@ -106,21 +110,15 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
 
     def _flush_products(self) -> None:
         """Compute the deferred products: those of one kind with one launch."""
-        launched = []
-        for kind, deferred in self._products.items():
-            if deferred:
-                wanted, results = zip(*deferred, strict=True)
-                launched.append((kind.kernel_of(wanted, results), [wanted[0].signature]))
-        others = self._products[dense]
-        if len(launched) == 2 and others and others[0][0].format.small:
-            # LoRA's A beside the weights that it adapts.
-            (one, signatures), (other, _) = launched
-            launched = [(several.side_by_side(one, other), signatures)]
+        groups: list[Any] = [tuple(zip(*deferred, strict=True)) for deferred in self._products.values() if deferred]
+        others = self._products[dense.Product]
+        # LoRA's A beside the weights that it adapts.
+        together = len(groups) == 2 and others and others[0][0].format.small
         for deferred in self._products.values():
             deferred.clear()
         self._results.clear()
-        for kernel, signatures in launched:
-            self._launch(kernel, signatures)
+        for launched in [groups] if together else [[group] for group in groups]:
+            self._launch(products.kernel_of(*launched), [wanted[0].signature for wanted, _ in launched])
 
     def _launch(self, kernel: Kernel, signatures: list[tuple[Any, ...]]) -> None:
         """Hand a kernel to the sink: what that does with tensors is not part of the step."""
@@ -130,12 +128,12 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         finally:
             self._launching = False
 
-    def _defer_product(self, product: Any, kind: Any) -> Any:
-        """The result of a product that ``kind`` computes later, together with others of the same input."""
-        deferred = self._products[kind]
+    def _defer_product(self, product: Any) -> Any:
+        """The result of a product that is computed later, together with others of the same input."""
+        deferred = self._products[type(product)]
         if self._is_deferred(product.input):
             self.flush()
-        elif deferred and (len(deferred) == kind.MAX_WEIGHTS or not kind.can_fuse(deferred[0][0], product)):
+        elif deferred and (len(deferred) == product.most or not product.can_join(deferred[0][0])):
             self._flush_products()
         result = product.empty()
         deferred.append((product, torch.ops.aten.alias.default(result)))
@@ -149,7 +147,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             self.flush()
         given = self._before_cast(given)
         if weight.shape[1] > dense.SHORT:
-            return self._defer_product(dense.product(given, weight, bias), dense)
+            return self._defer_product(dense.product(given, weight, bias))
         if _storage(given) in self._pending:
             self.flush()
         value = custom.dot(given, weight, bias)
@@ -230,9 +228,9 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         )
 
     def _is_plain(self, tensor: Any) -> bool:
-        """Whether the tensor, if it is pending, has the dtype of the deferred value."""
+        """Whether kernels can count its elements, and if it is pending, it has the dtype of the deferred value."""
         value = self._pending.get(_storage(tensor))
-        return value is None or tensor.dtype == value.dtype
+        return span(tensor) <= FAR and (value is None or tensor.dtype == value.dtype)
 
     # Values
 
@@ -272,7 +270,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             return True
         if _is_view(op):
             return False
-        if any(map(self._is_deferred, _tensors((args, tuple(kwargs.values()))))):
+        if any(map(self._is_deferred, contents.tensors_in((args, tuple(kwargs.values()))))):
             return True
         return any(_storage(tensor) in self._read for tensor in _written(op, args, kwargs))
 
@@ -281,22 +279,13 @@ def _storage(tensor: Any) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _tensors(value: Any) -> Iterator[Any]:
-    """The tensors in arguments: schemas nest them only in lists."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)
-
-
 def _written(op: Any, args: Any, kwargs: Any) -> Iterator[Any]:
     """The tensors among the arguments that the operation writes."""
     if op._schema.is_mutable:
         for position, argument in enumerate(op._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[position] if position < len(args) else kwargs.get(argument.name)
-                yield from _tensors(given)
+                yield from contents.tensors_in(given)
 
 
 @functools.cache

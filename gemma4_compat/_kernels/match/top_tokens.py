@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import torch
+
 from gemma4_compat._engine.io.bits import same_bits
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.programs import Kernel, instance
@@ -60,8 +62,6 @@ def limits(top_k: Any, top_p: Any) -> Limits | None:
 
 def supports(scores: Any) -> bool:
     """Whether the kernels compute what transformers and PyTorch do for these scores, (rows, vocabulary)."""
-    import torch
-
     rows, vocabulary = scores.shape
     return (
         scores.device.type in kernels.COMPILERS
@@ -74,15 +74,10 @@ def supports(scores: Any) -> bool:
 
 
 def filtered(scores: Any, k: int, p: float, least: int, single: bool) -> Any:
-    """The scores, with -inf for tokens that are not left.
+    """The scores, (rows, vocabulary), with -inf for tokens that are not left.
 
-    Args:
-        scores: (rows, vocabulary), which :func:`supports` is true of.
-        k: as in :class:`Limits`.
-        p: the same.
-        least: the same.
-        single: whether rows have the bits that each has in a call of its own: PyTorch's order of additions depends on
-            how many rows there are.
+    :func:`supports` is true of the scores, and :class:`Limits` says what the numbers are. With ``single``, rows have
+    the bits that each has in a call of its own: PyTorch's order of additions depends on how many rows there are.
     """
     work = Work(scores, Limits(k, p, least))
     work.run(single=single)
@@ -90,14 +85,9 @@ def filtered(scores: Any, k: int, p: float, least: int, single: bool) -> Any:
 
 
 def drawn(scores: Any, noise: Any, k: int, p: float, least: int) -> Any:
-    """The tokens that are drawn from those that are left, (rows,), each row as in a call of its own.
+    """The tokens that are drawn from those that :func:`filtered` leaves, (rows,), each row as in a call of its own.
 
-    Args:
-        scores: as of :func:`filtered`.
-        noise: exponentially distributed, as ``scores``.
-        k: as in :class:`Limits`.
-        p: the same.
-        least: the same.
+    ``noise`` is exponentially distributed, as many numbers as scores.
     """
     work = Work(scores, Limits(k, p, least))
     work.run(single=True)
@@ -120,8 +110,6 @@ class Work:
     """
 
     def __init__(self, scores: Any, given: Limits) -> None:
-        import torch
-
         scores, device = scores.contiguous(), scores.device
         rows, vocabulary = scores.shape
         size = -(-vocabulary // MOST)
@@ -141,8 +129,6 @@ class Work:
 
     def run(self, *, single: bool) -> None:
         """Write ``result``."""
-        import torch
-
         own = kernels.of(self.result.device)
         for kernel in self.before:
             own.launch(kernel)
@@ -153,8 +139,6 @@ class Work:
 
     def drawing(self, noise: Any) -> tuple[Kernel, Any]:
         """The kernel that draws tokens from ``result``, and its memory."""
-        import torch
-
         tokens = torch.empty(self._rows[:1], dtype=torch.int64, device=noise.device)
         read = self.result, noise.contiguous(), *self._left
         return Kernel(_DRAWN, (*read, tokens), 1, (noise.shape[-1],), MOST, self._rows), tokens
@@ -175,7 +159,6 @@ def is_exact(device: Any) -> bool:
 
 def _has_same_bits(own: kernels.Kernels, device: Any) -> bool:
     """Try rows with many equal scores, few that are not -inf, NaN, and more at the top than a block has room for."""
-    import torch
     from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
     own.prepare(_TEXTS, [])

@@ -16,7 +16,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._kernels.programs import Kernel, instance, kinds
+from gemma4_compat._kernels.programs import FAR, Kernel, instance, kinds, span
 
 #: Query positions of a call; each has the bits that it would have in a call of its own.
 MAX_QUERIES = 8
@@ -24,7 +24,6 @@ MAX_QUERIES = 8
 MAX_HEADS = 16
 WIDTHS = (16, 32, 64, 128, 256, 512)
 _WORD = 16  # bytes of a load
-FAR = 1 << 31
 #: Splits of one sequence, over all key-value heads, if there are many keys: two blocks for each SM of an H100.
 _BLOCKS = 264
 #: Keys of a split: at least; at least if that gives each SM a block; at most without tensor cores, which
@@ -86,21 +85,12 @@ def match(
     """
     import torch
 
-    tensors = [query, key, value]
-    if dropout_p or is_causal or any(tensor.ndim != 4 for tensor in tensors):
+    dtypes = torch.float32, torch.bfloat16, torch.float16
+    if dropout_p or is_causal or not are_readable(query, key, value, dtypes):
         return None
     batch, heads, rows, width = query.shape
     kv_heads, length = key.shape[1], key.shape[2]
-    if (
-        query.dtype not in (torch.float32, torch.bfloat16, torch.float16)
-        or width not in WIDTHS
-        or value.shape != key.shape
-        or (key.shape[0], key.shape[3]) != (batch, width)
-        or not 0 < length < FAR
-        or any(tensor.dtype != query.dtype or tensor.device != query.device for tensor in tensors)
-        or any(not is_readable(tensor) for tensor in tensors)
-        or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
-    ):
+    if width not in WIDTHS or not 0 < length < FAR:
         return None
     mask = None if attn_mask is None else rows_of(attn_mask, query, length)
     if attn_mask is not None and mask is None:
@@ -123,7 +113,23 @@ def match(
     return Call(query, key, value, mask, width**-0.5 if scale is None else float(scale), shape)
 
 
-def is_readable(tensor: Any) -> bool:
+def are_readable(query: Any, key: Any, value: Any, dtypes: tuple[Any, ...]) -> bool:
+    """Whether kernels can read what attention is called with: all of one of these dtypes, without gradients."""
+    import torch
+
+    tensors = query, key, value
+    return (
+        all(tensor.ndim == 4 for tensor in tensors)
+        and query.dtype in dtypes
+        and value.shape == key.shape
+        and (key.shape[0], key.shape[3]) == (query.shape[0], query.shape[3])
+        and all(tensor.dtype == query.dtype and tensor.device == query.device for tensor in tensors)
+        and all(_is_readable(tensor) for tensor in tensors)
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+    )
+
+
+def _is_readable(tensor: Any) -> bool:
     """Whether its last dimension can be read by 128-bit loads, at offsets that 32 bits can count."""
     import torch
 
@@ -132,7 +138,7 @@ def is_readable(tensor: Any) -> bool:
         and tensor.stride(3) == 1
         and not tensor.data_ptr() % _WORD
         and all(stride >= 0 and not stride * tensor.itemsize % _WORD for stride in tensor.stride()[:3])
-        and _span(tensor) < FAR
+        and span(tensor) < FAR
     )
 
 
@@ -149,12 +155,7 @@ def rows_of(mask: Any, query: Any, length: int) -> Any:
     batch, heads, rows, keys = mask.shape
     if batch not in (1, query.shape[0]) or heads != 1 or rows not in (1, query.shape[2]) or keys != length:
         return None
-    return mask[:, 0] if min(mask.stride()) >= 0 and _span(mask) < FAR else None
-
-
-def _span(tensor: Any) -> int:
-    """Elements from the first to the last one in memory."""
-    return int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+    return mask[:, 0] if min(mask.stride()) >= 0 and span(mask) < FAR else None
 
 
 def bounds(call: Call) -> tuple[Kernel, Any] | None:
@@ -172,7 +173,7 @@ def bounds(call: Call) -> tuple[Kernel, Any] | None:
     batch, queries, length = call.mask.shape
     found = torch.empty((batch, queries, _RECORD), dtype=torch.int32, device=call.mask.device)
     sizes = (queries, length, *call.mask.stride())
-    text = _bounds_text(call.mask.dtype)
+    text = instance("attention.cuh", "attention::bounds", kinds()[call.mask.dtype].name)
     threads = min(1024, -(-length // 32) * 32)
     return Kernel(text, (call.mask, found), 1, sizes, block=threads, grid=(batch * queries, 1)), found
 
@@ -196,41 +197,28 @@ def kernels(call: Call, found: Any = None) -> tuple[list[Kernel], Any]:
     if found is None and mask is not None:
         first = bounds(call)
         launched, found = [first[0]], first[1]  # type: ignore[index]
-    outer = batch * queries
-    rows, splits = outer * kv_heads, _most_splits(length, kv_heads, width, _by_tensor_cores(query.dtype, width))
+    by_tensor_cores = _by_tensor_cores(query.dtype, width)
+    rows, splits = batch * queries * kv_heads, _most_splits(length, kv_heads, width, by_tensor_cores)
     new = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
     result = torch.empty((batch, queries, kv_heads * heads, width), dtype=query.dtype, device=query.device)
     parts = new((rows, splits if splits > 1 else 0, heads, width))
     of_splits = new((rows, splits if splits > 1 else 0, heads, 2))
     adds = mask is not None and 1 < splits <= _FEW  # the last block adds up
-    layout = _Layout(query.dtype, width, heads, None if mask is None else mask.dtype, adds)
-    shared = (kv_heads, queries, splits) if mask is not None else (kv_heads, queries, splits, length)
-    reads = [query, key, value] if mask is None else [query, key, value, mask]
-    if found is not None and not adds:
-        reads.append(found)
-    writes = [parts, of_splits, result, *([found] if adds else [])]
-    strides = [query.stride(0), query.stride(1), query.stride(2), query.stride(3)]
-    strides += [*key.stride()[:3], *value.stride()[:3], *(() if mask is None else mask.stride())]
-    grid = (splits if layout.by_tensor_cores else min(splits, max(1, _BLOCKS // kv_heads)), rows)
-    sizes = (*shared, *strides, call.scale)
-    text, threads = _attention_text(layout)
-    launched.append(Kernel(text, (*reads, *writes), len(writes), sizes, block=threads, grid=grid))
+    given, valid = (key, result) if mask is None else (mask, found)  # in place of what is not read
+    strides = [*query.stride()[:4], *key.stride()[:3], *value.stride()[:3]]
+    strides += (0, 0, 0) if mask is None else mask.stride()
+    (text, threads), (text_of_sum, threads_of_sum) = _texts(
+        query.dtype, None if mask is None else mask.dtype, width, heads, adds
+    )
+    tensors = query, key, value, given, parts, of_splits, result, valid  # of which those that add write the last
+    sizes = (kv_heads, queries, splits, length, *strides, call.scale)
+    grid = (splits if by_tensor_cores else min(splits, max(1, _BLOCKS // kv_heads)), rows)
+    launched.append(Kernel(text, tensors, 4, sizes, block=threads, grid=grid))
     if splits > 1 and not adds:
-        reads = [parts, of_splits, *([] if found is None else [found])]
-        text, threads = _sum_text(layout)
-        grid = (heads * width // (threads // 8), rows)
-        launched.append(Kernel(text, (*reads, result), 1, shared, block=threads, grid=grid))
+        sums, grid = (parts, of_splits, valid, result), (heads * width // (threads_of_sum // 8), rows)
+        launched.append(Kernel(text_of_sum, sums, 1, (kv_heads, splits, length), block=threads_of_sum, grid=grid))
     result = result.transpose(1, 2)
     return launched, result if tuple(result.shape) == call.shape else result.reshape(call.shape)
-
-
-def _splits(count: int, kv_heads: int, width: int, by_tensor_cores: bool) -> int:
-    """How many splits there are for so many keys: as ``Splits`` in ``attention.cuh``."""
-    if count <= _alone(width):
-        return 1
-    per = -(-count * kv_heads // (_BLOCKS * 4)) * 4
-    per = max(per, _FEWEST if count * kv_heads <= _BLOCKS // 2 * _FEWEST else _FEWER)
-    return -(-count // (per if by_tensor_cores else min(per, _MOST)))
 
 
 def _alone(width: int) -> int:
@@ -253,50 +241,24 @@ def _most_splits(length: int, kv_heads: int, width: int, by_tensor_cores: bool) 
     return max(found)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """What a kernel's text depends on; ``mask`` is a dtype or None, ``adds`` whether the last block adds up splits."""
-
-    dtype: Any
-    width: int
-    heads: int
-    mask: Any
-    adds: bool
-
-    @property
-    def by_tensor_cores(self) -> bool:
-        """Whether tensor cores compute it."""
-        return _by_tensor_cores(self.dtype, self.width)
-
-
 def _by_tensor_cores(dtype: Any, width: int) -> bool:
     return bool(dtype.itemsize == 2 and width >= 64)
 
 
 @functools.cache
-def _bounds_text(dtype: Any) -> str:
-    return instance("attention.cuh", "attention::bounds", kinds()[dtype].name)
+def _texts(dtype: Any, mask: Any, width: int, heads: int, adds: bool) -> tuple[tuple[str, int], tuple[str, int]]:
+    """The kernel that attends, and the one that adds up splits: each one's text, and the threads of a block.
 
-
-@functools.cache
-def _attention_text(layout: _Layout) -> tuple[str, int]:
-    """The text, and the threads of a block."""
-    file, how = ("attention_tensor.cuh", "TensorCores") if layout.by_tensor_cores else ("attention.cuh", "Lanes")
-    threads = 512 if layout.heads > 8 and not layout.by_tensor_cores else 256
-    kernel = "attend_to_all" if layout.mask is None else "attend_and_add" if layout.adds else "attend"
-    arguments = f"{kinds()[layout.dtype].name}, {_mask(layout)}, {layout.width}, {layout.heads}, {threads}"
-    return instance(file, f"attention::{kernel}", f"attention::{how}<{arguments}>"), threads
-
-
-@functools.cache
-def _sum_text(layout: _Layout) -> tuple[str, int]:
-    """The text, and the threads of a block."""
-    threads = 8 * min(layout.width, 32)
-    dtypes = (kinds()[layout.dtype].name, *(() if layout.mask is None else (_mask(layout),)))
-    kernel = "attention::sum_of_all" if layout.mask is None else "attention::sum"
-    arguments = (*dtypes, layout.width, layout.heads, layout.by_tensor_cores, threads)
-    return instance("attention.cuh", kernel, *arguments), threads
-
-
-def _mask(layout: _Layout) -> str:
-    return "attention::None" if layout.mask is None else kinds()[layout.mask].name
+    Args:
+        dtype: of the query.
+        mask: its dtype; None without.
+        width: of a head.
+        heads: that share a key-value head.
+        adds: whether the last block adds up splits.
+    """
+    known, by_tensor_cores = kinds(), _by_tensor_cores(dtype, width)
+    common = known[dtype].name, "attention::None" if mask is None else known[mask].name, width, heads
+    threads, of_sum = 512 if heads > 8 and not by_tensor_cores else 256, 8 * min(width, 32)
+    file, name = ("attention_tensor.cuh", "attend_by_tensor_cores") if by_tensor_cores else ("attention.cuh", "attend")
+    attend = instance(file, f"attention::{name}", *common, threads, adds)
+    return (attend, threads), (instance("attention.cuh", "attention::sum", *common, by_tensor_cores, of_sum), of_sum)

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gemma4_compat._kernels.programs import Kernel, kinds
-from gemma4_compat._kernels.specs import several
+from gemma4_compat._kernels.programs import kinds
+from gemma4_compat._kernels.specs import products
 
 #: The name in an operation's signature.
 OPERATION = "dense product"
@@ -24,8 +23,6 @@ OPERATION = "dense product"
 SHORT = 64
 #: Rows of the input.
 MAX_ROWS = 8
-#: Weights of one launch.
-MAX_WEIGHTS = 8
 _SMALL = 512  # rows of a weight
 _THREADS = 256
 _WARP_ROWS = 4  # of a large weight, that a warp takes
@@ -36,7 +33,7 @@ class Format(NamedTuple):
 
     Attributes:
         given: dtype of the input.
-        weight: dtype of the weight and the result.
+        dtype: of the weight and the result.
         rows: of the input.
         inputs: of each row.
         small: whether a block takes a row of the weight.
@@ -45,7 +42,7 @@ class Format(NamedTuple):
     """
 
     given: Any
-    weight: Any
+    dtype: Any
     rows: int
     inputs: int
     small: bool
@@ -53,30 +50,21 @@ class Format(NamedTuple):
     aligned: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Product:
-    """One product.
+class Product(products.Product):
+    """A product; its input has the weight's dtype, or is the numbers before they were cast to it."""
 
-    Attributes:
-        format: what decides its bits.
-        input: (..., inputs), contiguous; of the weight's dtype, or the numbers before they were cast to it.
-        weight: (outputs, inputs), contiguous, then the bias if there is one.
-        outputs: rows of the weight.
-    """
-
-    format: Format
-    input: Any
-    weight: tuple[Any, ...]
-    outputs: int
+    operation = OPERATION
+    most = 8
 
     @property
-    def signature(self) -> tuple[Any, ...]:
-        """As for other operations; nothing of PyTorch's to compare it with."""
-        return OPERATION, tuple(self.format), self.format.weight
+    def code(self) -> products.Code:
+        """One kernel is for small weights, and one for large ones."""
+        return _code(self.format)
 
-    def empty(self) -> Any:
-        """Memory for the result, (..., outputs)."""
-        return self.input.new_empty((*self.input.shape[:-1], self.outputs), dtype=self.format.weight)
+    def blocks(self, outputs: Sequence[int]) -> list[int]:
+        """Each has as many rows of the weight."""
+        each = 1 if self.format.small else _THREADS // 32 * _WARP_ROWS
+        return [-(-number // each) for number in outputs]
 
 
 def supports(given: Any, weight: Any, bias: Any = None) -> bool:
@@ -107,37 +95,18 @@ def product(given: Any, weight: Any, bias: Any = None) -> Product:
     rows = given.numel() // inputs
     aligned = not (given.data_ptr() % 16 or weight.data_ptr() % 16)
     layout = Format(given.dtype, weight.dtype, rows, inputs, outputs <= _SMALL, bias is not None, aligned)
-    return Product(layout, given, (weight,) if bias is None else (weight, bias), outputs)
-
-
-def can_fuse(one: Product, other: Product) -> bool:
-    """Whether one launch may compute both: they have the same format and read the same input."""
-    return one.format == other.format and one.input.data_ptr() == other.input.data_ptr()
-
-
-def kernel_of(products: Sequence[Product], results: Sequence[Any]) -> Kernel:
-    """The kernel that writes the results of products that :func:`can_fuse`."""
-    layout = products[0].format
-    per_block = 1 if layout.small else _THREADS // 32 * _WARP_ROWS
-    sizes: list[int | float] = []
-    blocks = 0
-    for one in products:
-        number = -(-one.outputs // per_block)
-        blocks += number
-        sizes += (one.outputs, number)
-    weights = [tensor.detach() for one in products for tensor in one.weight]
-    tensors = (products[0].input, *weights, *results)
-    return Kernel(_text(layout, len(products)), tensors, len(results), tuple(sizes), _THREADS, (blocks, 1))
+    tensors = (weight,) if bias is None else (weight, bias)
+    return Product(layout, given, tuple(tensor.detach() for tensor in tensors), outputs)
 
 
 @functools.cache
-def _text(layout: Format, weights: int) -> str:
-    kind, given = kinds()[layout.weight], kinds()[layout.given]
-    return several.text_of(
+def _code(layout: Format) -> products.Code:
+    kind, given = kinds()[layout.dtype], kinds()[layout.given]
+    weight = f"const {kind.c}"
+    return products.Code(
         "dense::small" if layout.small else "dense::large",
         (kind.name, given.name, layout.rows, layout.inputs, layout.bias, layout.aligned),
         given.c,
-        ((f"const {kind.c}", "weight"), (f"const {kind.c}", "bias") if layout.bias else None, (kind.c, "output")),
-        weights,
-        str(_THREADS),
+        ((weight, "weight"), (weight, "bias") if layout.bias else None, (kind.c, "output")),
+        _THREADS,
     )

@@ -19,19 +19,21 @@ from gemma4_compat._kernels.programs import Kernel, instance, kinds
 
 #: The name in an operation's signature.
 OPERATION = "4-bit experts"
+#: Values per scale, and scales per nested scale.
+BLOCKSIZES = frozenset(1 << power for power in range(5, 13))
 _WORD = 16  # bytes that a thread reads at once
 _WORDS = 4  # of a thread; a warp reads 2 KiB in one piece
 _WARP = 32
 
 
-class _Layout(NamedTuple):
-    """What a kernel's text depends on.
+class Format(NamedTuple):
+    """What decides the bits of a 4-bit weight.
 
     Attributes:
-        quant_type: bitsandbytes' name of the code, which a trial needs.
+        quant_type: ``nf4`` or ``fp4``.
         blocksize: values per scale.
-        nested: scales per second-level scale; 0 where scales are in float32.
-        dtype: of the weights.
+        nested: scales per nested scale; 0 where scales are in float32.
+        dtype: of the weight, a ``torch.dtype``.
     """
 
     quant_type: str
@@ -39,10 +41,9 @@ class _Layout(NamedTuple):
     nested: int
     dtype: Any
 
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """As for the other operations: name, operands, dtype."""
-        return OPERATION, (self.quant_type, self.blocksize, self.nested), self.dtype
+    def signature(self, operation: str = OPERATION) -> tuple[Any, ...]:
+        """As for other operations: name, operands, dtype."""
+        return operation, self[:3], self.dtype
 
 
 def kernel_of(parameter: Any, chosen: Any) -> tuple[Kernel, tuple[Any, ...], Any] | None:
@@ -59,26 +60,24 @@ def kernel_of(parameter: Any, chosen: Any) -> tuple[Kernel, tuple[Any, ...], Any
     import torch
 
     state = parameter.quant_state
-    layout = _layout_of(state)
+    nested = state.state2.blocksize if state.nested else 0
+    layout = Format(state.quant_type, state.blocksize, nested, state.dtype)
     count, height, width = state.shape
     packed = parameter.data
     row = height * width // 2
     scales = height * width // state.blocksize
-    tensors = [packed, chosen, state.absmax]
-    sizes = [0, len(chosen) * row // _WORD, row // _WORD, scales]
-    if layout.nested:
-        nested = state.state2.absmax.reshape(count, -1)
-        tensors += [nested, state.offset, state.state2.code]
-        sizes.append(nested.shape[1])
-    tensors.append(code_of(layout.quant_type, chosen.device))
-    expected = [packed.dtype, torch.int64, torch.uint8 if layout.nested else torch.float32]
-    expected += [torch.float32] * (len(tensors) - len(expected))
+    code = code_of(layout.quant_type, chosen.device)
+    more = (state.state2.absmax.reshape(count, -1), state.offset, state.state2.code) if nested else (code, code, code)
+    tensors = [packed, chosen, state.absmax, *more, code]
+    words = len(chosen) * row // _WORD
+    sizes = (-(-words // (_WORDS * _WARP)) * _WARP, words, row // _WORD, scales, more[0].shape[-1])
+    expected = [packed.dtype, torch.int64, torch.uint8 if nested else torch.float32, *[torch.float32] * 4]
     if (
         [tensor.dtype for tensor in tensors] != expected  # the kernel reads them as these dtypes
         or row % _WORD
         or height * width % state.blocksize
-        or layout.blocksize not in _POWERS
-        or (layout.nested and layout.nested not in _POWERS)
+        or layout.blocksize not in BLOCKSIZES
+        or (nested and nested not in BLOCKSIZES)
         or layout.dtype not in kinds()
         or packed.data_ptr() % _WORD
         or packed.numel() * packed.element_size() != count * row
@@ -87,12 +86,9 @@ def kernel_of(parameter: Any, chosen: Any) -> tuple[Kernel, tuple[Any, ...], Any
     ):
         return None
     values = torch.empty((len(chosen), height, width), dtype=layout.dtype, device=chosen.device)
-    sizes[0] = -(-sizes[1] // (_WORDS * _WARP)) * _WARP
     tensors = [tensor.detach() for tensor in tensors]
-    return Kernel(_text(layout), (*tensors, values), 1, tuple(sizes)), layout.signature, values
+    return Kernel(_text(layout), (*tensors, values), 1, sizes), layout.signature(), values
 
-
-_POWERS = frozenset(1 << power for power in range(5, 16))
 
 # The values of a 4-bit type, by type and device.
 _codes: dict[tuple[str, Any], Any] = {}
@@ -131,15 +127,10 @@ def prepare(device: Any) -> None:
             code_of(quant_type, device)
 
 
-def _layout_of(state: Any) -> _Layout:
-    return _Layout(state.quant_type, state.blocksize, state.state2.blocksize if state.nested else 0, state.dtype)
-
-
-def _text(layout: _Layout) -> str:
-    arguments: list[str | int] = [kinds()[layout.dtype].name, (layout.blocksize // (2 * _WORD)).bit_length() - 1]
-    if layout.nested:
-        return instance("experts.cuh", "expert_rows_nested", *arguments, layout.nested.bit_length() - 1)
-    return instance("experts.cuh", "expert_rows", *arguments)
+def _text(layout: Format) -> str:
+    scale, shift = "unsigned char" if layout.nested else "float", (layout.blocksize // (2 * _WORD)).bit_length() - 1
+    shifts = shift, max(layout.nested.bit_length() - 1, 0)
+    return instance("experts.cuh", "expert_rows", kinds()[layout.dtype].name, scale, *shifts)
 
 
 def trial(signature: tuple[Any, ...], device: Any) -> tuple[Kernel, Any, Any]:

@@ -17,8 +17,8 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._kernels.programs import Kernel, instance, kinds
-from gemma4_compat._kernels.specs.attention import FAR, is_readable, rows_of
+from gemma4_compat._kernels.programs import FAR, Kernel, instance, kinds
+from gemma4_compat._kernels.specs.attention import are_readable, rows_of
 
 #: In a cache with fewer positions attention is PyTorch's: little is computed.
 POSITIONS = 2048
@@ -35,19 +35,14 @@ _SEGMENT = 8192
 _AT_ONCE, _TOKENS = 16_384, 128
 #: Bytes that such sums take, unless there are many heads: see :func:`workspace`.
 WORKSPACE = 4 * 512 * _AT_ONCE
-_LIMIT = 1 << 31
 
 
 @dataclass(frozen=True)
 class Call:
     """A call of ``scaled_dot_product_attention`` that the kernels compute.
 
-    Attributes:
-        query: (batch, heads, tokens, width).
-        key: (batch, key-value heads, keys, width).
-        value: as ``key``.
-        mask: (batch, tokens, keys), bool, expanded; None: token i attends to keys 0 to i.
-        scale: of the scores.
+    Its query is (batch, heads, tokens, width); keys and values are (batch, key-value heads, keys, width). The mask is
+    (batch, tokens, keys), bool, expanded; None: token i attends to keys 0 to i.
     """
 
     query: Any
@@ -122,7 +117,7 @@ def reaches(heads: int, kv_heads: int, width: int, *, tokens: int, keys: int, ba
     ``batch``: sequences whose queries, keys and masks are packed; :func:`match` looks at the tensors.
     """
     packed = batch * max(heads * tokens * width, kv_heads * keys * width, tokens * keys)
-    return max(tokens * heads, keys) * width < _LIMIT and packed < FAR
+    return max(tokens * heads, keys) * width < FAR and packed < FAR
 
 
 def workspace(batch: int, heads: int, width: int) -> int:
@@ -148,36 +143,22 @@ def match(
 ) -> Call | None:
     """The call of ``scaled_dot_product_attention``; None if the kernels cannot compute it.
 
-    Args:
-        query: (batch, heads, tokens, width), bfloat16 or float16.
-        key: (batch, key-value heads, keys, width).
-        value: as ``key``.
-        attn_mask: bool, as in PyTorch; the same for all heads.
-        dropout_p: must be 0.
-        is_causal: only without a mask, and with as many keys as tokens.
-        scale: of the scores; None for ``width ** -0.5``.
-        enable_gqa: whether ``query`` may have more heads than ``key``.
+    As :func:`attention.match`, of bfloat16 or float16: a mask must be bool, and heads are not packed. ``is_causal`` is
+    only for calls without a mask, and with as many keys as tokens.
     """
     import torch
 
-    tensors = [query, key, value]
-    if dropout_p or any(tensor.ndim != 4 for tensor in tensors):
+    if dropout_p or not are_readable(query, key, value, (torch.bfloat16, torch.float16)):
         return None
     batch, heads, tokens, width = query.shape
     kv_heads, length = key.shape[1], key.shape[2]
     scale = width**-0.5 if scale is None else float(scale)
     if (
-        query.dtype not in (torch.bfloat16, torch.float16)
-        or value.shape != key.shape
-        or (key.shape[0], key.shape[3]) != (batch, width)
-        or min(heads, tokens, length) < 1
+        min(heads, tokens, length) < 1
         or not serves(heads, kv_heads, width)
         or not reaches(heads, kv_heads, width, tokens=tokens, keys=length)
         or (heads != kv_heads and not enable_gqa)
         or scale <= 0
-        or any(tensor.dtype != query.dtype or tensor.device != query.device for tensor in tensors)
-        or any(not is_readable(tensor) for tensor in tensors)
-        or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
     ):
         return None
     if attn_mask is None:
@@ -199,10 +180,8 @@ def bounds(mask: Any) -> tuple[Kernel, Any]:
     batch, tokens, length = mask.shape
     found = torch.empty((batch, tokens, _RECORD), dtype=torch.int32, device=mask.device)
     sizes = (tokens, length, *mask.stride()[:2])
-    grid = (batch * tokens, 1)
-    return Kernel(
-        instance("flash.cuh", "flash::bounds", _THREADS), (mask, found), 1, sizes, block=_THREADS, grid=grid
-    ), found
+    text, grid = instance("flash.cuh", "flash::bounds", _THREADS), (batch * tokens, 1)
+    return Kernel(text, (mask, found), 1, sizes, block=_THREADS, grid=grid), found
 
 
 def kernels(call: Call, found: Any = None, layout: Layout | None = None) -> tuple[list[Kernel], Any]:

@@ -8,40 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from gemma4_compat._kernels.programs import Kernel, instance, kinds
-from gemma4_compat._kernels.specs.expert_rows import code_of
+from gemma4_compat._kernels.specs.expert_rows import Format, code_of
 
 #: The name in an operation's signature.
 OPERATION = "4-bit weight"
-#: Values per scale, and scales per nested scale.
-BLOCKSIZES = frozenset(1 << power for power in range(5, 13))
 #: Values of a word.
 VALUES = 8
 _THREADS = 256  # of a block: as many as a code of nested scales has values
 _WORDS = 4  # of a thread
-
-
-class Format(NamedTuple):
-    """What decides the bits of a weight.
-
-    Attributes:
-        quant_type: ``nf4`` or ``fp4``.
-        blocksize: values per scale.
-        nested: scales per nested scale; 0 where scales are in float32.
-        dtype: of the weight, a ``torch.dtype``.
-    """
-
-    quant_type: str
-    blocksize: int
-    nested: int
-    dtype: Any
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """As for other operations: name, operands, dtype."""
-        return OPERATION, tuple(self)[:3], self.dtype
 
 
 def kernel_of(packed: Any, layout: Format, scales: Sequence[Any], result: Any) -> Kernel:
@@ -56,15 +33,17 @@ def kernel_of(packed: Any, layout: Format, scales: Sequence[Any], result: Any) -
     """
     words = result.numel() // VALUES
     shift = (layout.blocksize // VALUES).bit_length() - 1
-    sizes = (words, shift, shift + layout.nested.bit_length() - 1) if layout.nested else (words, shift)
-    tensors = (packed, *scales, code_of(layout.quant_type, result.device), result)
+    sizes = (words, shift, shift + max(layout.nested.bit_length() - 1, 0))
+    code = code_of(layout.quant_type, result.device)
+    tensors = (packed, *(scales if layout.nested else (*scales, code, code, code)), code, result)
     grid = (-(-words // (_THREADS * _WORDS)), 1)
     return Kernel(text_of(layout.dtype, nested=layout.nested > 0), tensors, 1, sizes, _THREADS, grid)
 
 
 def text_of(dtype: Any, *, nested: bool) -> str:
     """The kernel's text for weights of this dtype."""
-    return instance("nf4_dequantize.cuh", "dequantized_nested" if nested else "dequantized", kinds()[dtype].name)
+    scale = "unsigned char" if nested else "float"
+    return instance("nf4_dequantize.cuh", "dequantized", kinds()[dtype].name, scale)
 
 
 def trial(signature: tuple[Any, ...], device: Any) -> tuple[Kernel, Any, Any]:

@@ -12,18 +12,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gemma4_compat._kernels.programs import Kernel, kinds
-from gemma4_compat._kernels.specs import several
+from gemma4_compat._kernels.specs import products
 
 #: The name in an operation's signature.
 OPERATION = "4-bit product"
 #: Rows of the input for which bitsandbytes always takes the kernel whose bits these are (0.50.2: ``gemm_4bit.cu``).
 MAX_ROWS = {"gemm_4bit": 3, "gemv_4bit": 1}
-#: Weights of one launch.
-MAX_WEIGHTS = 4
 _BLOCKSIZES = frozenset(1 << power for power in range(5, 13))
 WARPS = 8  # of a block: as many threads as a code of nested scales has values
 _GROUP = 1024  # inputs that a warp reads at once
@@ -55,23 +52,18 @@ class Format(NamedTuple):
     bias: bool
 
     @property
-    def signature(self) -> tuple[Any, ...]:
-        """As for other operations: name, operands, dtype."""
-        return OPERATION, tuple(self)[:1] + tuple(self)[2:], self.dtype
-
-    @property
-    def fields(self) -> list[tuple[str, str] | None]:
+    def fields(self) -> tuple[tuple[str, str] | None, ...]:
         """C types and names of what a weight has, in the order of ``FourBit`` in ``four_bit.cuh``."""
         kind = kinds()[self.dtype].c
         nested = [("const unsigned char", "quantized"), ("const float", "codes"), ("const float", "offset")]
-        return [
+        return (
             ("const unsigned char", "packed"),
             ("const float", "absmax"),
             *(nested if self.nested else [None] * 3),
             ("const float", "values") if self.operation == "gemv_4bit" else None,
             (f"const {kind}", "bias") if self.bias else None,
             (kind, "output"),
-        ]
+        )
 
 
 def supports(layout: Format) -> bool:
@@ -87,45 +79,29 @@ def rows_of_a_warp(inputs: int) -> int:
 
 
 @functools.cache
-def text_of(layout: Format, weights: int) -> str:
-    """The kernel for products of one input with so many weights."""
+def _code(layout: Format) -> products.Code:
     name, shift = kinds()[layout.dtype].name, layout.blocksize.bit_length() - 1
     values = (layout.quant_type or "nf4").capitalize()
     is_gemm = layout.operation == "gemm_4bit"
-    return several.text_of(
-        "nf4_exact",
-        (name, values, layout.inputs, layout.rows, shift, is_gemm, layout.nested, layout.bias),
-        "Word16",
-        layout.fields,
-        weights,
-        str(WARPS * 32),
-    )
+    arguments = name, values, layout.inputs, layout.rows, shift, is_gemm, layout.nested, layout.bias
+    return products.Code("nf4_exact", arguments, "Word16", layout.fields, WARPS * 32)
 
 
-@dataclass(frozen=True, eq=False)
-class Product:
-    """One product that a call asks for.
+class Product(products.Product):
+    """A product with bitsandbytes' bits."""
 
-    Attributes:
-        format: what decides its bits.
-        input: ``[..., inputs]``, contiguous.
-        weight: the tensors that the kernel reads: packed weights, scales and so on, in the order of the parameters.
-        outputs: rows of the weight.
-    """
-
-    format: Format
-    input: Any
-    weight: tuple[Any, ...]
-    outputs: int
+    operation = OPERATION
+    most = 4
 
     @property
-    def signature(self) -> tuple[Any, ...]:
-        """That of its format."""
-        return self.format.signature
+    def code(self) -> products.Code:
+        """The order of additions is bitsandbytes'."""
+        return _code(self.format)
 
-    def empty(self) -> Any:
-        """Memory for the result, ``[..., outputs]``."""
-        return self.input.new_empty((*self.input.shape[:-1], self.outputs))
+    def blocks(self, outputs: Sequence[int]) -> list[int]:
+        """Each has as many rows of the weight."""
+        each = WARPS * rows_of_a_warp(self.format.inputs)
+        return [-(-number // each) for number in outputs]
 
 
 def match(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Product | None:
@@ -218,39 +194,11 @@ def _is_dense(tensor: Any) -> bool:
     return bool(tensor.is_contiguous() or (tensor.ndim == 2 and tensor.t().is_contiguous() and 1 in tensor.shape))
 
 
-def can_fuse(one: Product, other: Product) -> bool:
-    """Whether one launch may compute both: they have the same format and read the same input."""
-    return (
-        one.format == other.format
-        and one.input.data_ptr() == other.input.data_ptr()
-        and one.input.untyped_storage()._cdata == other.input.untyped_storage()._cdata
-    )
-
-
-def kernel_of(products: Sequence[Product], results: Sequence[Any]) -> Kernel:
-    """The kernel that writes the results of products that :func:`can_fuse`, each ``[..., outputs]``."""
-    layout = products[0].format
-    per_block = WARPS * rows_of_a_warp(layout.inputs)
-    blocks = [-(-product.outputs // per_block) for product in products]
-    sizes: list[int | float] = []
-    for product, number in zip(products, blocks, strict=True):
-        sizes += (product.outputs, number)
-    weights = [tensor for product in products for tensor in product.weight]
-    return Kernel(
-        text_of(layout, len(products)),
-        (products[0].input, *weights, *results),
-        len(results),
-        tuple(sizes),
-        WARPS * 32,
-        (sum(blocks), 1),
-    )
-
-
 def trial(signature: tuple[Any, ...], device: Any) -> tuple[Kernel, Any, Any]:
     """A kernel of this format on random bytes, the memory of its result, and bitsandbytes' result."""
     import torch
 
-    _, (operation, rows, inputs, quant_type, blocksize, nested, bias), dtype = signature
+    operation, dtype, rows, inputs, quant_type, blocksize, nested, bias = signature[1]
     generator = torch.Generator(device).manual_seed(0)
     outputs = 2 * WARPS * rows_of_a_warp(inputs) + 3  # no whole blocks
 
@@ -283,4 +231,4 @@ def trial(signature: tuple[Any, ...], device: Any) -> tuple[Kernel, Any, Any]:
     if product is None:
         raise ValueError(f"there is no kernel for {signature}")
     result = product.empty()
-    return kernel_of([product], [result]), result, op(*args, **kwargs)
+    return products.kernel_of(([product], [result])), result, op(*args, **kwargs)

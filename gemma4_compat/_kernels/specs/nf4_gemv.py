@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._kernels.programs import Kernel, kinds
-from gemma4_compat._kernels.specs import nf4_exact, several
+from gemma4_compat._kernels.programs import kinds
+from gemma4_compat._kernels.specs import nf4_exact, products
 from gemma4_compat._kernels.specs.nf4_exact import Format
 
 #: The name in an operation's signature.
 OPERATION = "4-bit product by tensor cores"
 #: Rows of the input.
 MAX_ROWS = 8
-#: Weights of one launch.
-MAX_WEIGHTS = 4
 #: Rows of the weight that a warp multiplies at once, and inputs: a chunk has one scale.
 TILE, CHUNK = 16, 64
 _LONG, _FEW = 4096, 2048  # inputs and rows of weights that occupy a GPU only if their blocks have more warps
@@ -33,19 +30,22 @@ _LONG, _FEW = 4096, 2048  # inputs and rows of weights that occupy a GPU only if
 _WARPS = 16
 
 
-@dataclass(frozen=True, eq=False)
 class Product(nf4_exact.Product):
-    """As there, in this arithmetic."""
+    """A product in this arithmetic."""
+
+    operation = OPERATION
 
     @property
-    def signature(self) -> tuple[Any, ...]:
-        """As for other operations; nothing of PyTorch's to compare it with."""
-        return OPERATION, tuple(self.format), self.format.dtype
+    def code(self) -> products.Code:
+        """The order of additions depends on the warps of a block."""
+        return _code(self.format, _warps_of(self.format.inputs, self.outputs))
 
-    @property
-    def warps(self) -> int:
-        """How many a block has."""
-        return warps_of(self.format.inputs, self.outputs)
+    def blocks(self, outputs: Sequence[int]) -> list[int]:
+        """As many as a GPU has room for, or fewer."""
+        tiles = [-(-number // TILE) for number in outputs]
+        blocks = _WARPS // _warps_of(self.format.inputs, self.outputs) * multiprocessors(self.input.device)
+        rounds = -(-sum(tiles) // blocks)
+        return [-(-number // rounds) for number in tiles]
 
 
 def match(*args: Any, **kwargs: Any) -> Product | None:
@@ -58,46 +58,17 @@ def match(*args: Any, **kwargs: Any) -> Product | None:
     return Product(found.format, found.input, found.weight, found.outputs)
 
 
-def can_fuse(one: Product, other: Product) -> bool:
-    """Whether one launch may compute both: they have the same format and read the same input."""
-    return nf4_exact.can_fuse(one, other) and one.warps == other.warps
-
-
-def kernel_of(wanted: Sequence[Product], results: Sequence[Any]) -> Kernel:
-    """The kernel that writes the results of products that :func:`can_fuse`, each ``[..., outputs]``."""
-    layout = wanted[0].format
-    tiles = [-(-product.outputs // TILE) for product in wanted]
-    warps = wanted[0].warps
-    rounds = -(-sum(tiles) // (_WARPS // warps * multiprocessors(wanted[0].input.device)))
-    blocks = [-(-number // rounds) for number in tiles]
-    sizes: list[int | float] = []
-    for product, number in zip(wanted, blocks, strict=True):
-        sizes += (product.outputs, number)
-    weights = [tensor for product in wanted for tensor in product.weight]
-    tensors = (wanted[0].input, *weights, *results)
-    return Kernel(
-        text_of(layout, warps, len(wanted)), tensors, len(results), tuple(sizes), warps * 32, (sum(blocks), 1)
-    )
-
-
-def warps_of(inputs: int, outputs: int) -> int:
-    """Warps of a block for a weight of this shape; the order of additions depends on it."""
+def _warps_of(inputs: int, outputs: int) -> int:
+    """Warps of a block for a weight of this shape."""
     return 16 if inputs > _LONG and outputs <= _FEW else 8
 
 
 @functools.cache
-def text_of(layout: Format, warps: int, weights: int) -> str:
-    """The kernel for products of one input with so many weights."""
+def _code(layout: Format, warps: int) -> products.Code:
     name, shift = kinds()[layout.dtype].name, layout.blocksize.bit_length() - 1
-    options = layout.quant_type.capitalize(), layout.inputs, layout.rows, warps, shift
-    return several.text_of(
-        "nf4_gemv",
-        (name, *options, layout.nested, layout.bias),
-        "Word16",
-        layout.fields,
-        weights,
-        f"{warps * 32}, {16 // warps}",
-    )
+    values = layout.quant_type.capitalize()
+    arguments = name, values, layout.inputs, layout.rows, warps, shift, layout.nested, layout.bias
+    return products.Code("nf4_gemv", arguments, "Word16", layout.fields, warps * 32, 16 // warps)
 
 
 @functools.cache

@@ -61,12 +61,11 @@ class Compiler:
         import torch
 
         type(self).launches += 1
-        packed, absmax, *nested, code, result = kernel.tensors
-        _, shift, *nested_shift = kernel.sizes  # the sizes of blocks, in words of 8 values
+        packed, absmax, scales, codes, offset, code, result = kernel.tensors
+        _, shift, nested_shift = kernel.sizes  # the sizes of blocks, in words of 8 values
         operations = torch.ops.bitsandbytes
-        if nested:
-            scales, codes, offset = nested
-            size = 1 << (nested_shift[0] - shift)
+        if absmax.dtype == torch.uint8:
+            size = 1 << (nested_shift - shift)
             absmax = operations.dequantize_blockwise.default(absmax, scales, codes, size, torch.float32) + offset
         quant_type = "nf4" if code[0] == -1 else "fp4"
         shape, dtype = result.shape, result.dtype

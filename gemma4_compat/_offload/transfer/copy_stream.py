@@ -18,26 +18,24 @@ class CopyStream:
     def __init__(self, device: Any) -> None:
         import torch
 
-        self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.device, self._cuda = device, torch.cuda
+        self._stream = self._cuda.Stream(device) if device.type == "cuda" else None
         #: Called before a group's memory is freed: it launches the computations that still need the group.
         self.settle: Callable[[], None] | None = None
         self._computed: dict[Any, Any] = {}  # by computing stream: the event after its last use of a group
 
     def start_copy(self, group: ModuleGroup, size: int) -> None:
         """Allocate ``size`` bytes for the group and issue its copy, without waiting for it."""
-        import torch
-
         if self._stream is None:
             group.allocate(size)
             group.copy_from_host()
         else:
-            with torch.cuda.stream(self._stream):
+            with self._cuda.stream(self._stream):
                 group.allocate(size)
                 for event in self._computed.values():
                     self._stream.wait_event(event)
                 group.copy_from_host()
-                group.copied = group.copied or torch.cuda.Event()
+                group.copied = group.copied or self._cuda.Event()
                 group.copied.record(self._stream)
         group.on_device = True
 
@@ -47,10 +45,8 @@ class CopyStream:
         Everything the current stream computes from now on finds the group's weights. Nothing else waits for them, and
         without a stream (on a CPU) the copy is complete when :meth:`start_copy` returns.
         """
-        import torch
-
         if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_event(group.copied)
+            self._cuda.current_stream(self.device).wait_event(group.copied)
 
     def forget_computed(self) -> None:
         """Wait for no computation before now: it is over, or part of a capture."""
@@ -58,38 +54,30 @@ class CopyStream:
 
     def follow_current_stream(self) -> None:
         """Make copies follow what the current stream does now: they are part of its capture from here on."""
-        import torch
-
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            self._stream.wait_stream(self._cuda.current_stream(self.device))
 
     def join_current_stream(self) -> None:
         """Make the current stream wait for every copy."""
-        import torch
-
         if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            self._cuda.current_stream(self.device).wait_stream(self._stream)
 
     def synchronize(self) -> None:
         """Wait for everything on the device."""
-        import torch
-
         if self._stream is not None:
-            torch.cuda.synchronize(self.device)
+            self._cuda.synchronize(self.device)
 
     def free(self, group: ModuleGroup) -> None:
         """Free the group's memory after what the current stream has computed with it."""
-        import torch
-
         if not group.on_device:
             return
         if self.settle is not None:
             self.settle()
         if self._stream is not None:
-            stream = torch.cuda.current_stream(self.device)
+            stream = self._cuda.current_stream(self.device)
             event = self._computed.get(stream)
             if event is None:
-                event = self._computed[stream] = torch.cuda.Event()
+                event = self._computed[stream] = self._cuda.Event()
             event.record(stream)
         group.free()
         group.on_device = False

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gemma4_compat._engine.runtime.views import PlainView
+from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat._gemma4.quantization import expert_forward, expert_storage, experts
 from gemma4_compat._offload import host_memory
 from gemma4_compat._offload.transfer import read_ahead
@@ -122,11 +123,7 @@ def inside(layer: Any) -> Any:
 
 def forward_of(module: Any) -> Callable[..., Any] | None:
     """The function that accelerate's hook on an experts module calls, if it is upstream's own."""
-    function = getattr(vars(module).get("_old_forward"), "__func__", None)
-    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
-    if function is None or not name.startswith("transformers.models.gemma4"):
-        return None
-    return function if name.endswith("TextExperts.forward") else None
+    return module_hooks.gemma4_forward(module, "TextExperts.forward")
 
 
 def few_tokens(module: Any, layer: Any, inputs: Any) -> bool:

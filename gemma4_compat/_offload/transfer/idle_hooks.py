@@ -100,12 +100,7 @@ def is_accelerates_forward(module: Any) -> bool:
 
 
 class Bypass:
-    """Bypasses the hooks inside a module during its forward.
-
-    Args:
-        root: the module.
-        forwards: of modules inside it whose hooks only move inputs.
-    """
+    """Bypasses hooks that only move inputs inside a module, its ``root``, during its forward."""
 
     def __init__(self, root: Any, forwards: list[HookedForward]) -> None:
         self.forwards = forwards

@@ -17,11 +17,7 @@ from gemma4_compat._offload import host_memory
 
 
 def settle(module: Any, hook: Any) -> None:
-    """Give the parametrizations of an offloaded module originals with values. Does nothing for other modules.
-
-    Args:
-        module: of any kind.
-        hook: accelerate's that offloads its weights.
+    """Give the parametrizations of a module that this hook offloads originals with values.
 
     Raises:
         OffloadedWeightsError: a parametrization has a state of its own that it computed from the weight without

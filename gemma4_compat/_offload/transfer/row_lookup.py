@@ -177,11 +177,9 @@ def reads_rows_only(module: Any) -> bool:
     """
     import torch
 
-    forward = getattr(vars(module).get("_old_forward"), "__func__", None)
-    if forward is torch.nn.Embedding.forward:
+    if getattr(vars(module).get("_old_forward"), "__func__", None) is torch.nn.Embedding.forward:
         return True
-    name = f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', '')}"
-    return name.startswith("transformers.models.gemma4") and name.endswith("TextScaledWordEmbedding.forward")
+    return module_hooks.gemma4_forward(module, "TextScaledWordEmbedding.forward") is not None
 
 
 def _is_tied_on_device(hook: Any, weight: Any) -> bool:

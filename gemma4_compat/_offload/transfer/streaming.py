@@ -37,7 +37,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.accelerate import attached, module_hooks
+from gemma4_compat._gemma4.state import contents
 from gemma4_compat._offload import model_lock, torch_internals
 from gemma4_compat._offload.model_lock import ModelLock
 from gemma4_compat._offload.transfer import expert_lookup
@@ -167,7 +169,7 @@ class LayerStreamer:
         """The hook before a layer's forward: onload its group, prefetch the next one."""
         import torch
 
-        recomputed = _in_backward()
+        recomputed = torch_internals.graph_task() != -1  # in a backward pass
         position = self._positions.get(layer)
         group = None if position is None else self._group(position, layer)
         if position is None or group is None or group.onloaded:
@@ -193,7 +195,7 @@ class LayerStreamer:
         group.on_output(output)
         if self._is_kept(group):  # recomputed by checkpointing: its backward comes next
             return
-        if self._is_last(position) and any(tensor.requires_grad for tensor in _tensors(output)):
+        if self._is_last(position) and any(tensor.requires_grad for tensor in contents.tensors_in(output)):
             self._prefetched = group
         else:
             self._free(group)
@@ -224,17 +226,9 @@ class LayerStreamer:
         finally:  # a capture whose streams have not joined again cannot even be ended
             self._copies.join_current_stream()
 
-    @contextlib.contextmanager
-    def settled(self, settle: Callable[[], None]) -> Iterator[None]:
+    def settled(self, settle: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Inside, ``settle`` is called before weights are freed, to launch everything the layer computes."""
-        if self._copies is None:
-            yield
-            return
-        self._copies.settle = settle
-        try:
-            yield
-        finally:
-            self._copies.settle = None
+        return contextlib.nullcontext() if self._copies is None else in_place.assigned(self._copies, "settle", settle)
 
     def after_capture(self) -> None:
         """Free what a failed capture left on the device, and forget its events."""
@@ -251,7 +245,7 @@ class LayerStreamer:
 
     def _watch_gradients(self, position: int, group: ModuleGroup, output: Any) -> None:
         """Onload the group when a gradient reaches ``output``, the output of a layer or of a module in it."""
-        for tensor in _tensors(output):
+        for tensor in contents.tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(functools.partial(self._backward_begins, position, group))
 
@@ -315,12 +309,7 @@ class LayerStreamer:
         return expert_lookup.few_tokens(group.experts, layer, inputs) and group.looks_experts_up()
 
     def _require(
-        self,
-        group: ModuleGroup,
-        following: ModuleGroup | None,
-        *,
-        in_part: bool = False,
-        next_in_part: bool = False,
+        self, group: ModuleGroup, following: ModuleGroup | None, *, in_part: bool = False, next_in_part: bool = False
     ) -> None:
         """Have ``group`` on the device for what the current stream does next, and prefetch ``following``.
 
@@ -424,20 +413,3 @@ class _InGraph:
 
     def __del__(self) -> None:
         self._streamer.graph_is_gone(self._group)
-
-
-def _tensors(output: Any) -> Iterator[Any]:
-    import torch
-
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
-            yield from _tensors(value)
-
-
-def _in_backward() -> bool:
-    return torch_internals.graph_task() != -1

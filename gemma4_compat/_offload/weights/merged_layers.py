@@ -54,14 +54,12 @@ def parting(model: Any) -> Iterator[list[Any]]:
     _forget_addresses(model, [place for pair in pairs for place in pair])
     for target, source in pairs:
         _take_apart(target, source)
-    token = _parted.set(pairs)
     try:
-        yield pairs
+        with in_place.bound(_parted, pairs):
+            yield pairs
     except BaseException:
         join(model)
         raise
-    finally:
-        _parted.reset(token)
 
 
 def _forget_addresses(model: Any, places: list[Any]) -> None:
@@ -115,11 +113,10 @@ def merging(model: Any, *, merge: bool = True) -> Iterator[list[Any]]:
         yield []
         return
     pairs = _pairs(model)
-    token = _merging.set(pairs if merge else None)
     try:
-        yield pairs
+        with in_place.bound(_merging, pairs if merge else None):
+            yield pairs
     finally:
-        _merging.reset(token)
         if any(_UNMERGE in vars(module) for module in walk.modules(model)):
             _unmerge_before_forwards(model)
 
@@ -206,12 +203,10 @@ def onloaded(layer: Any, pairs: list[Any]) -> Iterator[None]:
     }
     for module, hook in offloaded.items():
         hook.pre_forward(module)
-    token = _onloaded.set(layer)
     try:
-        with module_hooks.hooks_off(offloaded):
+        with in_place.bound(_onloaded, layer), module_hooks.hooks_off(offloaded):
             yield
     finally:
-        _onloaded.reset(token)
         values = dict(base._parameters)
         for module, hook in offloaded.items():
             hook.post_forward(module, None)

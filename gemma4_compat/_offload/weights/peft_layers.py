@@ -23,33 +23,12 @@ from gemma4_compat._offload.weights import stored_weights, tied_pairs
 
 #: Fields of a LoRA config with which a layer only adds to the output of its base layer. Any other field that differs
 #: from its default may make the layer read the base weight.
-_ADDITIVE_FIELDS = frozenset(
-    {
-        "alpha_pattern",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "bias",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "inference_mode",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "lora_bias",
-        "lora_dropout",
-        "modules_to_save",
-        "peft_type",
-        "peft_version",
-        "r",
-        "rank_pattern",
-        "revision",
-        "runtime_config",
-        "target_modules",
-        "task_type",
-        "trainable_token_indices",
-        "use_rslora",
-    }
-)
+_ADDITIVE_FIELDS = {
+    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out"),
+    *("inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_bias", "lora_dropout"),
+    *("modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision", "runtime_config"),
+    *("target_modules", "task_type", "trainable_token_indices", "use_rslora"),
+}
 _ADDITIVE_INITS = (True, False, "gaussian", "orthogonal")
 _ONLOADED, _REGISTERED = attached.ONLOADED, attached.ONLOADS
 
@@ -57,7 +36,7 @@ _ONLOADED, _REGISTERED = attached.ONLOADED, attached.ONLOADS
 def replace_module(
     original: Callable[..., None], self: Any, parent: Any, child_name: str, new_module: Any, child: Any
 ) -> None:
-    with module_hooks.seen_on_execution_device(_base(child)):
+    with module_hooks.seen_on_execution_device(walk.innermost(child)):
         original(self, parent, child_name, new_module, child)
 
 
@@ -131,7 +110,7 @@ def inject_adapter(
     def create_with_weights(
         create: Any, config: Any, name: str, target: Any, target_name: str, parent: Any, *rest: Any, **kw: Any
     ) -> None:
-        base = _base(target)
+        base = walk.innermost(target)
         module_hooks.offload_tied(base)
         offloaded = module_hooks.offload_hook(base) is not None
         with _tied_weights_changed_too(model, base), module_hooks.weights_brought_in(base):
@@ -183,7 +162,7 @@ def keep_onloaded_for_whole_forward(layer: Any) -> None:
 
 
 def _onload(layer: Any, _inputs: Any) -> None:
-    base = _base(layer)
+    base = walk.innermost(layer)
     hook = module_hooks.offload_hook(base)
     # Otherwise it is not offloaded any more, or has been onloaded by a layer around this one or by its module group.
     if hook is not None and module_hooks.is_offloaded(base):
@@ -196,7 +175,7 @@ def _offload(layer: Any, _inputs: Any, _output: Any) -> None:
     hook = vars(layer).pop(_ONLOADED, None)
     if hook is not None:
         hook.offload = True
-        hook.post_forward(_base(layer), None)
+        hook.post_forward(walk.innermost(layer), None)
 
 
 def _refuse_offloaded_biases(config: Any, model: Any) -> None:
@@ -208,10 +187,3 @@ def _refuse_offloaded_biases(config: Any, model: Any) -> None:
                 f"bias={config.bias!r} trains biases of the base model, and that of {name!r} is offloaded: it would "
                 "neither learn nor load. Use bias='none', or a device_map that keeps the module on its device."
             )
-
-
-def _base(module: Any) -> Any:
-    """The module below a PEFT layer (or a stack of them)."""
-    while hasattr(module, "base_layer"):
-        module = module.base_layer
-    return module

@@ -7,6 +7,8 @@ module's weights are in host memory at a time, and a state dict without a module
 The model's own ``state_dict`` has offloaded weights on meta. Such an entry has no value: it leaves the stored one.
 
 On one device, loading one of two tied weights loads both. So a module with a tied weight passes on what it loaded.
+
+:func:`fill` is for the other way: a state dict that is saved.
 """
 
 from __future__ import annotations
@@ -91,3 +93,28 @@ def _empty(meta: Any, device: str) -> Any:
             if (scales := vars(meta).get("SCB")) is not None:  # those of an 8-bit weight are loaded in place
                 empty.SCB = scales.detach().clone()
     return empty
+
+
+def fill(model: Any, state: dict[str, Any]) -> None:
+    """Give meta entries of a split model's state dict their stored values, not copied where their parameter has that
+    dtype.
+
+    Tied weights are one tensor, as in the state dict of one device.
+    """
+    offloaded = [name for name, value in state.items() if getattr(value, "is_meta", False)]
+    if not offloaded:
+        return
+    names = {module: path for path, module in model.named_modules()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in offloaded:
+        path, _, attribute = name.rpartition(".")
+        module = modules.get(path)
+        if module is None or module_hooks.offload_hook(module) is None:
+            continue
+        if stored_weights.holder(module, attribute).get(attribute) is not None:
+            state[name] = stored_weights.read(module, attribute)
+    owner = module_hooks.map_owner(model)
+    for pair in () if owner is None else tied_pairs.tied(owner):
+        target, source = (f"{names[module]}.{name}" for module, name in pair)
+        if {target, source} <= state.keys() and stored_weights.is_same(*pair):
+            state[target] = state[source]

@@ -10,6 +10,7 @@ import copy
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate import attached, module_hooks
+from gemma4_compat._gemma4.models import walk
 from gemma4_compat._offload import host_memory
 from gemma4_compat._offload.weights import stored_weights
 from gemma4_compat._offload.weights.stored_weights import Place
@@ -55,10 +56,9 @@ def _place(model: Any, name: str) -> Place | None:
     module = model
     for part in path.split("."):
         module = getattr(module, "_modules", {}).get(part)
-    while module is not None and attribute not in module._parameters:
-        inside = module._modules
-        module = inside.get("base_layer") or inside.get("original_module") or inside.get("token_adapter")
-    return None if module is None or module._parameters[attribute] is None else (module, attribute)
+    if module is not None and attribute not in module._parameters:
+        module = walk.innermost(module)
+    return None if module is None or module._parameters.get(attribute) is None else (module, attribute)
 
 
 def tie(target: Place, source: Place) -> None:

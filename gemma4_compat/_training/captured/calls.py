@@ -1,40 +1,35 @@
-"""One call of a decoder layer: its tensors apart from everything else, and the same call with other tensors."""
+"""One call of a decoder layer: its tensors apart from everything else, and how it is captured and replayed."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.cache import cache_names, shared_kv
-from gemma4_compat._gemma4.state import checkpointing
-from gemma4_compat._graphs import captured_calls, signatures
+from gemma4_compat._gemma4.state import checkpointing, contents
+from gemma4_compat._graphs import signatures
+from gemma4_compat._graphs.captured_calls import Call, Known
+from gemma4_compat._training.captured import graphs
 
+#: Kinds that are captured for one layer. No other one is captured then.
+MAX_KINDS = 4
 #: Arguments of the loss that reach the layers, which do not read them. Their values differ from step to step.
 _OF_THE_LOSS = ("num_items_in_batch",)
-_PLAIN = (bool, int, float, str)
 #: Layers of a dynamic cache. An empty one returns the keys and values that it gets.
 _GROWING = ("DynamicLayer", "DynamicSlidingWindowLayer")
 _REMEDY = "pass use_cache=False to the model, as training needs no cache"
 
 
-class UnknownArgumentError(Exception):
-    """An argument that is neither a tensor nor a plain value."""
-
-
-class _Place:
-    """Where a tensor is, in what has none."""
-
-
-_PLACE = _Place()
-
-
-class Call(captured_calls.Call):
-    """A call of a decoder layer.
+class LayerCall(Call):
+    """A call of a decoder layer. Autograd holds it until its backward pass.
 
     Args:
-        layer: the decoder layer.
+        training: of its model, a ``layers.Training``.
+        place: of the layer.
+        layer: itself.
+        below: its forward.
         given: positional arguments.
         named: the others.
 
@@ -42,74 +37,114 @@ class Call(captured_calls.Call):
         tensors: all tensors among the arguments, and the keys and values of earlier layers if this one reads them.
             Tensors that were made in inference mode are copied: autograd keeps none of them, and nothing counts what
             is written to them.
-        shared: where layers hand on keys and values; None if none do.
-        cache: an empty dynamic cache, which this layer writes into; None without one.
-        form: the call without its tensors.
 
     Raises:
         UnknownArgumentError: an argument can be neither compared nor copied.
     """
 
-    def __init__(self, layer: Any, given: Sequence[Any], named: dict[str, Any]) -> None:
-        self.shared: Any = named.get(shared_kv.NAME)
+    addresses = ()
+    refused_as = "layer"  # if one call of a layer cannot be captured, no other is tried
+
+    def __init__(
+        self, training: Any, place: int, layer: Any, below: Callable[..., Any], given: Any, named: dict[str, Any]
+    ) -> None:
+        self._training, self.place, self._layer, self._below = training, place, layer, below
+        self._shared: Any = named.get(shared_kv.NAME)  # where layers hand on keys and values
         reads = getattr(layer.self_attn, "is_kv_shared_layer", False)
         others = {name: value for name, value in named.items() if name not in (shared_kv.NAME, *_OF_THE_LOSS)}
         name = next((name for name in cache_names.NAMES if others.get(name) is not None), None)
-        self.cache = None if name is None else _written(layer, others[name])
+        self._cache = None if name is None else _written(layer, others[name])
         if name is not None:
             others[name] = None
-        written = None if self.cache is None else name
-        arguments = (tuple(given), others, dict(self.shared) if self.shared is not None and reads else {})
-        self.tensors = [one.clone() if one.is_inference() else one for one in tensors_in(arguments)]
-        self.form = Form(None if self.shared is None else type(self.shared), without_tensors(arguments), written)
+        self._written = None if self._cache is None else name
+        arguments = (tuple(given), others, dict(self._shared) if self._shared is not None and reads else {})
+        self.tensors = [one.clone() if one.is_inference() else one for one in contents.tensors_in(arguments)]
+        self._arguments = graphs.without_tensors(arguments)
+        self._shared_type = None if self._shared is None else type(self._shared)
         self.device = self.tensors[0].device if self.tensors else None
         self.signature = (
-            repr(self.form.arguments),
-            self.form.shared,
-            written,
+            repr(self._arguments),
+            self._shared_type,
+            self._written,
             tuple(map(_layout, self.tensors)),
             *_autocast(),
             *signatures.settings(),
             _stream(self.device),
         )
 
-
-class Form:
-    """A call without its tensors.
-
-    Args:
-        shared: the type of what layers hand on; None if they hand on nothing.
-        arguments: positional ones, the others by name, and what earlier layers have handed on.
-        written: the name of an empty cache that the layer writes into; None without one.
-    """
-
-    def __init__(self, shared: Any, arguments: Any, written: str | None = None) -> None:
-        self.shared, self.arguments, self._written = shared, arguments, written
-
-    def call(
-        self, layer: Any, below: Callable[..., Any], tensors: Sequence[Any]
-    ) -> tuple[Any, dict[Any, Any], tuple[Any, ...]]:
-        """Call the layer without checkpointing.
-
-        Args:
-            layer: the decoder layer.
-            below: its forward.
-            tensors: in the places of the call's.
+    def run(self, tensors: Sequence[Any]) -> tuple[Any, dict[Any, Any], tuple[Any, ...]]:
+        """Call the layer without checkpointing, with tensors in the places of the call's.
 
         Returns:
             what the layer returns, what it adds for later layers, and the keys and values that it gives to a cache.
         """
-        given, named, read = with_tensors(self.arguments, iter(tensors))
+        given, named, read = graphs.with_tensors(self._arguments, iter(tensors))
         shared = None
-        if self.shared is not None:
-            named[shared_kv.NAME] = shared = self.shared(dict(read))
+        if self._shared_type is not None:
+            named[shared_kv.NAME] = shared = self._shared_type(dict(read))
         cache = _Empty()
         if self._written is not None:
             named[self._written] = cache
-        with in_place.assigned(layer, checkpointing.FLAG, False):
-            found = below(*given, **named)
+        with in_place.assigned(self._layer, checkpointing.FLAG, False):
+            found = self._below(*given, **named)
         added = {} if shared is None else dict(shared)
         return found, {name: value for name, value in added.items() if value is not read.get(name)}, cache.given
+
+    def is_served_by(self, graph: Any) -> bool:
+        """Whether the layer finds the same in its masks."""
+        return all(read.finds_the_same(self.tensors) for read in graph.reads)
+
+    def has_room(self, known: Known) -> bool:
+        """A few are captured, and none of them makes room for another."""
+        if len(known.graphs) < MAX_KINDS:
+            return True
+        same = any(graph.signature == self.signature for graph in known.graphs)
+        what = "layouts of masks" if same else "shapes of batches"
+        self._training.reason(f"{MAX_KINDS} {what} are captured; pad to a few lengths (pad_to_multiple_of)")
+        return False
+
+    def capture(self, pool: Any) -> graphs.Graph:
+        """Record its forward and backward pass, in the memory of all layers."""
+        memory, weights = self._training.memory(self), self._training.weights[self.place]
+        role, is_read = getattr(self._layer.self_attn, "is_sliding", None), self._training.is_read
+        return graphs.Graph(self.run, self.tensors, weights, memory, role, self.signature, is_read=is_read)
+
+    def was_captured(self, known: Known) -> None:
+        """Other layouts of its masks are counted anew."""
+        known.seen.pop(self.signature, None)
+
+    def replay(self, graph: graphs.Graph, *, prepared: bool = False) -> Any:
+        """What the layer returns; its backward pass is replayed as well. None if a layer of the model is gone."""
+        state, weights = next(iter(self._training.states), None), self._training.weights
+        if state is None:
+            return None
+        self.graph, self._state, self._weights = graph, state, weights[self.place]
+        tensors, self.tensors = self.tensors, []  # autograd saves them, through any hooks on saved tensors
+        outputs = graphs.replayed().apply(self, len(tensors), *tensors, *self._weights)
+        found, handed_on, cached = graphs.with_tensors(graph.form, iter(outputs))
+        if self._shared is not None:
+            self._shared.update(handed_on)
+        if self._cache is not None:
+            self._cache.update(*cached, self._layer.self_attn.layer_idx)
+        self._shared = self._cache = None
+        return found
+
+    def gradients(self, tensors: Sequence[Any], incoming: Sequence[Any]) -> list[Any]:
+        """After a replay, those of these tensors and of the weights, for these gradients of the outputs."""
+        import torch
+
+        if torch.is_grad_enabled():
+            self._training.reason("create_graph=True asks for gradients of gradients, which graphs do not have")
+            return self.graph.recorded_gradients(self.run, self._layer, tensors, incoming, self._weights)
+        given = [gradient is not None for gradient in incoming]
+        if given == self.graph.expected and self._state.guards.check_weights():
+            return self.graph.gradients(tensors, incoming)
+        return self.graph.gradients_without(self.run, tensors, incoming, self._weights)
+
+    def note(self, reason: str | BaseException) -> None:
+        """In the statistics and the log."""
+        first, *_ = str(reason).split("\n")
+        self._training.reason(f"a layer cannot be captured: {type(reason).__name__}: {first}")
 
 
 class _Empty:
@@ -132,7 +167,7 @@ class _Empty:
 
 
 def _written(layer: Any, cache: Any) -> Any:
-    """The cache, if the layer writes into it; None if it leaves it alone.
+    """The cache, an empty dynamic one, if the layer writes into it; None if it leaves it alone.
 
     Raises:
         UnknownArgumentError: the layer may read what it holds.
@@ -143,56 +178,15 @@ def _written(layer: Any, cache: Any) -> Any:
     reads = getattr(attention, "is_kv_shared_layer", False)
     shares = reads or getattr(attention, "store_full_length_kv", False)
     if shares and shared_kv.NAME not in inspect.signature(type(attention).forward).parameters:  # before 5.5.2
-        raise UnknownArgumentError(f"layers share keys and values through the cache; {_REMEDY}")
+        raise graphs.UnknownArgumentError(f"layers share keys and values through the cache; {_REMEDY}")
     if reads:
         return None
     if type(cache).__name__ != "DynamicCache" or getattr(cache, "offloading", False):
-        raise UnknownArgumentError(f"the model has a {type(cache).__name__}; {_REMEDY}")
+        raise graphs.UnknownArgumentError(f"the model has a {type(cache).__name__}; {_REMEDY}")
     for part in cache.layers[attention.layer_idx : attention.layer_idx + 1]:
         if type(part).__name__ not in _GROWING or part.is_initialized:
-            raise UnknownArgumentError(f"the cache holds tokens; {_REMEDY}")
+            raise graphs.UnknownArgumentError(f"the cache holds tokens; {_REMEDY}")
     return cache
-
-
-def tensors_in(value: Any) -> Iterator[Any]:
-    """The tensors in tuples, lists and the values of dictionaries, in order."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(part)
-
-
-def without_tensors(value: Any) -> Any:
-    """The same with a mark in the place of each tensor.
-
-    Raises:
-        UnknownArgumentError: it contains something else than these, plain values and None.
-    """
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return _PLACE
-    if value is None or isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, dict):
-        return {name: without_tensors(part) for name, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        return tuple([without_tensors(part) for part in value])
-    raise UnknownArgumentError(f"decoder layers get a {type(value).__name__}, which is neither a tensor nor a value")
-
-
-def with_tensors(value: Any, tensors: Iterator[Any]) -> Any:
-    """The same with the next tensor in the place of each mark."""
-    if value is _PLACE:
-        return next(tensors)
-    if isinstance(value, dict):
-        return {name: with_tensors(part, tensors) for name, part in value.items()}
-    if isinstance(value, tuple):
-        return tuple([with_tensors(part, tensors) for part in value])
-    return value
 
 
 def _layout(tensor: Any) -> tuple[Any, ...]:

@@ -7,17 +7,27 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gemma4_compat._gemma4.attention import tracing
 from gemma4_compat._gemma4.state import contents
 from gemma4_compat._graphs.recording import Recording, capturing
-from gemma4_compat._training import whole
-from gemma4_compat._training.captured import calls
+from gemma4_compat._training import modules
 
+_PLAIN = (bool, int, float, str)
 #: Held while a graph's inputs are filled, it is launched, and its results are copied: layers share this memory.
 _launching = threading.Lock()
+
+
+class UnknownArgumentError(Exception):
+    """An argument that is neither a tensor nor a plain value."""
+
+
+class _Place:
+    """Where a tensor is, in what has none."""
+
+
+_PLACE = _Place()
 
 
 class Buffer:
@@ -71,12 +81,11 @@ class Memory:
         return sum(buffer.tensor.nbytes for buffer in self._buffers.values())
 
 
-#: Calls a layer with tensors in the places of the call's: what it returns, what it hands on to later layers, and what
-#: it gives to a cache.
+#: ``calls.LayerCall.run``.
 Run = Callable[[Sequence[Any]], Any]
 
 
-class Step(NamedTuple):
+class Forward(NamedTuple):
     """A layer's forward with its autograd graph.
 
     Attributes:
@@ -94,7 +103,7 @@ class Step(NamedTuple):
     form: Any
 
     @classmethod
-    def of(cls, call: Run, inputs: list[Any], autocast: Any) -> Step:
+    def of(cls, call: Run, inputs: list[Any], autocast: Any) -> Forward:
         """Run a layer.
 
         Args:
@@ -104,8 +113,8 @@ class Step(NamedTuple):
         """
         with _as_in_a_step(inputs[0].device.type, autocast):
             found = call(inputs)
-        returned, read = (len(list(calls.tensors_in(part))) for part in (found[0], found[:2]))
-        return cls(inputs, list(calls.tensors_in(found)), returned, read, calls.without_tensors(found))
+        returned, read = (len(list(contents.tensors_in(part))) for part in (found[0], found[:2]))
+        return cls(inputs, list(contents.tensors_in(found)), returned, read, without_tensors(found))
 
     def gradients(self, incoming: Sequence[Any], weights: Sequence[Any], *, recorded: bool = False) -> list[Any]:
         """Backpropagate these gradients of the outputs: gradients of the inputs, then of the weights, or None.
@@ -134,14 +143,14 @@ class Graph:
         weights: those of the layer that are trained.
         memory: of all layers.
         role: of the inputs. Layers of one role have the same masks and positions.
+        signature: of the calls that it serves.
         is_read: whether a later layer reads what this one hands on.
 
     Attributes:
         reads: what the layer has found in masks. The graph serves calls in whose masks it finds the same.
-        form: of a :class:`Step`.
+        form: of a :class:`Forward`.
         differentiable: which of the tensors in it require gradients.
         expected: which of them get one where the backward pass is replayed.
-        signature: of the calls that it serves.
 
     Raises:
         Exception: something cannot be recorded, or memory is short. Nothing has changed.
@@ -154,18 +163,19 @@ class Graph:
         weights: Sequence[Any],
         memory: Memory,
         role: Any,
+        signature: Any,
         *,
         is_read: bool,
     ) -> None:
         import torch
 
-        self.signature = self.addresses = None  # it reads and writes no memory of the call's
+        self.signature, self.addresses = signature, None  # it reads and writes no memory of the call's
         kind = memory.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._asked = [tensor.requires_grad for tensor in tensors]
         leaves = self._leaves(tensors)
         with tracing.record_reads(leaves) as self.reads:
-            tried = Step.of(run, leaves, self._autocast)
+            tried = Forward.of(run, leaves, self._autocast)
         self.form, self.differentiable = tried.form, [one.requires_grad for one in tried.outputs]
         self.expected = [
             wanted and index < (tried.read if is_read else tried.returned)
@@ -188,19 +198,17 @@ class Graph:
     def _leaves(self, tensors: Sequence[Any]) -> list[Any]:
         return [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(tensors, self._asked)]
 
-    def _step(self, run: Run) -> Step:
+    def _again(self, run: Run) -> Forward:
         with tracing.replay_reads(self.reads):
-            return Step.of(run, self._leaves([buffer.tensor for buffer in self._inputs]), self._autocast)
+            return Forward.of(run, self._leaves([buffer.tensor for buffer in self._inputs]), self._autocast)
 
     def _run_forward(self, run: Run) -> None:
-        step = self._step(run)
-        for buffer, one in zip(self._outputs, step.outputs):
+        for buffer, one in zip(self._outputs, self._again(run).outputs):
             buffer.tensor.copy_(one.detach())
 
     def _run_backward(self, run: Run, weights: Sequence[Any]) -> None:
-        step = self._step(run)
         incoming = [buffer.tensor if wanted else None for buffer, wanted in zip(self._incoming, self.expected)]
-        found = step.gradients(incoming, weights)
+        found = self._again(run).gradients(incoming, weights)
         for buffer, one in zip(self._gradients, found):
             if buffer is not None:
                 buffer.tensor.copy_(one)
@@ -226,81 +234,42 @@ class Graph:
         self, run: Run, tensors: Sequence[Any], incoming: Sequence[Any], weights: Sequence[Any]
     ) -> list[Any]:
         """The same without a graph, also where an output has no gradient."""
-        return Step.of(run, self._leaves(tensors), self._autocast).gradients(incoming, weights)
+        return Forward.of(run, self._leaves(tensors), self._autocast).gradients(incoming, weights)
 
     def recorded_gradients(
         self, run: Run, layer: Any, tensors: Sequence[Any], incoming: Sequence[Any], weights: Sequence[Any]
     ) -> list[Any]:
         """The same, to be differentiated in turn: they depend on the tensors and weights as upstream's do."""
         inputs = [tensor.view_as(tensor) for tensor in tensors]
-        with whole.as_views(layer, weights) as views:
-            step = Step.of(run, inputs, self._autocast)
-            return step.gradients(incoming, views, recorded=True)
+        with modules.as_views(layer, weights) as views:
+            return Forward.of(run, inputs, self._autocast).gradients(incoming, views, recorded=True)
 
     def _fill(self, tensors: Sequence[Any]) -> None:
         for buffer, tensor in zip(self._inputs, tensors):
             buffer.fill(tensor)
 
 
-@dataclass
-class Replay:
-    """One call of a layer that is replayed.
-
-    Attributes:
-        graph: of calls of this kind.
-        run: calls the layer.
-        tensors: of the call.
-        weights: those that ``graph`` was made with.
-        may_replay: asked in the backward pass: whether the layer is as it was.
-        layer: itself.
-        tell: called with a reason if its backward pass runs without a graph.
-    """
-
-    graph: Graph
-    run: Run
-    tensors: Sequence[Any]
-    weights: Sequence[Any]
-    may_replay: Callable[[], bool]
-    layer: Any
-    tell: Callable[[str], None]
-
-    def outputs(self) -> Any:
-        """Those of the layer. Their backward pass is replayed as well."""
-        given, self.tensors = self.tensors, ()  # autograd saves them, through any hooks on saved tensors
-        return _replayed().apply(self, len(given), *given, *self.weights)
-
-    def gradients(self, tensors: Sequence[Any], incoming: Sequence[Any]) -> list[Any]:
-        """Those of the tensors and weights, for these gradients of the outputs."""
-        import torch
-
-        if torch.is_grad_enabled():
-            self.tell("create_graph=True asks for gradients of gradients, which graphs do not have")
-            return self.graph.recorded_gradients(self.run, self.layer, tensors, incoming, self.weights)
-        if [gradient is not None for gradient in incoming] == self.graph.expected and self.may_replay():
-            return self.graph.gradients(tensors, incoming)
-        return self.graph.gradients_without(self.run, tensors, incoming, self.weights)
-
-
 @functools.cache
-def _replayed() -> Any:
+def replayed() -> Any:
+    """The autograd function of a replay."""
     import torch
 
     class Replayed(torch.autograd.Function):  # type: ignore[misc]
-        """(a replay, how many tensors, the tensors of the call, trained weights) -> the layer's outputs."""
+        """(a ``calls.LayerCall``, how many tensors, its tensors, trained weights) -> the layer's outputs."""
 
         @staticmethod
-        def forward(ctx: Any, replay: Replay, tensors: int, *given: Any) -> Any:
-            ctx.replay = replay
+        def forward(ctx: Any, call: Any, tensors: int, *given: Any) -> Any:
+            ctx.call = call
             ctx.save_for_backward(*given[:tensors])
-            found = replay.graph.outputs(given[:tensors])
-            differentiable = replay.graph.differentiable
+            found = call.graph.outputs(given[:tensors])
+            differentiable = call.graph.differentiable
             ctx.mark_non_differentiable(*[one for one, wanted in zip(found, differentiable) if not wanted])
             ctx.set_materialize_grads(False)
             return found
 
         @staticmethod
         def backward(ctx: Any, *incoming: Any) -> Any:
-            return None, None, *ctx.replay.gradients(ctx.saved_tensors, incoming)
+            return None, None, *ctx.call.gradients(ctx.saved_tensors, incoming)
 
     return Replayed
 
@@ -315,3 +284,33 @@ def _as_in_a_step(kind: str, autocast: Any) -> Iterator[None]:
         torch.autocast(kind, dtype=autocast, enabled=autocast is not None, cache_enabled=False),
     ):
         yield
+
+
+def without_tensors(value: Any) -> Any:
+    """The same with a mark in the place of each tensor.
+
+    Raises:
+        UnknownArgumentError: it contains something else than these, plain values and None.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return _PLACE
+    if value is None or isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, dict):
+        return {name: without_tensors(part) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return tuple([without_tensors(part) for part in value])
+    raise UnknownArgumentError(f"decoder layers get a {type(value).__name__}, which is neither a tensor nor a value")
+
+
+def with_tensors(value: Any, tensors: Iterator[Any]) -> Any:
+    """The same with the next tensor in the place of each mark."""
+    if value is _PLACE:
+        return next(tensors)
+    if isinstance(value, dict):
+        return {name: with_tensors(part, tensors) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple([with_tensors(part, tensors) for part in value])
+    return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -13,80 +12,22 @@ from gemma4_compat._engine.runtime import locks
 from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat._gemma4.state import capturing, checkpointing
 from gemma4_compat._graphs import unsupported
-from gemma4_compat._graphs.captured_calls import CapturedCalls, Known, Pool, State
+from gemma4_compat._graphs.captured_calls import CapturedCalls, Pool, State
 from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.recording import RECORDERS, Recording
 from gemma4_compat._graphs.statistics import TrainingStatistics
-from gemma4_compat._training import whole
+from gemma4_compat._training import modules
 from gemma4_compat._training.captured import calls, graphs
+from gemma4_compat._training.captured.calls import LayerCall
 
 #: Tokens of a call, over all rows of a batch, unless more are asked for.
 MAX_TOKENS = 2048
 #: The call of a kind that is captured. Kinds that come once or twice, as in a dataset of texts of any length, are not.
 CAPTURED_AT = 4
-#: Kinds that are captured for one layer. No other one is captured then.
-MAX_KINDS = 4
 #: How often in turn a model may change before its graphs have served as many steps.
 _MAX_IN_VAIN, _WORTH = 3, 10
 _NAMES = ("Gemma4TextDecoderLayer", "Gemma4UnifiedTextDecoderLayer")
-#: What cannot be captured where one call of a layer cannot.
-_LAYER = "layer"
 _log = logging.getLogger("gemma4_compat")
-
-
-class LayerCall(calls.Call):
-    """A call of a decoder layer that may be captured.
-
-    Args:
-        training: of its model.
-        place: of the layer.
-        layer: itself.
-        below: its forward.
-        given: positional arguments.
-        named: the others.
-    """
-
-    def __init__(
-        self, training: Training, place: int, layer: Any, below: Callable[..., Any], given: Any, named: dict[str, Any]
-    ) -> None:
-        super().__init__(layer, given, named)
-        self.training, self.place, self.layer = training, place, layer
-        self.run, self.addresses = functools.partial(self.form.call, layer, below), ()
-        self.refused_as = _LAYER  # if one call of a layer cannot be captured, no other is tried
-
-    def is_served_by(self, graph: Any) -> bool:
-        """Whether the layer finds the same in its masks."""
-        return all(read.finds_the_same(self.tensors) for read in graph.reads)
-
-    def has_room(self, known: Known) -> bool:
-        """A few are captured, and none of them makes room for another."""
-        if len(known.graphs) < MAX_KINDS:
-            return True
-        same = any(graph.signature == self.signature for graph in known.graphs)
-        what = "layouts of masks" if same else "shapes of batches"
-        self.training.reason(f"{MAX_KINDS} {what} are captured; pad to a few lengths (pad_to_multiple_of)")
-        return False
-
-    def capture(self, pool: Any) -> graphs.Graph:
-        """Record its forward and backward pass, in the memory of all layers."""
-        memory, weights = self.training.memory(self), self.training.weights[self.place]
-        role, is_read = getattr(self.layer.self_attn, "is_sliding", None), self.training.is_read
-        made = graphs.Graph(self.run, self.tensors, weights, memory, role, is_read=is_read)
-        made.signature = self.signature
-        return made
-
-    def was_captured(self, known: Known) -> None:
-        """Other layouts of its masks are counted anew."""
-        known.seen.pop(self.signature, None)
-
-    def replay(self, graph: Any, *, prepared: bool = False) -> Any:
-        """The graph, which autograd replays."""
-        return graph
-
-    def note(self, reason: str | BaseException) -> None:
-        """In the statistics and the log."""
-        first, *_ = str(reason).split("\n")
-        self.training.reason(f"a layer cannot be captured: {type(reason).__name__}: {first}")
 
 
 class Training:
@@ -119,7 +60,7 @@ class Training:
         self._layers = [weakref.ref(layer) for layer in layers]
         self._places = {id(layer): index for index, layer in enumerate(layers)}
         self._memory: dict[Any, graphs.Memory] = {}  # by stream
-        options: dict[str, Any] = {"capture_at": capture_at, "limit": MAX_KINDS, "pool": Pool(recorders)}
+        options: dict[str, Any] = {"capture_at": capture_at, "limit": calls.MAX_KINDS, "pool": Pool(recorders)}
         self._calls = [CapturedCalls(self, statistics=self.statistics, **options) for _ in layers]
         self._enabled: Any = None
         self._last = len(layers)
@@ -135,33 +76,21 @@ class Training:
     def forward(self, layer: Any, below: Callable[..., Any], given: Any, named: dict[str, Any]) -> Any:
         """Run a layer."""
         call = self._call(layer, below, given, named)
-        if call is None:
-            return below(*given, **named)
-        with self._lock.held():
-            graph = self._graph(call)
-            state, weights = next(iter(self.states), None), self.weights
-        if graph is None or state is None:
+        if call is not None:
+            with self._lock.held():
+                outputs = self._replayed(call)
+            if outputs is not None:
+                return outputs
             self.statistics.eager += 1
-            return below(*given, **named)
-        self._served += 1
-        given_back = weights[call.place], state.guards.check_weights, layer, self.reason
-        outputs = graphs.Replay(graph, call.run, call.tensors, *given_back).outputs()
-        found, handed_on, cached = calls.with_tensors(graph.form, iter(outputs))
-        if call.shared is not None:
-            call.shared.update(handed_on)
-        if call.cache is not None:
-            call.cache.update(*cached, layer.self_attn.layer_idx)
-        return found
+        return below(*given, **named)
 
     def _call(self, layer: Any, below: Callable[..., Any], given: Any, named: dict[str, Any]) -> LayerCall | None:
         """A call that may be replayed; None if it is no training step, too long, or something is in the way of it."""
-        import torch
-
-        if not (layer.training and torch.is_grad_enabled()) or torch.compiler.is_compiling() or whole.is_traced():
+        if not modules.trains(layer):
             return None
         try:
             call = LayerCall(self, self._places[id(layer)], layer, below, given, named)
-        except calls.UnknownArgumentError as error:
+        except graphs.UnknownArgumentError as error:
             self._left(str(error))
             return None
         if not call.tensors or call.tensors[0].shape[:-1].numel() > self._max_tokens:
@@ -178,14 +107,16 @@ class Training:
         self.statistics.eager += 1
         self.reason(reason)
 
-    def _graph(self, call: LayerCall) -> graphs.Graph | None:
-        """The graph that serves a call, captured if it is time for that; otherwise None."""
+    def _replayed(self, call: LayerCall) -> Any:
+        """What a replay returns, captured before if it is time for that; None if the call has to run eagerly."""
         if call.place <= self._last:
             self._begin()
         self._last, layer = call.place, self._calls[call.place]
-        found: graphs.Graph | None = layer.run(call)
+        found = layer.run(call)
         if found is None:
             layer.has_run(call)
+        else:
+            self._served += 1
         return found
 
     def check(
@@ -215,9 +146,9 @@ class Training:
         if self._in_vain >= _MAX_IN_VAIN:
             self.reason(f"the model changes every few steps, {_MAX_IN_VAIN} times in turn")
             return
-        modules = self._look()
-        if modules:
-            self.states[0].guards = ModelGuards(modules, self._forget, trained=True)
+        replayable = self._look()
+        if replayable:
+            self.states[0].guards = ModelGuards(replayable, self._forget, trained=True)
         else:
             self.states = []
 
@@ -228,12 +159,12 @@ class Training:
         state = State(None)
         replayable: dict[Any, None] = {}
         for layer, layer_calls in zip(layers, self._calls):
-            modules = list(layer.modules())
-            reason = next(_layer_reasons(layer, modules), None)
+            inside = list(layer.modules())
+            reason = next(_layer_reasons(layer, inside), None)
             if reason is None:
-                replayable |= dict.fromkeys(modules)
+                replayable |= dict.fromkeys(inside)
             else:
-                state.calls[layer_calls].refused.add(_LAYER)
+                state.calls[layer_calls].refused.add(LayerCall.refused_as)
                 self.reason(reason)
         self.states = [state]
         return list(replayable)
@@ -267,23 +198,23 @@ class Training:
 
 def decoder_layers(model: Any) -> list[Any]:
     """Those of a Gemma 4 text model, in order."""
-    modules = () if isinstance(model, type) or not hasattr(model, "modules") else model.modules()
-    return [module for module in modules if type(module).__name__ in _NAMES]
+    found = () if isinstance(model, type) or not hasattr(model, "modules") else model.modules()
+    return [module for module in found if type(module).__name__ in _NAMES]
 
 
-def _layer_reasons(layer: Any, modules: list[Any]) -> Iterator[str]:
+def _layer_reasons(layer: Any, inside: list[Any]) -> Iterator[str]:
     """Why a layer cannot be replayed: its Python has to run in each step."""
-    sharded = whole.unsupported_reason(layer)
+    sharded = modules.unsupported_reason(layer)
     if sharded:
         yield sharded
-    for module in modules:
+    for module in inside:
         hook = module_hooks.offload_hook(module)
         if hook is not None and any(weight is not None for weight in module._parameters.values()):
             yield "their weights are offloaded"
-    if any(map(unsupported.is_8_bit, modules)):
+    if any(map(unsupported.is_8_bit, inside)):
         yield "8-bit layers of bitsandbytes synchronize with the host"
     yield from unsupported.hook_reasons(layer, [], backward=True)  # those on every module
-    for module in modules:
+    for module in inside:
         name = type(module).__name__
         if unsupported.only_in_training(module, decodes=False):
             yield f"{name} draws random numbers, as for dropout, or may do something else in training mode only"

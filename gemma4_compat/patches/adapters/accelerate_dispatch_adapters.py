@@ -16,10 +16,7 @@ computes, as if they had been loaded after the dispatch.
 Remove when: ``dispatch_model`` leaves the adapters of offloaded modules on their execution device.
 """
 
-from __future__ import annotations
-
 import inspect
-from pathlib import Path
 from typing import Any
 
 from gemma4_compat._gemma4.models import family
@@ -30,8 +27,8 @@ PATCH = Patch(
     "F13",
     severity="wrong_result",
     affected=">=1.12",
-    requires=("peft",),
-    after=("accelerate-nested-map", "accelerate-offload-folder"),
+    requires="peft",
+    after="accelerate-nested-map accelerate-offload-folder",
 )
 
 
@@ -49,16 +46,11 @@ def dispatch_model(original: Original, *args: Any, **kwargs: Any) -> Any:
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import PeftModel
 
-    from gemma4_compat._lab.workspace import difference
+    # Not the linears of the towers, which another patch covers.
+    adapter = workspace.adapter_on("embedding", r".*language_model\.(embed_tokens|.*\.up_proj)")
 
     def with_adapter() -> Any:
-        return PeftModel.from_pretrained(workspace.load(), workspace.cached(_embedding_adapter), is_trainable=True)
-
-    def _embedding_adapter(folder: Path) -> Path:
-        from gemma4_compat._lab import tiny_adapters
-
-        # Not the linears of the towers, which another patch covers.
-        return tiny_adapters.write_adapter(workspace.load(), r".*language_model\.(embed_tokens|.*\.up_proj)", folder)
+        return PeftModel.from_pretrained(workspace.load(), adapter, is_trainable=True)
 
     reference = workspace.outputs(with_adapter().eval(), text_only=True)
     model = with_adapter().eval()
@@ -67,5 +59,4 @@ def reproduce(workspace: Workspace) -> Outcome:
     lost = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.is_meta]
     if lost:
         return Outcome(True, f"{len(lost)} adapter weights are on meta and get no gradient, {lost[0]} among them")
-    found = difference(reference, workspace.outputs(model, text_only=True))
-    return Outcome.of_parity(found, "dispatched with an adapter")
+    return Outcome.of_parity(workspace.difference(reference, model, text_only=True), "dispatched with an adapter")

@@ -13,16 +13,12 @@ for training.
 Remove when: PEFT keeps ``AdaLoraLayer.ranknum`` frozen (without a gradient) on a bf16 base.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import walk
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F4", severity="wrong_result", affected=">=0.21.0", acts_on="every model", requires=("transformers>=5.5",)
-)
+PATCH = Patch("F4", severity="wrong_result", affected=">=0.21.0", acts_on="every model", requires="transformers>=5.5")
 
 
 @PATCH.replaces("peft.tuners.adalora.layer", "AdaLoraLayer.update_layer")
@@ -46,13 +42,8 @@ def cast_adapter_dtype(original: Original, model: Any, adapter_name: str, *args:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-    from pathlib import Path
-
     import torch
     from peft import AdaLoraConfig, PeftModel, get_peft_model
-
-    from gemma4_compat._lab.workspace import difference
 
     torch.manual_seed(0)
     targets = r".*language_model\..*\.up_proj"
@@ -62,8 +53,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     optimizer = torch.optim.Adam([value for value in model.parameters() if value.requires_grad], lr=0.1)
     model(**batch, labels=batch["input_ids"]).loss.backward()
     optimizer.step()
-    folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=workspace.folder))
+    folder = workspace.new_folder()
     model.save_pretrained(folder)
     again = PeftModel.from_pretrained(workspace.load(), folder)
-    found = difference(workspace.outputs(model.eval()), workspace.outputs(again.eval()))
+    found = workspace.difference(workspace.outputs(model.eval()), again.eval())
     return Outcome.of_parity(found, "AdaLoRA after one step, saved and loaded again")

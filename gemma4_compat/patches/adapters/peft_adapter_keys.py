@@ -20,8 +20,6 @@ the model as it was. If the keys of an adapter already fit, only upstream's code
 Remove when: PEFT translates adapter keys between a model's classes and refuses an adapter in which nothing fits.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ from gemma4_compat._gemma4.adapters.translation import PREFIX
 from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F22", severity="wrong_result", affected=">=0.18.0", needs=("peft-failed-load", "peft-clippable-linear"))
+PATCH = Patch("F22", severity="wrong_result", affected=">=0.18.0", needs="peft-failed-load peft-clippable-linear")
 
 _NO_TARGETS = ("not found in the base model", "No modules were targeted", "All modules were excluded")
 
@@ -143,10 +141,8 @@ def _is_of_a_layer(name: str) -> bool:
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import PeftModel
 
-    from gemma4_compat._lab.workspace import difference
-
     adapter = workspace.text_adapter()
     reference = workspace.outputs(PeftModel.from_pretrained(workspace.load_text(), adapter), text_only=True)
     model = PeftModel.from_pretrained(workspace.load(), adapter)
-    found = difference(reference, workspace.outputs(model, text_only=True))
+    found = workspace.difference(reference, model, text_only=True)
     return Outcome.of_parity(found, "an adapter of Gemma4ForCausalLM on Gemma4ForConditionalGeneration")

@@ -15,8 +15,6 @@ skipped, and the walks are loops. Modules, parameters, dtypes, devices and ``req
 Remove when: PEFT neither draws the weights that a load replaces nor compares all names with all targets.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +27,7 @@ from gemma4_compat._gemma4.adapters.translation import PREFIX
 from gemma4_compat._gemma4.models import family, walk
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F71", kind="speed", severity="speed", affected=">=0.18.0", needs=("peft-adapter-keys",))
+PATCH = Patch("F71", kind="speed", severity="speed", affected=">=0.18.0", needs="peft-adapter-keys")
 
 _UTILS = "peft.tuners.tuners_utils"
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
@@ -331,8 +329,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import LoraConfig, PeftModel, get_peft_model
     from peft.utils import load_peft_weights
 
-    from gemma4_compat._lab.workspace import difference
-
     adapter = workspace.adapter("language")
     model = workspace.load()
     drawn = calls_of(torch.nn.init.kaiming_uniform_, lambda: PeftModel.from_pretrained(model, adapter))
@@ -343,9 +339,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     with torch.no_grad():
         for name, value in load_peft_weights(str(adapter), device="cpu").items():
             parameters[name.replace(".weight", ".default.weight")].copy_(value)
-    found = difference(
-        workspace.outputs(reference), workspace.outputs(PeftModel.from_pretrained(workspace.load(), adapter))
-    )
+    found = workspace.difference(workspace.outputs(reference), PeftModel.from_pretrained(workspace.load(), adapter))
     return Outcome.of_parity(found, "an adapter without random weights before its own")
 
 

@@ -19,8 +19,6 @@ towers.
 Remove when: PEFT removes these hooks in ``finally`` and gives each layer the names of what it gets.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator
@@ -29,13 +27,7 @@ from typing import Any
 from gemma4_compat._gemma4.adapters import rows
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F119 F120",
-    severity="wrong_result",
-    affected=">=0.18.0",
-    acts_on="every model",
-    bug=("https://github.com/huggingface/peft/issues/3475",),
-)
+PATCH = Patch("F119 F120", severity="wrong_result", affected=">=0.18.0", acts_on="every model", bug="issues/3475")
 
 _NAMES, _OFFSETS = "adapter_names", "alora_offsets"
 _CHECKPOINTED = "_peft_gradient_checkpointing_forward_hooks"
@@ -150,8 +142,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import PeftModel
 
-    from gemma4_compat._lab.workspace import difference
-
     model = PeftModel.from_pretrained(workspace.load(), workspace.adapter("language"), adapter_name="one")
     expected = workspace.outputs(model)
 
@@ -162,6 +152,4 @@ def reproduce(workspace: Workspace) -> Outcome:
     with contextlib.suppress(MemoryError), torch.no_grad():
         model(**workspace.inputs(), adapter_names=["__base__"])
     handle.remove()
-    return Outcome.of_parity(
-        difference(expected, workspace.outputs(model)), "after a call for the base model that failed"
-    )
+    return Outcome.of_parity(workspace.difference(expected, model), "after a call for the base model that failed")

@@ -12,8 +12,6 @@ Fix: The wrapped call uses the old name; its result uses the new one.
 Remove when: transformers 5.24.0 with a PEFT that knows only the old name is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine.runtime.proxies import Proxy
@@ -21,7 +19,7 @@ from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F75", severity="wrong_result", affected=">=0.18.0", acts_on="every model", requires=("transformers>=5.24",)
+    "F75", severity="wrong_result", affected=">=0.18.0", acts_on="every model", requires="transformers>=5.24"
 )
 
 #: Allowed difference between step-by-step generation and one forward, relative to the largest logit, in float32.
@@ -47,19 +45,17 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
-    from gemma4_compat._lab import tiny, tiny_models
+    from gemma4_compat._lab import tiny
 
-    checkpoint = workspace.checkpoint
-    if workspace.variant is None:  # prompt tuning with per-layer embeddings is covered by another patch
-        checkpoint = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
     ids = tiny.inputs(workspace.main, text_only=True)["input_ids"][:1]
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     options |= {"return_dict_in_generate": True, "output_logits": True, "attention_mask": torch.ones_like(ids)}
 
     def tuned(kind: Any) -> Any:
         torch.manual_seed(0)
-        base = tiny.load(checkpoint, device=workspace.main).float()
-        return get_peft_model(base, kind(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+        # Prompt tuning with per-layer embeddings is covered by another patch.
+        base = workspace.load_31b() if workspace.variant is None else workspace.load()
+        return get_peft_model(base.float(), kind(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
 
     with torch.no_grad():
         model, seen = tuned(PromptTuningConfig), "all tokens"

@@ -15,8 +15,6 @@ Remove when: PEFT saves the part that ``pissa_niter`` took (or its seed), and re
 weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine.io import notice
@@ -29,8 +27,8 @@ PATCH = Patch(
     kind="notice",
     severity="wrong_result",
     affected=">=0.18.0",
-    requires=("bitsandbytes", "transformers>=5.5"),
-    after=("peft-quantized-tuners",),
+    requires="bitsandbytes transformers>=5.5",
+    after="peft-quantized-tuners",
 )
 
 
@@ -71,14 +69,11 @@ def _warning(init: str, model: Any, adapter_name: str) -> str | None:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
     import warnings
-    from pathlib import Path
 
     from peft import LoraConfig, PeftModel, get_peft_model
 
     from gemma4_compat._errors import Gemma4CompatWarning
-    from gemma4_compat._lab.workspace import difference
 
     targets = ["up_proj"]
     with warnings.catch_warnings(record=True) as caught:
@@ -90,11 +85,11 @@ def reproduce(workspace: Workspace) -> Outcome:
     said = sum(issubclass(warning.category, Gemma4CompatWarning) for warning in caught)
     if said == 2:
         return Outcome(False, "one warning for pissa_niter_4 and one for olora on a 4-bit base")
-    folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=workspace.folder))
+    folder = workspace.new_folder()
     trained.save_pretrained(folder)
     again = PeftModel.from_pretrained(workspace.load(), folder)
-    moved = difference(workspace.outputs(trained), workspace.outputs(again.eval()))
-    changed = difference(workspace.reference("4bit"), workspace.outputs(quantized))
+    moved = workspace.difference(workspace.outputs(trained), again.eval())
+    changed = workspace.difference(workspace.reference("4bit"), quantized)
     if moved == 0.0 and changed == 0.0:
         return Outcome(False, "pissa_niter_4 is loaded as it was saved, and olora leaves a 4-bit base as it is")
     return Outcome(

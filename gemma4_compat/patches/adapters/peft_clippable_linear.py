@@ -18,14 +18,12 @@ Remove when: PEFT adapts ``Gemma4ClippableLinear``, or transformers makes it an 
 far.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.adapters import clipped
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F4", severity="crash", affected=">=0.18.0", bug=("https://github.com/huggingface/peft/issues/3129",))
+PATCH = Patch("F4", severity="crash", affected=">=0.18.0", bug="issues/3129")
 
 
 @PATCH.replaces("peft.tuners.tuners_utils", "_maybe_include_all_linear_layers")
@@ -41,8 +39,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    from gemma4_compat._lab.workspace import difference
-
     workspace.needs("clipped_linears")
     explicit = PeftModel.from_pretrained(workspace.load(), workspace.adapter("all"))
     values = {name: value for name, value in explicit.state_dict().items() if "lora_" in name}
@@ -57,5 +53,5 @@ def reproduce(workspace: Workspace) -> Outcome:
         )
     with torch.no_grad():
         model.load_state_dict(values, strict=False)
-    found = difference(reference, workspace.outputs(model.eval()))
+    found = workspace.difference(reference, model.eval())
     return Outcome.of_parity(found, f"{', '.join(names[:2])}, ... reach {len(values) // 2} layers")

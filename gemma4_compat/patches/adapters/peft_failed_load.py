@@ -12,8 +12,6 @@ that names the first module, instead of one line per tensor.
 Remove when: PEFT removes what it injected when a load fails.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.adapters import rollback
@@ -57,8 +55,6 @@ def _load(
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import PeftModel
 
-    from gemma4_compat._lab.workspace import difference
-
     found = []
     for base in (workspace.load(), workspace.split()):
         reference = workspace.reference()
@@ -69,5 +65,5 @@ def reproduce(workspace: Workspace) -> Outcome:
         left = [name for name, _ in base.named_modules() if "lora_" in name]
         if left:
             return Outcome(True, f"{message} {len(left)} modules of it stay in the base model, {left[0]} among them")
-        found.append(difference(reference, workspace.outputs(base)))
+        found.append(workspace.difference(reference, base))
     return Outcome.of_parity(max(found), "the base model after an adapter that does not fit")

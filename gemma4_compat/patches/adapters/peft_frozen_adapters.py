@@ -13,8 +13,6 @@ enabled, also if an error came in between. If ``set_adapter`` was called meanwhi
 Remove when: PEFT keeps ``requires_grad`` while adapters are disabled.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Iterator
@@ -22,13 +20,7 @@ from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F121",
-    severity="wrong_result",
-    affected=">=0.18.0",
-    acts_on="every model",
-    bug=("https://github.com/huggingface/peft/issues/3447",),
-)
+PATCH = Patch("F121", severity="wrong_result", affected=">=0.18.0", acts_on="every model", bug="issues/3447")
 
 #: Disabled layer, or one that was enabled again -> whether each weight was trainable, by name.
 _before: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], bool]] = weakref.WeakKeyDictionary()

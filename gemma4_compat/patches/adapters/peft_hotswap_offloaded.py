@@ -11,8 +11,6 @@ Fix: During that call, the weights of offloaded layers report the device where t
 Remove when: in all supported releases PEFT puts these tensors on the device of the adapter's own weights.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +37,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 
     from gemma4_compat._lab import tiny_adapters
-    from gemma4_compat._lab.workspace import difference
 
     def prepared(model: Any) -> Any:
         torch.manual_seed(0)
@@ -47,5 +44,5 @@ def reproduce(workspace: Workspace) -> Outcome:
         prepare_model_for_compiled_hotswap(tuned, target_rank=8)
         return workspace.outputs(tuned)
 
-    found = difference(prepared(workspace.load()), prepared(workspace.split()))
+    found = workspace.difference(prepared(workspace.load()), prepared(workspace.split()))
     return Outcome.of_parity(found, "a split model prepared for hot swaps")

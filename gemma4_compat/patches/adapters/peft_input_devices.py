@@ -16,8 +16,6 @@ changes for a model on one device, or for a layer whose inputs arrive on its dev
 Remove when: PEFT brings inputs to the device of the base layer in all supported releases.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate import attached, module_hooks
@@ -29,8 +27,8 @@ PATCH = Patch(
     severity="crash",
     affected=">=0.18.0",
     acts_on="every model",
-    requires=("accelerate",),
-    after=("peft-keep-dispatch",),
+    requires="accelerate",
+    after="peft-keep-dispatch",
 )
 
 _REGISTERED = attached.BRINGS_INPUTS
@@ -100,7 +98,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from gemma4_compat._lab import tiny, tiny_adapters
     from gemma4_compat._lab.stand_ins import second_device
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs_second_device()
     cases: list[dict[str, Any]] = [
@@ -123,5 +120,5 @@ def reproduce(workspace: Workspace) -> Outcome:
             whole, several = (
                 workspace.outputs(tuned(options, split=there), text_only=True, device="cpu") for there in (False, True)
             )
-            found = max(found, difference(whole, several))
+            found = max(found, workspace.difference(whole, several))
     return Outcome.of_parity(found, "adapters on a head whose input comes from another device")

@@ -28,8 +28,6 @@ Remove when: PEFT keeps the hooks and the ``hf_device_map`` of a dispatched base
 dispatching it again.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any
@@ -45,7 +43,7 @@ PATCH = Patch(
     severity="wrong_result",
     affected=">=0.18.0",
     acts_on="every model",
-    bug=("https://github.com/huggingface/peft/issues/3169", "https://github.com/huggingface/peft/issues/2541"),
+    bug="issues/3169 issues/2541",
 )
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -112,7 +110,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     from gemma4_compat._lab import tiny_adapters
-    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.outputs(PeftModel.from_pretrained(workspace.load(), workspace.adapter("all")))
     base = workspace.split()
@@ -128,11 +125,9 @@ def reproduce(workspace: Workspace) -> Outcome:
     ]
     if moved:
         return Outcome(True, f"{len(moved)} base tensors moved, {moved[0]} among them")
-    found = difference(reference, workspace.outputs(model))
+    found = workspace.difference(reference, model)
     fresh = get_peft_model(workspace.split(), LoraConfig(target_modules=tiny_adapters.TARGETS["language"]))
-    lost = [
-        name for name, parameter in fresh.named_parameters() if "lora_" in name and parameter.device.type == "meta"
-    ]
+    lost = [name for name, parameter in fresh.named_parameters() if "lora_" in name and parameter.is_meta]
     if lost:
         return Outcome(True, f"get_peft_model puts {len(lost)} LoRA weights on meta")
     return Outcome.of_parity(found, f"adapter on a split base, its {len(placement)} map entries kept")

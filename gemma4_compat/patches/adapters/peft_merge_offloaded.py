@@ -39,8 +39,8 @@ PATCH = Patch(
     severity="wrong_result",
     affected=">=0.18.0",
     acts_on="every model",
-    requires=("accelerate",),
-    needs=("accelerate-tied-on-disk", "accelerate-load-offloaded"),
+    requires="accelerate",
+    needs="accelerate-tied-on-disk accelerate-load-offloaded",
 )
 
 _NO_LONGER_TIED = "Input and output embeddings are no longer tied after merging"
@@ -104,23 +104,13 @@ def merge_osf(original: Original, self: Any, safe_merge: bool = False, adapter_n
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab.workspace import difference
-
-    adapter = _adapter(workspace)
-    whole = _merged(workspace, adapter)
-    split = _merged(workspace, adapter, "model.language_model.layers.0", "lm_head")
-    found = max(difference(first, second) for first, second in zip(whole, split))
-    return Outcome.of_parity(found, "a layer and the head, offloaded, merged and unmerged")
-
-
-def _adapter(workspace: Workspace) -> Path:
     from gemma4_compat._lab import tiny_adapters
 
-    def merged_layers_and_head(folder: Path) -> Path:
-        targets = rf"({tiny_adapters.TARGETS['language']}|lm_head)"
-        return tiny_adapters.write_adapter(workspace.load(), targets, folder)
-
-    return workspace.cached(merged_layers_and_head)
+    adapter = workspace.adapter_on("language-head", rf"({tiny_adapters.TARGETS['language']}|lm_head)")
+    whole = _merged(workspace, adapter)
+    split = _merged(workspace, adapter, "model.language_model.layers.0", "lm_head")
+    found = max(workspace.difference(first, second) for first, second in zip(whole, split))
+    return Outcome.of_parity(found, "a layer and the head, offloaded, merged and unmerged")
 
 
 def _merged(workspace: Workspace, adapter: Path, *offloaded: str) -> list[Outputs]:

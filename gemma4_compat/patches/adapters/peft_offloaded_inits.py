@@ -16,14 +16,13 @@ initialization itself is that of ``peft-keep-dispatch``.
 Remove when: PEFT onloads what these initializations read, and accelerate keeps what a forward changes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat._gemma4.models import walk
 from gemma4_compat._offload.weights import stored_weights
@@ -34,8 +33,8 @@ PATCH = Patch(
     severity="crash",
     affected=">=0.18.0",
     acts_on="every model",
-    requires=("accelerate",),
-    needs=("peft-keep-dispatch",),
+    requires="accelerate",
+    needs="peft-keep-dispatch",
 )
 
 #: The model whose adapter weights LoftQ replaces.
@@ -72,11 +71,8 @@ def estimate_gradients(
 
 @PATCH.replaces("peft.utils.loftq_utils", "replace_lora_weights_loftq", group="loftq")
 def replace_lora_weights_loftq(original: Original, peft_model: Any, *args: Any, **kwargs: Any) -> Any:
-    token = _replacing.set(peft_model)
-    try:
+    with in_place.bound(_replacing, peft_model):
         return original(peft_model, *args, **kwargs)
-    finally:
-        _replacing.reset(token)
 
 
 @PATCH.replaces("peft.utils.loftq_utils", "_loftq_init_new", group="loftq")
@@ -107,7 +103,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import LoraConfig, get_peft_model
 
     from gemma4_compat._lab import tiny_adapters
-    from gemma4_compat._lab.workspace import difference
 
     options, prepare = _first_here()
     if prepare is None:
@@ -127,10 +122,8 @@ def reproduce(workspace: Workspace) -> Outcome:
         model.zero_grad()
         return workspace.outputs(get_peft_model(model, config).eval(), text_only=True)
 
-    model = workspace.load()
-    for parameter in model.parameters():
-        vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
-    found = difference(adapted(workspace.load()), adapted(workspace.dispatch(model, "layers")))
+    model = workspace.load_unmarked()
+    found = workspace.difference(adapted(workspace.load()), adapted(workspace.dispatch(model, "layers")))
     return Outcome.of_parity(found, f"{options['init_lora_weights']} on a base with offloaded layers")
 
 

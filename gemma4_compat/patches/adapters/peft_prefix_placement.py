@@ -13,8 +13,6 @@ Fix: The prefix of each layer goes to where that layer's attention computes.
 Remove when: PEFT finds the layers of a Gemma 4, and those without a prefix, in all supported releases.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate import module_hooks
@@ -50,7 +48,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import PrefixTuningConfig, get_peft_model
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     def tuned(*, split: bool) -> Any:
         model = workspace.load()
@@ -66,4 +63,4 @@ def reproduce(workspace: Workspace) -> Outcome:
     except RuntimeError as error:  # a PEFT that does not support layers of several widths
         return Outcome(False, f"this release of PEFT has no prefix for such layers: {error}", applicable=False)
     found = workspace.outputs(tuned(split=True), text_only=True)
-    return Outcome.of_parity(difference(expected, found), "prefix tuning on a split model")
+    return Outcome.of_parity(workspace.difference(expected, found), "prefix tuning on a split model")

@@ -16,8 +16,6 @@ anything is changed, and the error says how to merge: into the model that ``dequ
 Remove when: PEFT dequantizes layers whose weights are packed integers, and refuses to merge into them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
@@ -29,8 +27,8 @@ PATCH = Patch(
     severity="crash",
     affected=">=0.18.0",
     acts_on="QAT checkpoints",
-    requires=("transformers>=5.11",),
-    needs=("transformers-qat-loading",),
+    requires="transformers>=5.11",
+    needs="transformers-qat-loading",
 )
 
 
@@ -70,7 +68,6 @@ def dequantize_module_weight(original: Original, module: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import torch
     from peft import LoraConfig, get_peft_model
 
     from gemma4_compat._lab import tiny
@@ -83,6 +80,6 @@ def reproduce(workspace: Workspace) -> Outcome:
         adapted.merge_and_unload()
     except Gemma4CompatError as error:
         after = adapted.state_dict()
-        changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+        changed = [name for name, value in before.items() if not value.equal(after[name])]
         return Outcome(bool(changed), f"refused: {error}")
     return Outcome(True, "merged")

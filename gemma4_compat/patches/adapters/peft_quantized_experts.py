@@ -15,8 +15,6 @@ says how to merge without loss. Other parameters are left to PEFT.
 Remove when: PEFT adapts parameters that bitsandbytes has quantized.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -29,8 +27,8 @@ PATCH = Patch(
     "F21",
     severity="wrong_result",
     affected=">=0.18.0",
-    requires=("transformers>=5.5", "bitsandbytes"),
-    needs=("transformers-quantized-experts",),
+    requires="transformers>=5.5 bitsandbytes",
+    needs="transformers-quantized-experts",
 )
 
 

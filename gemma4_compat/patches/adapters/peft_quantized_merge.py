@@ -17,8 +17,6 @@ changed.
 Remove when: PEFT measures what a merge into quantized weights loses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -41,7 +39,7 @@ from gemma4_compat._gemma4.quantization.plain_layers import (
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F7", kind="notice", severity="wrong_result", affected=">=0.18.0", requires=("bitsandbytes", "transformers>=5.5")
+    "F7", kind="notice", severity="wrong_result", affected=">=0.18.0", requires="bitsandbytes transformers>=5.5"
 )
 
 #: Relative to the weight's norm; 4-bit merges stay below 0.2.

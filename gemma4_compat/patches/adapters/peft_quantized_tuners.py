@@ -30,8 +30,6 @@ Remove when: PEFT's layers for bitsandbytes return the dtype of their input, and
 layers.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -48,8 +46,8 @@ PATCH = Patch(
     severity="crash",
     affected=">=0.18.0",
     acts_on="every model",
-    requires=("bitsandbytes", "transformers>=5.5"),
-    after=("peft-keep-dispatch",),
+    requires="bitsandbytes transformers>=5.5",
+    after="peft-keep-dispatch",
 )
 
 #: Relative to the output's norm; quantized kernels stay below 0.1.
@@ -218,7 +216,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import HRAConfig, IA3Config, LoHaConfig, RoadConfig, get_peft_model
 
     from gemma4_compat._errors import Gemma4CompatError
-    from gemma4_compat._lab.workspace import difference
 
     works = (  # each leaves the outputs unchanged until it is trained
         ("4bit", IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])),
@@ -231,7 +228,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         bases[quantization] = workspace.load(quantization)
         references[quantization] = workspace.reference(quantization)
         model = get_peft_model(workspace.load(quantization), config)
-        found.append(difference(references[quantization], workspace.outputs(model.eval())))
+        found.append(workspace.difference(references[quantization], model.eval()))
     cannot = (
         ("4bit", LoHaConfig(r=4, alpha=8, target_modules=["q_proj"])),
         ("8bit", HRAConfig(r=4, target_modules=["q_proj"])),
@@ -240,7 +237,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         try:
             workspace.outputs(get_peft_model(bases[quantization], config).eval())
         except Gemma4CompatError:
-            found.append(difference(references[quantization], workspace.outputs(bases[quantization])))
+            found.append(workspace.difference(references[quantization], bases[quantization]))
         else:
             return Outcome(True, f"{config.peft_type.value} on a {quantization} base gives different outputs")
     return Outcome.of_parity(

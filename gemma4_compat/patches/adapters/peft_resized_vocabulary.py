@@ -15,8 +15,6 @@ the per-layer embedding, and ``False`` saves none.
 Remove when: PEFT reads ``config.get_text_config().vocab_size``, and saves ``get_per_layer_input_embeddings()``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine.io import notice
@@ -86,8 +84,6 @@ def _embeddings(base: Any) -> list[Any]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -109,7 +105,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     if per_layer and not hasattr(base, "get_per_layer_input_embeddings"):
         return Outcome(False, "this release of transformers does not resize per-layer embeddings", applicable=False)
     model = get_peft_model(base, LoraConfig(target_modules=tiny_adapters.SOME_LINEARS))
-    folder = tempfile.mkdtemp(prefix="resized-", dir=workspace.folder)
+    folder = workspace.new_folder()
     model.save_pretrained(folder)
     loaded = PeftModel.from_pretrained(resized(1), folder)
     found = float((logits(model) - logits(loaded)).abs().max())

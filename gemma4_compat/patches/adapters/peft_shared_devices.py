@@ -13,8 +13,6 @@ Fix: Lily's forward gets shared weights on the device of its input, and RandLora
 Remove when: both move the shared weights to their layer's device in all supported releases of PEFT.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine.runtime.views import PlainView
@@ -70,7 +68,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from gemma4_compat._lab import tiny, tiny_adapters
     from gemma4_compat._lab.stand_ins import second_device
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs_second_device()
 
@@ -87,5 +84,5 @@ def reproduce(workspace: Workspace) -> Outcome:
         for kind in ("LilyConfig", "RandLoraConfig"):
             if hasattr(peft, kind):
                 whole, several = (workspace.outputs(tuned(kind, split=there), device="cpu") for there in (False, True))
-                found = max(found, difference(whole, several))
+                found = max(found, workspace.difference(whole, several))
     return Outcome.of_parity(found, "Lily, and RandLora merged, on two devices")

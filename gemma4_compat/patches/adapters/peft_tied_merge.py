@@ -13,16 +13,13 @@ them again. Trained tokens, which PEFT puts on both, are left to it.
 Remove when: PEFT unties two weights before it merges into one of them.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 from gemma4_compat._gemma4.models import family
 from gemma4_compat._offload.weights import merged_layers, stored_weights
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F91", severity="wrong_result", affected=">=0.18.0", requires=("transformers>=5.5",))
+PATCH = Patch("F91", severity="wrong_result", affected=">=0.18.0", requires="transformers>=5.5")
 
 ROUNDING = 0.01
 
@@ -60,31 +57,23 @@ def unmerge_adapter(original: Original, self: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
     import torch
     from peft import PeftModel
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
-
-    def head_adapter(folder: Path) -> Path:
-        from gemma4_compat._lab import tiny_adapters
-
-        return tiny_adapters.write_adapter(workspace.load(), ["lm_head"], folder)
 
     def loaded() -> Any:  # in float32 a merge hardly rounds
-        return PeftModel.from_pretrained(workspace.load().float(), workspace.cached(head_adapter)).eval()
+        return PeftModel.from_pretrained(workspace.load().float(), workspace.adapter_on("head", ["lm_head"])).eval()
 
     expected, model = workspace.outputs(loaded()), loaded()
     model.merge_adapter()
-    found = difference(expected, workspace.outputs(model))
+    found = workspace.difference(expected, model)
     model = loaded().merge_and_unload()
-    found = max(found, difference(expected, workspace.outputs(model)))
-    folder = Path(tempfile.mkdtemp(prefix="merged-", dir=workspace.folder))
+    found = max(found, workspace.difference(expected, model))
+    folder = workspace.new_folder()
     model.save_pretrained(folder)
     saved = tiny.load(folder, device=workspace.main, cls=type(model).__name__, dtype=torch.float32)
-    found = max(found, difference(expected, workspace.outputs(saved)))
+    found = max(found, workspace.difference(expected, saved))
     what = "a LoRA on the head, merged, unloaded and saved"
     if found < ROUNDING:
         return Outcome(False, f"{what}: the outputs of the loaded adapter, rounded by {found:.1g}", found)

@@ -15,8 +15,6 @@ Remove when: in all supported releases PEFT casts UniLora's scales only to float
 layers for neither device nor values.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -76,7 +74,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat._lab import tiny_adapters
-    from gemma4_compat._lab.workspace import difference
 
     if not hasattr(peft, "UniLoraConfig"):
         return Outcome(False, "this release of PEFT has neither UniLora nor FRoD", applicable=False)
@@ -94,13 +91,13 @@ def reproduce(workspace: Workspace) -> Outcome:
     def merged(model: Any) -> Any:
         return workspace.outputs(tuned(model).merge_and_unload())
 
-    found = difference(merged(workspace.load()), merged(workspace.split()))
+    found = workspace.difference(merged(workspace.load()), merged(workspace.split()))
     if found > 0.0:
         return Outcome(True, "UniLora merged into a split model: other answers than on one device", found)
     expected = workspace.outputs(tuned(workspace.load("4bit")))
-    if difference(workspace.reference("4bit"), expected) == 0.0:
+    if workspace.difference(workspace.reference("4bit"), expected) == 0.0:
         return Outcome(True, "UniLora on a 4-bit base changes nothing")
-    found = difference(expected, workspace.outputs(tuned(workspace.split("4bit"))))
+    found = workspace.difference(expected, tuned(workspace.split("4bit")))
     expected = workspace.outputs(tuned(workspace.load(), "FrodConfig"))
-    found = max(found, difference(expected, workspace.outputs(tuned(workspace.split(), "FrodConfig"))))
+    found = max(found, workspace.difference(expected, tuned(workspace.split(), "FrodConfig")))
     return Outcome.of_parity(found, "UniLora on a split 4-bit base, and FRoD on a split one")

@@ -17,8 +17,6 @@ Remove when: PEFT passes ``per_layer_inputs``, and types of virtual tokens, toge
 supported releases.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
@@ -29,8 +27,8 @@ PATCH = Patch(
     "F93",
     severity="crash",
     affected=">=0.18.0",
-    after=("peft-cache-name",),
-    needs=("peft-cache-name", "transformers-given-per-layer"),
+    after="peft-cache-name",
+    needs="peft-cache-name transformers-given-per-layer",
 )
 
 _TYPES = "mm_token_type_ids"

@@ -14,8 +14,6 @@ before anything is changed; if only some keys do not fit, there is one warning.
 Remove when: ``PeftAdapterMixin.load_adapter`` translates adapter keys between a model's classes.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +24,7 @@ from gemma4_compat._gemma4.models import family, walk
 from gemma4_compat._offload.weights import tied_weights
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F22", severity="wrong_result", affected=">=5.5", requires=("peft",), needs=("peft-adapter-keys",))
+PATCH = Patch("F22", severity="wrong_result", affected=">=5.5", requires="peft", needs="peft-adapter-keys")
 
 _HUB = ("revision", "token", "subfolder", "cache_dir", "force_download", "local_files_only", "proxies")
 
@@ -95,8 +93,6 @@ def _hub(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab.workspace import difference
-
     adapter = str(workspace.text_adapter())
     text = workspace.load_text()
     try:
@@ -106,5 +102,5 @@ def reproduce(workspace: Workspace) -> Outcome:
     reference = workspace.outputs(text, text_only=True)
     model = workspace.load()
     model.load_adapter(adapter)
-    found = difference(reference, workspace.outputs(model, text_only=True))
+    found = workspace.difference(reference, model, text_only=True)
     return Outcome.of_parity(found, "model.load_adapter of a Gemma4ForCausalLM's adapter")

@@ -14,8 +14,6 @@ batch whose media are not those of whole rows is an error.
 Remove when: PEFT and transformers encode the media of each row with its adapter.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -24,9 +22,7 @@ from gemma4_compat._gemma4.adapters import rows
 from gemma4_compat._gemma4.models import media
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F119", severity="wrong_result", affected=">=5.5.0", requires=("peft>=0.18.0",), needs=("peft-adapter-names",)
-)
+PATCH = Patch("F119", severity="wrong_result", affected=">=5.5.0", requires="peft>=0.18.0", needs="peft-adapter-names")
 
 #: Arguments with a row for each item: those that are encoded, and those that say how many tokens each becomes.
 _ARGUMENTS = {

@@ -17,8 +17,6 @@ place.
 Remove when: ``PeftAdapterMixin.load_adapter`` loads adapter weights onto the execution device of their layer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate.module_hooks import map_owner, offload_hook
@@ -30,8 +28,8 @@ PATCH = Patch(
     severity="wrong_result",
     affected=">=5.5",
     acts_on="every model",
-    requires=("peft",),
-    needs=("peft-keep-dispatch",),
+    requires="peft",
+    needs="peft-keep-dispatch",
 )
 
 
@@ -68,8 +66,6 @@ def _device(model: Any, name: str, default: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab.workspace import difference
-
     adapter = str(workspace.adapter("all"))
     model = workspace.load()
     try:
@@ -82,9 +78,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     model.load_adapter(adapter)
     if model.hf_device_map != placement:
         return Outcome(True, f"hf_device_map of {len(placement)} entries became {model.hf_device_map}")
-    lost = [
-        name for name, parameter in model.named_parameters() if "lora_" in name and parameter.device.type == "meta"
-    ]
+    lost = [name for name, parameter in model.named_parameters() if "lora_" in name and parameter.is_meta]
     if lost:
         return Outcome(True, f"{len(lost)} LoRA weights are on meta, their values lost")
-    return Outcome.of_parity(difference(reference, workspace.outputs(model)), "model.load_adapter on a split base")
+    return Outcome.of_parity(workspace.difference(reference, model), "model.load_adapter on a split base")

@@ -21,8 +21,6 @@ Remove when: ``dequantize()`` leaves adapter layers that can be merged: it repla
 at their base layer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._errors import OffloadedWeightsError
@@ -30,7 +28,7 @@ from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat._gemma4.quantization.plain_layers import is_quantized, make_plain
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F6", severity="crash", affected=">=5.5", acts_on="every model", requires=("peft", "bitsandbytes"))
+PATCH = Patch("F6", severity="crash", affected=">=5.5", acts_on="every model", requires="peft bitsandbytes")
 
 
 @PATCH.replaces("transformers.integrations.bitsandbytes", "dequantize_and_replace")
@@ -69,8 +67,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from peft import PeftModel
 
-    from gemma4_compat._lab.workspace import difference
-
     found = []
     for quantization in ("4bit", "8bit"):
         base = workspace.load(quantization)
@@ -82,5 +78,5 @@ def reproduce(workspace: Workspace) -> Outcome:
         merged = copy.deepcopy(model).merge_and_unload()
         if trainable:
             return Outcome(True, f"{trainable} base weights are trainable after dequantize()")
-        found.append(difference(workspace.outputs(reference), workspace.outputs(merged)))
+        found.append(workspace.difference(workspace.outputs(reference), merged))
     return Outcome.of_parity(max(found), "an adapter merged after dequantize(), as one loaded after it")

@@ -12,8 +12,6 @@ names the first module with a mismatch.
 Remove when: ``PeftAdapterMixin.load_adapter`` removes what it injected when a load fails.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 from gemma4_compat._gemma4.adapters import rollback
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F3", severity="wrong_result", affected=">=5.5", acts_on="every model", requires=("peft",))
+PATCH = Patch("F3", severity="wrong_result", affected=">=5.5", acts_on="every model", requires="peft")
 
 _PREFIX = "base_model.model."
 
@@ -70,8 +68,6 @@ def _mismatches(model: Any, folder: Any, adapter_name: str) -> Iterator[tuple[st
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab.workspace import difference
-
     found = []
     for base in (workspace.load(), workspace.split()):
         reference = workspace.reference()
@@ -84,5 +80,5 @@ def reproduce(workspace: Workspace) -> Outcome:
         left = [name for name, _ in base.named_modules() if "lora_" in name]
         if left:
             return Outcome(True, f"{message} {len(left)} modules of it stay in the model, {left[0]} among them")
-        found.append(difference(reference, workspace.outputs(base)))
+        found.append(workspace.difference(reference, base))
     return Outcome.of_parity(max(found), "the model after an adapter that does not fit")

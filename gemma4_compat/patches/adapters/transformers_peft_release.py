@@ -12,13 +12,11 @@ Fix: A check for 0.22.0 is answered as a check for 0.20.0; an older PEFT is stil
 Remove when: transformers 5.24.0 with a PEFT before 0.22.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F74", severity="crash", affected=">=5.24.0", acts_on="every model", requires=("peft>=0.20,<0.22",))
+PATCH = Patch("F74", severity="crash", affected=">=5.24.0", acts_on="every model", requires="peft>=0.20,<0.22")
 
 #: The release that transformers requires, and the one that the same code required before.
 _ASKED, _BEFORE = "0.22.0", "0.20.0"
@@ -33,16 +31,14 @@ def reproduce(workspace: Workspace) -> Outcome:
     import peft
     from packaging.version import Version
 
-    from gemma4_compat._lab.workspace import difference
-
     if Version(peft.__version__) < Version(_BEFORE):
         return Outcome(False, f"PEFT is older than the {_BEFORE} that transformers 5.23.0 asks for", applicable=False)
     model = workspace.load()
     model.load_adapter(str(workspace.adapter("language")), adapter_name="first")
     expected = workspace.outputs(model)
     model.disable_adapters()
-    off = difference(workspace.reference(), workspace.outputs(model))
+    off = workspace.difference(workspace.reference(), model)
     model.enable_adapters()
     model.set_adapter("first")
-    on = difference(expected, workspace.outputs(model))
+    on = workspace.difference(expected, model)
     return Outcome.of_parity(max(off, on), "an adapter of a transformers model, off and on")

@@ -16,23 +16,21 @@ are loaded by ``transformers-load-4bit-state``.
 Remove when: ``Accelerator.get_state_dict`` reads offloaded weights through accelerate's hooks.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.models import family
-from gemma4_compat._offload.weights import stored_state
+from gemma4_compat._offload.weights import state_loading
 from gemma4_compat.patches.api import FORWARDS, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F95",
     severity="crash",
     affected=">=1.12",
-    requires=("peft",),
-    needs=("accelerate-load-offloaded", "transformers-load-4bit-state"),
+    requires="peft",
+    needs="accelerate-load-offloaded transformers-load-4bit-state",
 )
 
 
@@ -40,7 +38,7 @@ PATCH = Patch(
 def get_state_dict(original: Original, self: Any, model: Any, unwrap: bool = True) -> Any:
     found = original(self, model, unwrap)
     if found and family.is_gemma4(model):
-        stored_state.fill(self.unwrap_model(model) if unwrap else model, found)
+        state_loading.fill(self.unwrap_model(model) if unwrap else model, found)
     return found
 
 
@@ -59,7 +57,7 @@ def _loadable(model: Any) -> Iterator[None]:
 
     def state_dict(below: Any, *args: Any, **kwargs: Any) -> Any:
         found = below(*args, **kwargs)
-        stored_state.fill(model, found)
+        state_loading.fill(model, found)
         return found
 
     with in_place.replaced(model, "state_dict", state_dict):
@@ -67,8 +65,6 @@ def _loadable(model: Any) -> Iterator[None]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
     import torch
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -80,9 +76,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     def prepared() -> Any:
         torch.manual_seed(0)
-        model = workspace.load()
-        for parameter in model.parameters():
-            vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
+        model = workspace.load_unmarked()
         model = get_peft_model(workspace.dispatch(model), LoraConfig(target_modules=tiny_adapters.SOME_LINEARS))
         optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], 0.1)
         accelerator = Accelerator(cpu=workspace.main == "cpu")
@@ -98,7 +92,7 @@ def reproduce(workspace: Workspace) -> Outcome:
             found.append(loss.item())
         return found
 
-    folder = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
+    folder = workspace.new_folder()
     run = prepared()
     losses(*run)
     run[0].save_state(folder)

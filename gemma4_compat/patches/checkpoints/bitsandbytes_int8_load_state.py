@@ -12,8 +12,6 @@ Fix: During the load the parameter has the scales of the state. They are loaded 
 Remove when: ``Linear8bitLt._load_from_state_dict`` looks for the scales in the layer's state.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
@@ -36,8 +34,6 @@ def load_from_state_dict(original: Original, self: Any, *args: Any, **kwargs: An
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._lab.workspace import difference
-
     model = workspace.load("8bit")
     expected = workspace.outputs(model)
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -46,4 +42,4 @@ def reproduce(workspace: Workspace) -> Outcome:
             if name.endswith("SCB"):
                 value.mul_(2)
     model.load_state_dict(state)
-    return Outcome.of_parity(difference(expected, workspace.outputs(model)), "an 8-bit model, its state loaded again")
+    return Outcome.of_parity(workspace.difference(expected, model), "an 8-bit model, its state loaded again")

@@ -12,51 +12,38 @@ model on one device.
 Remove when: ``get_peft_model_state_dict`` reads offloaded weights through accelerate's hooks.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
-from gemma4_compat._offload.weights import stored_state
+from gemma4_compat._offload.weights import state_loading
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F49", severity="crash", affected=">=0.18.0", acts_on="every model", requires=("accelerate",))
+PATCH = Patch("F49", severity="crash", affected=">=0.18.0", acts_on="every model", requires="accelerate")
 
 
 @PATCH.replaces("peft.utils.save_and_load", "get_peft_model_state_dict")
 def get_peft_model_state_dict(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
     found = original(model, *args, **kwargs)
-    stored_state.fill(model, found)
+    state_loading.fill(model, found)
     return found
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
-    import torch
     from peft import PeftModel
     from safetensors.torch import load_file
-
-    from gemma4_compat._lab import tiny
-
-    def _head_adapter(folder: Path) -> Path:
-        from gemma4_compat._lab import tiny_adapters
-
-        return tiny_adapters.write_adapter(workspace.load(), ["lm_head"], folder)
 
     found: list[dict[str, Any]] = []
     for split in (False, True):
         base = workspace.load()
-        model = PeftModel.from_pretrained(base, workspace.cached(_head_adapter))
+        model = PeftModel.from_pretrained(base, workspace.adapter_on("head", ["lm_head"]))
         if split:
-            placement = tiny.device_map(base, "none", main=workspace.main, offloaded=workspace.offloaded)
+            placement = workspace.device_map(base, "none")
             del placement["lm_head"]
             placement |= {f"lm_head.{name}": workspace.main for name, _ in base.lm_head.named_children()}
             pair = ("model.language_model.embed_tokens", "lm_head.base_layer")
             workspace.dispatch_map(base, placement | dict.fromkeys(pair, workspace.offloaded))
-        folder = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
+        folder = workspace.new_folder()
         model.save_pretrained(folder)
         found.append(load_file(f"{folder}/adapter_model.safetensors"))
     expected, saved = found
-    other = [name for name in expected if name not in saved or not torch.equal(saved[name], expected[name])]
+    other = [name for name in expected if name not in saved or not saved[name].equal(expected[name])]
     return Outcome(bool(other), f"{len(saved)} tensors, {len(other)} of them not those of one device")

@@ -14,8 +14,6 @@ Remove when: the configuration's ``to_dict`` has ``global_head_dim`` and ``num_g
 understand ``per_layer_config``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +36,6 @@ def to_dict(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any
 
 def reproduce(workspace: Workspace) -> Outcome:
     import json
-    import tempfile
     from pathlib import Path
 
     from gemma4_compat._gemma4.models import variants
@@ -46,7 +43,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     name = workspace.variant or "31B"
     config = tiny_configs.config(variant=name)
-    folder = tempfile.mkdtemp(prefix="config-", dir=workspace.folder)
+    folder = workspace.new_folder()
     config.save_pretrained(folder)
     text = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["text_config"]
     heads = variants.shape(name)["text"].get("num_global_key_value_heads")

@@ -18,8 +18,6 @@ Remove when: ``getattr(config, "head_dim", None)`` and ``global_head_dim`` of a 
 supported releases.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar

@@ -15,8 +15,6 @@ with as many bytes is an error; so are scales of which a part is missing, as bef
 Remove when: ``Linear4bit._load_from_state_dict`` loads the scales.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import family
@@ -27,8 +25,8 @@ PATCH = Patch(
     "F132",
     severity="crash",
     affected=">=5.5",
-    requires=("bitsandbytes",),
-    after=("transformers-compute-dtype", "transformers-quantized-experts"),
+    requires="bitsandbytes",
+    after="transformers-compute-dtype transformers-quantized-experts",
 )
 
 
@@ -41,9 +39,7 @@ def process_model_after_weight_loading(original: Original, self: Any, model: Any
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab.workspace import difference
-
     model = workspace.load("4bit-double")
     expected = workspace.outputs(model)
     model.load_state_dict(model.state_dict())
-    return Outcome.of_parity(difference(expected, workspace.outputs(model)), "a 4-bit model, its state loaded again")
+    return Outcome.of_parity(workspace.difference(expected, model), "a 4-bit model, its state loaded again")

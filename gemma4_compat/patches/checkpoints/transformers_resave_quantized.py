@@ -14,17 +14,13 @@ Fix: These operations are not reversed. All others, such as renamed weights, are
 Remove when: transformers reverses bitsandbytes' deserialization.
 """
 
-from __future__ import annotations
-
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F69", severity="crash", affected=">=5.5", requires=("accelerate", "bitsandbytes"))
+PATCH = Patch("F69", severity="crash", affected=">=5.5", requires="accelerate bitsandbytes")
 
 _BUILDS_WEIGHTS = ("Bnb4bitDeserialize", "Bnb8bitDeserialize")
 
@@ -45,14 +41,13 @@ def _builds_weights(conversion: Any) -> bool:
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     found = []
     for quantization in ("4bit", "8bit"):
         model = workspace.load(quantization)
         for _ in range(2):  # the second time from a quantized checkpoint
-            folder = Path(tempfile.mkdtemp(prefix="saved-", dir=workspace.folder))
+            folder = workspace.new_folder()
             model.save_pretrained(folder)
             model = tiny.load(folder, device=workspace.main)
-        found.append(difference(workspace.reference(quantization), workspace.outputs(model)))
+        found.append(workspace.difference(workspace.reference(quantization), model))
     return Outcome.of_parity(max(found), "4-bit and 8-bit models saved, loaded, saved and loaded")

@@ -13,8 +13,6 @@ Every tensor is saved as from a model on one device, bit for bit. Names that the
 Remove when: transformers below 5.14.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import family
@@ -24,9 +22,9 @@ PATCH = Patch(
     "F30",
     severity="crash",
     affected=">=5.10.1,<5.14.0",
-    applied_upstream="https://github.com/huggingface/transformers/pull/47018",
-    requires=("accelerate",),
-    after=("transformers-save-tied-offloaded",),  # which is given the model's own name then
+    applied_upstream="pull/47018",
+    requires="accelerate",
+    after="transformers-save-tied-offloaded",  # which is given the model's own name then
 )
 
 
@@ -55,16 +53,12 @@ def _own_name(model: Any, saved: str) -> str:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
-    from gemma4_compat._lab.workspace import difference
-
     unified = workspace.unified()
     if unified is None:
         return Outcome(False, "this release has no gemma4_unified", applicable=False)
     reference, model = unified.load(), unified.split(offload="towers")
-    saved = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
+    saved = workspace.new_folder()
     model.save_pretrained(saved)
     reloaded = type(model).from_pretrained(saved, dtype=reference.dtype, device_map={"": workspace.main}).eval()
-    found = difference(unified.outputs(reference), unified.outputs(reloaded))
+    found = unified.difference(unified.outputs(reference), reloaded)
     return Outcome.of_parity(found, "embedders offloaded, saved and loaded again")

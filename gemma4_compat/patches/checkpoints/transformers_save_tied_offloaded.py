@@ -20,15 +20,13 @@ Remove when: ``save_pretrained`` recognizes offloaded tied weights by the model'
 ``load_offloaded_parameter`` returns a weight in its parameter's dtype.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._offload import host_memory
 from gemma4_compat._offload.weights import stored_weights, tied_pairs
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F49", severity="crash", affected=">=5.5", acts_on="every model", requires=("accelerate",))
+PATCH = Patch("F49", severity="crash", affected=">=5.5", acts_on="every model", requires="accelerate")
 
 
 @PATCH.replaces("transformers.modeling_utils", "remove_tied_weights_from_state_dict")
@@ -60,26 +58,18 @@ def load_offloaded_parameter(original: Original, model: Any, param_name: str) ->
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
-    import torch
     from safetensors.torch import load_file
-
-    from gemma4_compat._lab import tiny
 
     pair = ("model.language_model.embed_tokens", "lm_head")
     found: list[dict[str, Any]] = []
-    for model in (workspace.load(), workspace.load()):
+    for model in (workspace.load(), workspace.load_unmarked()):
         if found:
-            for parameter in model.parameters():
-                vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
-            placement = tiny.device_map(model, "none", main=workspace.main, offloaded=workspace.offloaded)
-            model = workspace.dispatch_map(model, placement | dict.fromkeys(pair, workspace.offloaded))
-        folder = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
+            model = workspace.dispatch(model, "none", *pair)
+        folder = workspace.new_folder()
         model.save_pretrained(folder)
         found.append(load_file(f"{folder}/model.safetensors"))
     expected, saved = found
     if extra := sorted(saved.keys() ^ expected.keys()):
         return Outcome(True, f"the checkpoint has {len(saved)} tensors, not {len(expected)}: {', '.join(extra)}")
-    other = [name for name, tensor in saved.items() if not torch.equal(tensor, expected[name])]
+    other = [name for name, tensor in saved.items() if not tensor.equal(expected[name])]
     return Outcome(bool(other), f"{len(saved)} tensors, {len(other)} of them not those of one device")

@@ -15,8 +15,6 @@ repair``. Quantized models are still saved without them, because other readers w
 Remove when: ``save_pretrained`` writes the weights of KV-shared layers, or no reader asks for them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import family, shared_weights
@@ -26,7 +24,7 @@ PATCH = Patch(
     "F55",
     severity="wrong_result",
     affected=">=5.5.2",
-    after=("transformers-text-only-checkpoint", "transformers-save-tied-offloaded"),
+    after="transformers-text-only-checkpoint transformers-save-tied-offloaded",
 )
 
 
@@ -54,9 +52,6 @@ def remove_tied_weights_from_state_dict(original: Original, state_dict: dict[str
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
-    import torch
     from safetensors.torch import load_file
 
     from gemma4_compat._lab import tiny, tiny_models
@@ -68,10 +63,10 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     released = workspace.cached(_released)
     model = tiny.load(released, device=workspace.main)
-    folder = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
+    folder = workspace.new_folder()
     model.save_pretrained(folder)
     expected, saved = (load_file(f"{file}/model.safetensors") for file in (released, folder))
     lost = sorted(expected.keys() - saved.keys())
-    other = [name for name in expected.keys() & saved.keys() if not torch.equal(expected[name], saved[name])]
+    other = [name for name in expected.keys() & saved.keys() if not expected[name].equal(saved[name])]
     named = f", {lost[0]} among them" if lost else ""
     return Outcome(bool(lost or other), f"{len(lost)} of {len(expected)} tensors lost{named}, {len(other)} changed")

@@ -20,8 +20,6 @@ left to upstream.
 Remove when: transformers has conversions for ``gemma4_text`` and ``gemma4_unified_text``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterable
@@ -130,7 +128,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import transformers
 
     from gemma4_compat._lab import tiny_models
-    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.outputs(workspace.load(), text_only=True)
     # One seed for both: random weights must not depend on what ran before.
@@ -141,5 +138,5 @@ def reproduce(workspace: Workspace) -> Outcome:
         .from_pretrained(workspace.checkpoint, dtype=torch.bfloat16, device_map={"": workspace.main})
         .eval()
     )
-    found = difference(reference, workspace.outputs(model, text_only=True))
+    found = workspace.difference(reference, model, text_only=True)
     return Outcome.of_parity(found, f"{name} of a multimodal checkpoint")

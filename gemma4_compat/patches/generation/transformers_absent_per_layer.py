@@ -17,8 +17,6 @@ wake it.
 Remove when: ``_maybe_slice_kv_shared_inputs`` accepts None as the per-layer inputs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine import dormant
@@ -28,7 +26,7 @@ PATCH = Patch(
     "F108",
     severity="crash",
     affected=">=5.23.0",
-    after=("transformers-rotary-order", "transformers-rotary-cast", "transformers-sliced-prompts"),
+    after="transformers-rotary-order transformers-rotary-cast transformers-sliced-prompts",
 )
 
 

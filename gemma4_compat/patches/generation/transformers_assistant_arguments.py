@@ -11,8 +11,6 @@ Fix: The patch passes ``None`` in their place, by position: upstream warns that 
 Remove when: transformers below 5.20.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
@@ -22,8 +20,8 @@ PATCH = Patch(
     severity="crash",
     affected=">=5.18.0,<5.20.0",
     acts_on="every model",
-    bug=("https://github.com/huggingface/transformers/pull/48982",),
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
+    bug="pull/48982",
+    applied_upstream="releases/tag/v5.20.0",
 )
 
 #: Parameters without a default, in order.

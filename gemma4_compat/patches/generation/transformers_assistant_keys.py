@@ -15,8 +15,6 @@ leaves the hidden states of the last forward's own candidates. The tokens that c
 Remove when: ``SinglePositionMultiTokenCandidateGenerator`` cuts rejected candidates off the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

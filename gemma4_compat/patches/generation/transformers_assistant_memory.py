@@ -14,8 +14,6 @@ tokens are the same. A model compiled by ``torch.compile`` is left as it is, bec
 Remove when: ``SinglePositionMultiTokenCandidateGenerator`` no longer asks for the hidden states of all layers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -24,7 +22,7 @@ from typing import Any
 from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F87", severity="memory", affected=">=5.8.0", after=("transformers-assisted-turns",))
+PATCH = Patch("F87", severity="memory", affected=">=5.8.0", after="transformers-assisted-turns")
 
 _FLAG = "output_hidden_states"
 

@@ -13,14 +13,12 @@ The other modules are offloaded as before.
 Remove when: the assistant's forward reads no weight outside the forward of the module that owns it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._offload.weights import gathered_weights
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F30", severity="crash", affected=">=5.10.1", requires=("accelerate",))
+PATCH = Patch("F30", severity="crash", affected=">=5.10.1", requires="accelerate")
 
 
 @PATCH.replaces(

@@ -16,8 +16,6 @@ probability of the likeliest token instead of always.
 Remove when: ``SinglePositionMultiTokenCandidateGenerator`` draws its candidates from the distribution it hands on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -18,20 +18,13 @@ of each type stores, as in earlier releases. Other models get upstream's result.
 Remove when: ``kv_sharing_modes`` handles models in which all layers, or none, reuse keys and values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._gemma4.cache import shared_kv
 from gemma4_compat.patches.api import Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F30",
-    severity="crash",
-    affected=">=5.23.0,<5.24.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.24.0",
-)
+PATCH = Patch("F30", severity="crash", affected=">=5.23.0,<5.24.0", applied_upstream="releases/tag/v5.24.0")
 
 
 @PATCH.replaces("transformers.models.gemma4.configuration_gemma4", "Gemma4TextConfig.kv_sharing_modes", group="gemma4")

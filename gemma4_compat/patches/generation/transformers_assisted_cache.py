@@ -15,21 +15,13 @@ A cache that has already discarded tokens is refused with a clear error and stay
 Remove when: transformers below 5.15.0, where sliding layers cannot be cropped, is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F24",
-    severity="crash",
-    affected=">=5.5.0,<5.15.0",
-    bug=("https://github.com/huggingface/transformers/issues/46629",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/47447",
-)
+PATCH = Patch("F24", severity="crash", affected=">=5.5.0,<5.15.0", bug="issues/46629", applied_upstream="pull/47447")
 
 _NAME = "past_key_values"
 
@@ -75,7 +67,6 @@ def keep_everything(cache: Any) -> None:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import torch
     from transformers import DynamicCache
 
     from gemma4_compat._lab import tiny
@@ -85,5 +76,5 @@ def reproduce(workspace: Workspace) -> Outcome:
     cache = DynamicCache(config=model.config)
     expected = model.generate(**options)
     found = model.generate(**options, prompt_lookup_num_tokens=2, past_key_values=cache)
-    same = torch.equal(expected, found)
+    same = expected.equal(found)
     return Outcome(not same, f"prompt lookup gives {'the same' if same else 'other'} tokens")

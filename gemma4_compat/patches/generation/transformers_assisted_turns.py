@@ -16,8 +16,6 @@ length of the text.
 Remove when: ``_assisted_decoding`` reads only what the cache does not hold.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

@@ -15,8 +15,6 @@ through an image in any row of the batch.
 Remove when: transformers cuts prompts between images.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -74,13 +72,9 @@ def chunks(inside: list[bool], size: int) -> list[int]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab import tiny, tiny_models
+    from gemma4_compat._lab import tiny
 
-    if workspace.variant is None:
-        large = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
-        model = tiny.load(large, device=workspace.main).float()
-    else:
-        model = workspace.load().float()
+    model = (workspace.load_31b() if workspace.variant is None else workspace.load()).float()
     batch = tiny.without(workspace.inputs(), "input_features")
     options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     try:

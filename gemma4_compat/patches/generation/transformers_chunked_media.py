@@ -13,8 +13,6 @@ would have to be cut. Text-only prompts are still read in chunks.
 Remove when: transformers below 5.23.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -22,12 +20,7 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F24",
-    severity="wrong_result",
-    affected=">=5.5.0,<5.23.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.23.0",
-)
+PATCH = Patch("F24", severity="wrong_result", affected=">=5.5.0,<5.23.0", applied_upstream="releases/tag/v5.23.0")
 
 #: The caller's argument -> the name under which transformers from 5.20.0 on encodes it before the first chunk
 #: (``mm_encoder_outputs``; audio is passed on unchanged).

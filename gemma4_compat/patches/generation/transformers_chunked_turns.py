@@ -12,8 +12,6 @@ that are given without those before.
 Remove when: transformers below 5.21.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -26,8 +24,8 @@ PATCH = Patch(
     "F24",
     severity="wrong_result",
     affected=">=5.5.0,<5.21.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.21.0",
-    after=("transformers-chunked-media", "transformers-chunked-images"),
+    applied_upstream="releases/tag/v5.21.0",
+    after="transformers-chunked-media transformers-chunked-images",
 )
 
 _MEDIA = ("pixel_values", "pixel_values_videos", "input_features")

@@ -18,8 +18,6 @@ of built; the first of them are compared with those that ``generate`` builds.
 Remove when: ``DeferredStopCheck.is_supported`` is True on CUDA.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +28,7 @@ from gemma4_compat._graphs import deferred_stop, step_inputs
 from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F52", kind="speed", severity="speed", affected=">=5.17", needs=("transformers-graph-decoding",))
+PATCH = Patch("F52", kind="speed", severity="speed", affected=">=5.17", needs="transformers-graph-decoding")
 
 _TOKENS = 16
 
@@ -94,7 +92,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     import torch
 
-    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab import scenarios, tiny
     from gemma4_compat._lab.stand_ins import tape
 
     model = workspace.load("4bit")
@@ -103,19 +101,12 @@ def reproduce(workspace: Workspace) -> Outcome:
     waits = getattr(sys.modules["transformers.generation.utils"], "StopCheck", None)
     if waits is None:
         return Outcome(False, "this release has no stop check that could be deferred", applicable=False)
-    ask, waited = waits.__call__, 0
-
-    def counted(*args: Any) -> Any:
-        nonlocal waited
-        waited += 1
-        return ask(*args)
-
     with torch.no_grad(), tape.standing_in(RECORDERS), mock.patch.object(deferred_stop, "WAITING", float("inf")):
         expected = model.generate(**options, disable_compile=True)
-        with mock.patch.object(waits, "__call__", counted):
+        with scenarios.noted(waits, "__call__") as waited:
             found = model.generate(**options)
     return Outcome(
-        waited > _TOKENS // 2,
-        f"{_TOKENS} tokens that are decoded by replay: the host waits for {waited} of them",
+        len(waited) > _TOKENS // 2,
+        f"{_TOKENS} tokens that are decoded by replay: the host waits for {len(waited)} of them",
         parity=float(not torch.equal(expected, found)),
     )

@@ -14,19 +14,13 @@ Fix: ``update`` returns the last keys and values, which the mask is for, as in 5
 Remove when: transformers below 5.18.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine import dormant
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F24",
-    severity="crash",
-    affected=">=5.15.0,<5.18.0",
-    acts_on="every model",
-    applied_upstream="https://github.com/huggingface/transformers/pull/48280",
+    "F24", severity="crash", affected=">=5.15.0,<5.18.0", acts_on="every model", applied_upstream="pull/48280"
 )
 
 #: Tokens of a draft.
@@ -71,12 +65,10 @@ def draft_always(model: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import torch
-
     from gemma4_compat._lab import tiny
 
     model, drafts = workspace.load().float(), draft_always(workspace.load().float())
     options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 20, "do_sample": False}
     expected = model.generate(**options)
-    same = torch.equal(expected, model.generate(**options, assistant_model=drafts))
+    same = expected.equal(model.generate(**options, assistant_model=drafts))
     return Outcome(not same, f"with a draft model, {'the same' if same else 'other'} tokens")

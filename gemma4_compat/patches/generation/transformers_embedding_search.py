@@ -18,8 +18,6 @@ Remove when: transformers finds the tokens of what ``embed_tokens`` returns, in 
 times vocabulary, in all supported releases.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import per_layer
@@ -30,8 +28,8 @@ PATCH = Patch(
     "F93",
     severity="crash",
     affected=">=5.5.0",
-    after=("transformers-offloaded-embedding", "transformers-embedding-devices", "transformers-static-images"),
-    needs=("transformers-given-per-layer",),
+    after="transformers-offloaded-embedding transformers-embedding-devices transformers-static-images",
+    needs="transformers-given-per-layer",
 )
 
 

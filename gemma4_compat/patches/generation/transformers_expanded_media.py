@@ -13,13 +13,12 @@ Fix: The media of each prompt are repeated together; its placeholders say how ma
 Remove when: transformers repeats the audio clips of each prompt together in all supported releases.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from contextvars import ContextVar
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.models import media
 from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
@@ -32,11 +31,8 @@ _generating: ContextVar[Any] = ContextVar("gemma4_compat_generating", default=No
 
 @PATCH.replaces("transformers.generation.utils", "GenerationMixin.generate")
 def generate(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    token = _generating.set(self)
-    try:
+    with in_place.bound(_generating, self):
         return original(self, *args, **kwargs)
-    finally:
-        _generating.reset(token)
 
 
 @PATCH.replaces("transformers.generation.utils", "GenerationMixin._expand_inputs_for_generation")

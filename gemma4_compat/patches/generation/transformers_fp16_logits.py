@@ -15,8 +15,6 @@ looked at as well. Tokens after the prompt are not: one that overflows by itself
 Remove when: ``generate`` says that the logits are not finite.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine.runtime.proxies import Proxy
@@ -71,9 +69,10 @@ class _Called(Proxy):
 
 def build_overflowing(model: Any) -> Any:
     """A tiny model of the same function in float32, in which the product of gate and up is too large for float16."""
-    from gemma4_compat._lab import magnitudes
-
-    return magnitudes.rescale(model.float(), "MLP: product", _FACTOR)
+    for layer in model.float().model.language_model.layers:
+        layer.mlp.up_proj.weight.data.mul_(_FACTOR)
+        layer.mlp.down_proj.weight.data.div_(_FACTOR)
+    return model
 
 
 def reproduce(workspace: Workspace) -> Outcome:

@@ -13,8 +13,6 @@ Remove when: transformers looks at what the method passes on, or the method name
 releases.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable
@@ -50,8 +48,6 @@ def prepare_model_inputs(original: Original, self: Any, *args: Any, **kwargs: An
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import torch
-
     batch = workspace.inputs(text_only=True)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
     options |= {"output_logits": True, "attention_mask": batch["attention_mask"]}
@@ -61,7 +57,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         other = model.generate(inputs_embeds=model.get_input_embeddings()(batch["input_ids"]), **options)
         pairs = zip(expected.logits, other.logits)
         found = max(found, *((one - another).abs().max().item() for one, another in pairs))
-        if not torch.equal(expected.sequences[:, -6:], other.sequences):
+        if not expected.sequences[:, -6:].equal(other.sequences):
             return Outcome(True, "generate of inputs_embeds gives other tokens than of input_ids")
     if found:
         return Outcome(True, f"the logits of inputs_embeds are {found:.2g} off those of input_ids", found)

@@ -11,8 +11,6 @@ Fix: The given ones are used instead of the search.
 Remove when: transformers below 5.9.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import per_layer
@@ -22,8 +20,8 @@ PATCH = Patch(
     "F93",
     severity="crash",
     affected=">=5.5.0,<5.9.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.9.0",
-    after=("transformers-embedding-search", "transformers-offloaded-embedding", "transformers-embedding-devices"),
+    applied_upstream="releases/tag/v5.9.0",
+    after="transformers-embedding-search transformers-offloaded-embedding transformers-embedding-devices",
 )
 
 

@@ -25,8 +25,6 @@ Remove when: transformers decodes quantized and offloaded models with a static c
 kernel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -39,7 +37,7 @@ from gemma4_compat._engine.runtime.proxies import Proxy
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._generation import call
 from gemma4_compat._generation.prefix_cache import returned
-from gemma4_compat._generation.prompts import buckets, chunks, embedded, prompts, room
+from gemma4_compat._generation.prompts import buckets, chunks, embedded, prompts
 from gemma4_compat._generation.speculative import assisted, drafted_calls
 from gemma4_compat._graphs import decoder, deferred_stop, new_caches, static_caches, unsupported
 from gemma4_compat._graphs.recording import RECORDERS
@@ -51,12 +49,8 @@ PATCH = Patch(
     severity="speed",
     affected=">=5.5",
     after=(
-        "transformers-fp16-logits",
-        "transformers-expanded-media",
-        "transformers-model-device",
-        "transformers-assisted-cache",
-        "transformers-assisted-turns",
-        "transformers-assistant-memory",
+        "transformers-fp16-logits transformers-expanded-media transformers-model-device "
+        "transformers-assisted-cache transformers-assisted-turns transformers-assistant-memory"
     ),
 )
 
@@ -180,7 +174,7 @@ def prefill(
     at_once = in_buckets if given is not None and decoding.any_length else whole
     if not tokens:
         return at_once()
-    memory = room.Room(self, cache, len(input_ids), tokens)
+    memory = chunks.Room(self, cache, len(input_ids), tokens)
     estimated = decoding.custom and at_once is whole and given is not None
     return chunks.read(decoding, model_kwargs, memory, at_once, in_chunks, estimated=estimated)
 
@@ -284,7 +278,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     """How often the Python of a layer runs while tokens are decoded. Without a GPU, a stand-in captures."""
     import torch
 
-    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab import scenarios, tiny
     from gemma4_compat._lab.stand_ins import tape
 
     model = workspace.load("4bit")
@@ -292,21 +286,11 @@ def reproduce(workspace: Workspace) -> Outcome:
     options |= {"do_sample": False, "cache_implementation": "static"}
     options |= {"return_dict_in_generate": True, "output_logits": True}
     mlp = type(model.get_decoder().layers[0].mlp)
-    forward, calls = mlp.forward, 0
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return forward(self, *args, **kwargs)
-
     with torch.no_grad(), tape.standing_in(RECORDERS):
         expected = model.generate(**options, disable_compile=True)
-        mlp.forward = counted
-        try:
+        with scenarios.noted(mlp, "forward") as calls:
             found = model.generate(**options)
-        finally:
-            mlp.forward = forward
-    steps = calls / len(model.get_decoder().layers)
+    steps = len(calls) / len(model.get_decoder().layers)
     off = max((one - other).abs().max().item() for one, other in zip(expected.logits, found.logits))
     return Outcome(
         steps == _TOKENS,

@@ -12,8 +12,6 @@ needs, so the cache cannot be cut for the caller.
 Remove when: transformers refuses such a prompt, or reads it right.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
@@ -26,7 +24,7 @@ PATCH = Patch(
     "F107",
     severity="wrong_result",
     affected=">=5.5",
-    after=("transformers-chunked-media", "transformers-chunked-images", "transformers-chunked-turns"),
+    after="transformers-chunked-media transformers-chunked-images transformers-chunked-turns",
 )
 
 

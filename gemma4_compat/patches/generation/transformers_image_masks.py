@@ -16,19 +16,12 @@ patch of its own. Logits equal those of 5.23.0 up to rounding.
 Remove when: transformers before 5.13 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.attention import masks
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F68",
-    severity="wrong_result",
-    affected=">=5.5.0,<5.13.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.13.0",
-)
+PATCH = Patch("F68", severity="wrong_result", affected=">=5.5.0,<5.13.0", applied_upstream="releases/tag/v5.13.0")
 
 
 @PATCH.replaces(MODELING_GEMMA4, "create_causal_mask_mapping", optional=True)  # until 5.8.1
@@ -80,13 +73,9 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from transformers import DynamicCache
 
-    from gemma4_compat._lab import scenarios, tiny, tiny_models
+    from gemma4_compat._lab import scenarios, tiny
 
-    if workspace.variant is None:
-        large = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
-        model = tiny.load(large, device=workspace.main).float()
-    else:
-        model = workspace.load().float()
+    model = (workspace.load_31b() if workspace.variant is None else workspace.load()).float()
     text = model.config.get_text_config()
     if text.model_type != "gemma4_text" or text.use_bidirectional_attention != "vision":
         return Outcome(False, "images have no mask of their own in this model", applicable=False)

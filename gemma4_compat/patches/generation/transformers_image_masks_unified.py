@@ -14,8 +14,6 @@ tokens attend to each other inside the window. Prompts without an image keep ups
 Remove when: ``Gemma4UnifiedModel.forward`` makes its masks with ``create_masks_for_vision_model``.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from typing import Any
@@ -24,12 +22,8 @@ from gemma4_compat._gemma4.attention import masks
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat.patches.api import MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F68",
-    severity="wrong_result",
-    affected=">=5.10.1",
-    after=("transformers-graph-decoding",),  # which captures what gets these masks
-)
+# That one captures what gets these masks.
+PATCH = Patch("F68", severity="wrong_result", affected=">=5.10.1", after="transformers-graph-decoding")
 
 #: The argument by which the forward tells the text model of images.
 _IMAGES = "gemma4_compat_images"

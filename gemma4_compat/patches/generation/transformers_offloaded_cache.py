@@ -13,8 +13,6 @@ Fix: The prefetch stream waits for the compute stream, as from transformers 5.20
 Remove when: transformers below 5.20.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4 import host
@@ -25,7 +23,7 @@ PATCH = Patch(
     severity="wrong_result",
     affected=">=5.5.0,<5.20.0",
     acts_on="every model",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
+    applied_upstream="releases/tag/v5.20.0",
 )
 detect = host.has_cuda
 

@@ -15,8 +15,6 @@ says what to set. Before 5.18.0 all layers share one tensor, and a clear error s
 Remove when: the paged cache of all supported releases has a separate head size for each kind of attention.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine.runtime import in_place

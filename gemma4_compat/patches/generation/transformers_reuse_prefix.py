@@ -15,12 +15,10 @@ to the longest common prefix. Without ``reuse_prefix`` nothing changes.
 Remove when: ``generate`` reuses the longest common prefix of the last call by itself.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.cache import cache_names
-from gemma4_compat._generation.prefix_cache import reuse, session
+from gemma4_compat._generation.prefix_cache import session
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -28,16 +26,11 @@ PATCH = Patch(
     kind="speed",
     severity="speed",
     affected=">=5.5",
-    needs=("transformers-chunked-turns", "transformers-vision-masks"),
+    needs="transformers-chunked-turns transformers-vision-masks",
     after=(
-        "transformers-expanded-media",
-        "transformers-assisted-cache",
-        "transformers-chunked-media",
-        "transformers-chunked-images",
-        "transformers-chunked-turns",
-        "transformers-held-prompts",
-        "transformers-unread-chunks",
-        "transformers-graph-decoding",
+        "transformers-expanded-media transformers-assisted-cache transformers-chunked-media "
+        "transformers-chunked-images transformers-chunked-turns transformers-held-prompts "
+        "transformers-unread-chunks transformers-graph-decoding"
     ),
 )
 
@@ -46,7 +39,7 @@ _TOKENS = 4
 
 @PATCH.replaces("transformers.generation.utils", "GenerationMixin.generate")
 def generate(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    kept = reuse.of(self)
+    kept = session.of(self)
     if kept is None:
         return original(self, *args, **kwargs)
     found = session.begin(self, kept, args, kwargs)
@@ -119,11 +112,11 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     try:
         whole, expected = second_turn()
-        reuse.ask(model)
+        session.ask(model)
         whole, found = second_turn()
     finally:
         handle.remove()
-        reuse.forget(model)
+        session.forget(model)
     read = lengths[0]
     off = max((one - other).abs().max().item() for one, other in zip(expected.logits, found.logits))
     rounding = 1e-4 * expected.logits[0].abs().max().item()  # float32, other kernels for other lengths

@@ -15,15 +15,13 @@ cache is left alone: ``output_hidden_states``, several positions, flash and flex
 Remove when: transformers slices prompts with static caches.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine import dormant
 from gemma4_compat._gemma4.cache import cache_names, prefill
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F84", kind="speed", severity="speed", affected=">=5.23.0", after=("transformers-unread-chunks",))
+PATCH = Patch("F84", kind="speed", severity="speed", affected=">=5.23.0", after="transformers-unread-chunks")
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -86,8 +84,6 @@ def _cut(states: Any, kind: str, tokens: int) -> None:
 
 def reproduce(workspace: Workspace) -> Outcome:
     """How many positions of a prompt KV-shared layers compute, and the logits of the default cache."""
-    import torch
-
     from gemma4_compat._lab import tiny
 
     workspace.needs("shared_keys_and_values")
@@ -100,7 +96,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         mlp.register_forward_pre_hook(lambda _module, inputs: rows.append(inputs[0].shape[1]))
     expected, found = (model.generate(**options, **kind) for kind in ({}, {"cache_implementation": "static"}))
     default, static = (rows[start : start + len(shared)] for start in (0, len(shared)))
-    same = torch.equal(expected.sequences, found.sequences)
+    same = expected.sequences.equal(found.sequences)
     return Outcome(
         static != default,
         f"KV-shared layers compute {max(static)} positions of a prompt with a static cache, {max(default)} without",

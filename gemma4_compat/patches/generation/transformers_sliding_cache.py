@@ -18,11 +18,9 @@ separate patch for the cache of assisted generation takes care of that.
 Remove when: transformers below 5.14.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
-from gemma4_compat._gemma4.cache.cache_config import Unshared, shares_nothing
+from gemma4_compat._gemma4.cache.shared_kv import Unshared, shares_nothing
 from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
@@ -30,8 +28,8 @@ PATCH = Patch(
     "F24",
     severity="memory",
     affected=">=5.5.0,<5.14.0",
-    applied_upstream="https://github.com/huggingface/transformers/pull/47118",
-    needs=("transformers-assisted-cache", "transformers-vision-masks"),
+    applied_upstream="pull/47118",
+    needs="transformers-assisted-cache transformers-vision-masks",
 )
 
 _CONTEXT = 200
@@ -49,10 +47,7 @@ def dynamic_cache(
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._lab import tiny, tiny_models
-
-    checkpoint = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
-    model = tiny.load(checkpoint, device=workspace.main)
+    model = workspace.load_31b()
     text = model.config.get_text_config()
     prompt = torch.arange(_CONTEXT, device=workspace.main).remainder(200).unsqueeze(0) + 3
     with torch.no_grad():

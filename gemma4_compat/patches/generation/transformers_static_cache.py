@@ -13,19 +13,13 @@ limited to Gemma 4.
 Remove when: transformers below 5.10.1 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
-from gemma4_compat._gemma4.cache.cache_config import Unshared, shares_nothing
+from gemma4_compat._gemma4.cache.shared_kv import Unshared, shares_nothing
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F24",
-    severity="crash",
-    affected=">=5.5.0,<5.10.1",
-    acts_on="every model",
-    applied_upstream="https://github.com/huggingface/transformers/pull/46235",
+    "F24", severity="crash", affected=">=5.5.0,<5.10.1", acts_on="every model", applied_upstream="pull/46235"
 )
 
 
@@ -35,13 +29,10 @@ def static_cache(original: Original, self: Any, config: Any, *args: Any, **kwarg
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import torch
+    from gemma4_compat._lab import tiny
 
-    from gemma4_compat._lab import tiny, tiny_models
-
-    checkpoint = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
-    model = tiny.load(checkpoint, device=workspace.main).float()
+    model = workspace.load_31b().float()
     options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 6, "do_sample": False}
     expected, found = model.generate(**options), model.generate(**options, cache_implementation="static")
-    same = torch.equal(expected, found)
+    same = expected.equal(found)
     return Outcome(not same, f"with a static cache {'the same' if same else 'other'} tokens than with the default one")

@@ -14,20 +14,12 @@ without chunks and in every other release. Other models keep upstream's behaviou
 Remove when: transformers 5.13 to 5.17 are no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F24",
-    severity="crash",
-    affected=">=5.13.0,<5.18.0",
-    bug=("https://github.com/huggingface/transformers/issues/48501",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/48619",
-)
+PATCH = Patch("F24", severity="crash", affected=">=5.13.0,<5.18.0", bug="issues/48501", applied_upstream="pull/48619")
 
 
 @PATCH.replaces("transformers.generation.utils", "GenerationMixin._get_static_cache_init_shape")
@@ -36,8 +28,6 @@ def init_shape(original: Original, self: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import torch
-
     from gemma4_compat._lab import tiny
 
     model = workspace.load().float()
@@ -45,5 +35,5 @@ def reproduce(workspace: Workspace) -> Outcome:
     expected = model.generate(**options)
     options["disable_compile"] = True  # on a GPU upstream compiles with a static cache, which is not tested here
     found = model.generate(**options, cache_implementation="static", prefill_chunk_size=5)
-    same = torch.equal(expected, found)
+    same = expected.equal(found)
     return Outcome(not same, f"a static cache filled in chunks gives {'the same' if same else 'other'} tokens")

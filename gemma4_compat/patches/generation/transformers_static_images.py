@@ -16,8 +16,6 @@ to rounding.
 Remove when: static caches see images as the default cache does, also in chunks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models.family import is_gemma4_config
@@ -27,7 +25,7 @@ PATCH = Patch(
     "F24 F30",
     severity="wrong_result",
     affected=">=5.5.0",
-    needs=("transformers-image-masks-unified", "transformers-static-cache", "transformers-vision-masks"),
+    needs="transformers-image-masks-unified transformers-static-cache transformers-vision-masks",
 )
 
 
@@ -50,13 +48,11 @@ def reproduce(workspace: Workspace) -> Outcome:
     import contextlib
 
     from gemma4_compat._gemma4.models import variants
-    from gemma4_compat._lab import scenarios, tiny, tiny_models
+    from gemma4_compat._lab import scenarios, tiny_models
 
     batch, off = workspace.inputs(), {}
     if workspace.variant is None:
-        large = tiny.load(
-            workspace.cached(tiny_models.build_checkpoint, text_variant="31B"), device=workspace.main
-        ).float()
+        large = workspace.load_31b().float()
         off["the 31B"] = max(_off(large, batch), _off_in_chunks(large))
     elif workspace.variant != variants.UNIFIED:
         model = workspace.load().float()

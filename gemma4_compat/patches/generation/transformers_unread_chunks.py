@@ -16,8 +16,6 @@ single layers).
 Remove when: transformers does not run KV-shared layers for chunks whose logits it does not read.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -34,11 +32,8 @@ PATCH = Patch(
     severity="speed",
     affected=">=5.5",
     after=(
-        "transformers-shared-kv",
-        "transformers-chunked-media",
-        "transformers-chunked-images",
-        "transformers-chunked-turns",
-        "transformers-held-prompts",
+        "transformers-shared-kv transformers-chunked-media transformers-chunked-images "
+        "transformers-chunked-turns transformers-held-prompts"
     ),
 )
 
@@ -117,9 +112,7 @@ def _may_read_more(model: Any, generation_config: Any) -> bool:
 
 def reproduce(workspace: Workspace) -> Outcome:
     """How often KV-shared layers run for a prompt in chunks, and the logits of the same chunks with all layers."""
-    import torch
-
-    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab import scenarios, tiny
 
     workspace.needs("shared_keys_and_values")
     model = workspace.load()
@@ -135,23 +128,12 @@ def reproduce(workspace: Workspace) -> Outcome:
     handle = model.get_decoder().register_forward_pre_hook(every_layer_runs)
     expected = model.generate(**options, prefill_chunk_size=_SIZE)
     handle.remove()
-    mlp = type(shared[0])
-    forward, calls = mlp.forward, 0
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += self in shared
-        return forward(self, *args, **kwargs)
-
-    mlp.forward = counted
-    try:
+    with scenarios.noted(type(shared[0]), "forward", lambda mlp, *_, **__: mlp in shared) as calls:
         found = model.generate(**options, prefill_chunk_size=_SIZE)
-    finally:
-        mlp.forward = forward
     chunks = -(-options["input_ids"].shape[1] // _SIZE)
-    times = calls // len(shared) - (options["max_new_tokens"] - 1)
+    times = sum(calls) // len(shared) - (options["max_new_tokens"] - 1)
     off = max((one - other).abs().max().item() for one, other in zip(expected.logits, found.logits))
-    if not torch.equal(expected.sequences, found.sequences):
+    if not expected.sequences.equal(found.sequences):
         off = float("inf")
     return Outcome(times > 1, f"KV-shared layers run {times} times for a prompt in {chunks} chunks", parity=off)
 

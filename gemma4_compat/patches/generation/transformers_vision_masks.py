@@ -13,19 +13,12 @@ rounding.
 Remove when: transformers 5.13 to 5.16 are no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.attention import masks
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F24",
-    severity="wrong_result",
-    affected=">=5.13.0,<5.17.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.17.0",
-)
+PATCH = Patch("F24", severity="wrong_result", affected=">=5.13.0,<5.17.0", applied_upstream="releases/tag/v5.17.0")
 
 
 @PATCH.replaces(MODELING_GEMMA4, "create_masks_for_vision_model")
@@ -36,11 +29,8 @@ def create_masks(original: Original, *args: Any, **kwargs: Any) -> Any:
 def reproduce(workspace: Workspace) -> Outcome:
     from transformers.models.gemma4 import modeling_gemma4
 
-    from gemma4_compat._lab import scenarios, tiny, tiny_models
+    from gemma4_compat._lab import scenarios, tiny
 
     if not hasattr(modeling_gemma4, "create_masks_for_vision_model"):
         return Outcome(False, "this release makes the masks for images another way", applicable=False)
-    model = tiny.load(
-        workspace.cached(tiny_models.build_checkpoint, text_variant="31B"), device=workspace.main
-    ).float()
-    return scenarios.image_in_second_part(model, tiny.inputs(workspace.main, text_only=True))
+    return scenarios.image_in_second_part(workspace.load_31b().float(), tiny.inputs(workspace.main, text_only=True))

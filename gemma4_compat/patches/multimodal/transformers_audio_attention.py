@@ -16,14 +16,13 @@ attention for ``audio_config`` by name still gets upstream's error, unless it re
 Remove when: a request for the whole model does not raise for the audio tower and leaves its attention as it is.
 """
 
-from __future__ import annotations
-
 import contextvars
 import functools
 import logging
 import sys
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat.patches.api import MODELING_GEMMA4, Detection, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F8", severity="crash", affected=">=5.20.0")
@@ -45,21 +44,15 @@ _asked: contextvars.ContextVar[str | None] = contextvars.ContextVar("gemma4_comp
 def build(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
     if _building.get() is not config:
         _settle(config)
-    token = _building.set(config)
-    try:
+    with in_place.bound(_building, config):
         return original(self, config, *args, **kwargs)
-    finally:
-        _building.reset(token)
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4PreTrainedModel.set_attn_implementation")
 def set_attn_implementation(original: Original, self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
     whole = isinstance(attn_implementation, str) and getattr(self.config, "audio_config", None) is not None
-    token = _asked.set(attn_implementation if whole else None)
-    try:
+    with in_place.bound(_asked, attn_implementation if whole else None):
         return original(self, attn_implementation, *args, **kwargs)
-    finally:
-        _asked.reset(token)
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4AudioModel.get_correct_attn_implementation")
@@ -111,11 +104,8 @@ def detect() -> Detection:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import torch
-
     from gemma4_compat._lab import tiny
     from gemma4_compat._lab.scenarios import features
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("audio_tower")
     batch = tiny.inputs(workspace.main)
@@ -130,8 +120,8 @@ def reproduce(workspace: Workspace) -> Outcome:
             if found != usual:
                 return Outcome(True, f"{part} runs {found} attention, {usual} without a request")
         for modality in ("vision", "audio"):
-            if not torch.equal(features(model, batch, modality), features(reference, batch, modality)):
+            if not features(model, batch, modality).equal(features(reference, batch, modality)):
                 return Outcome(True, f"the {modality} features are not those without a request")
     expected = workspace.reference()
-    found = [difference(expected, workspace.outputs(model)) for model in (asked, later)]
+    found = [workspace.difference(expected, model) for model in (asked, later)]
     return Outcome.of_parity(max(found), 'attn_implementation="sdpa"')

@@ -14,15 +14,13 @@ in float32, where the lowest float16 value still masks completely. Outside of fl
 Remove when: the audio tower limits its numbers to the range of the dtype of the tensor they apply to.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine.runtime.views import PlainView
 from gemma4_compat._gemma4.models import autocast
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F25", severity="crash", affected=">=5.5.0", after=("transformers-quantized-audio",))
+PATCH = Patch("F25", severity="crash", affected=">=5.5.0", after="transformers-quantized-audio")
 
 #: Bound for the relative difference from float32: 0.003 on transformers 5.23, 0.01 on 5.5.0; 0.3 for a tower without
 #: its mask.

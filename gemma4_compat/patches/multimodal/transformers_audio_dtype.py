@@ -14,19 +14,11 @@ have this dtype, tuple outputs (``return_dict=False``) and embeddings of an inte
 Remove when: transformers below 5.15.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F25",
-    severity="crash",
-    affected=">=5.5.0,<5.15.0",
-    bug=("https://github.com/huggingface/transformers/issues/47672",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/47482",
-)
+PATCH = Patch("F25", severity="crash", affected=">=5.5.0,<5.15.0", bug="issues/47672", applied_upstream="pull/47482")
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.get_audio_features")
@@ -44,7 +36,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("audio_tower")
     model = tiny.load(workspace.checkpoint, device=workspace.main, dtype=torch.float32)
@@ -57,7 +48,7 @@ def reproduce(workspace: Workspace) -> Outcome:
             hook = bridge.register_forward_hook(lambda _module, _args, features: features.float())
             reference = workspace.outputs(model)
             hook.remove()
-            found.append(difference(reference, workspace.outputs(model)))
+            found.append(workspace.difference(reference, model))
         tower.half()
         bridge.half()
     return Outcome.of_parity(max(found), "bfloat16 autocast, and float16 towers under a float32 language model")

@@ -17,8 +17,6 @@ raises upstream's error.
 Remove when: transformers below 5.20.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from typing import Any
@@ -29,8 +27,8 @@ PATCH = Patch(
     "F8",
     severity="wrong_result",
     affected=">=5.5.0,<5.20.0",
-    bug=("https://github.com/huggingface/transformers/issues/48818",),
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
+    bug="issues/48818",
+    applied_upstream="releases/tag/v5.20.0",
 )
 
 _LOGGER = logging.getLogger("gemma4_compat")
@@ -64,7 +62,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from gemma4_compat._lab import tiny
     from gemma4_compat._lab.scenarios import features, relative
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("audio_tower")
     batch = tiny.inputs(workspace.main)
@@ -78,4 +75,4 @@ def reproduce(workspace: Workspace) -> Outcome:
     expected, found = (features(each, sound, "audio") for each in (usual, model))
     if not torch.equal(found, expected):
         return Outcome(True, f"sound features are off by {relative(found, expected):.2g} of their size")
-    return Outcome.of_parity(difference(workspace.reference(), workspace.outputs(model)), "eager audio attention")
+    return Outcome.of_parity(workspace.difference(workspace.reference(), model), "eager audio attention")

@@ -14,8 +14,6 @@ remains. Then it sees every key alike, as in float32. No other position changes,
 Remove when: ``eager_attention_forward`` masks in float32, or without a sum.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

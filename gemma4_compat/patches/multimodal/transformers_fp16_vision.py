@@ -13,19 +13,12 @@ when they leave the tower. Other dtypes are not affected.
 Remove when: transformers below 5.10.1 is no longer supported.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F25",
-    severity="wrong_result",
-    affected=">=5.5.0,<5.10.1",
-    applied_upstream="https://github.com/huggingface/transformers/pull/46277",
-)
+PATCH = Patch("F25", severity="wrong_result", affected=">=5.5.0,<5.10.1", applied_upstream="pull/46277")
 
 #: Bound for the image features' relative difference from float32: 0.006 on transformers 5.23, 0.008 on 5.5.0.
 BOUND = 0.03

@@ -15,15 +15,13 @@ offloaded ``patch_dense`` is repaired as well, and so is autocast.
 Remove when: ``Gemma4UnifiedVisionEmbedder`` projects patches in float32 in a float16 model.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 from gemma4_compat._engine.runtime.views import PlainView
 from gemma4_compat.patches.api import MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F25", severity="wrong_result", affected=">=5.10.1", after=("transformers-quantized-vision-unified",))
+PATCH = Patch("F25", severity="wrong_result", affected=">=5.10.1", after="transformers-quantized-vision-unified")
 
 #: Bound for the image features' relative difference from float32. Measured: 0.0007; 0.007 in 8-bit.
 BOUND = 0.01

@@ -17,8 +17,6 @@ E4B, whose images are read from left to right, stay as they are.
 Remove when: transformers derives the types of tokens from ``input_ids``.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
@@ -29,7 +27,7 @@ from gemma4_compat._gemma4.models import media
 from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F118", severity="wrong_result", affected=">=5.5.0", after=("transformers-image-masks-unified",))
+PATCH = Patch("F118", severity="wrong_result", affected=">=5.5.0", after="transformers-image-masks-unified")
 
 _TYPES = "mm_token_type_ids"
 
@@ -119,10 +117,10 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat._gemma4.models import variants
-    from gemma4_compat._lab import tiny, tiny_models
+    from gemma4_compat._lab import tiny
 
     if workspace.variant is None:
-        models = {"31B": tiny.load(workspace.cached(tiny_models.build_checkpoint, text_variant="31B"))}
+        models = {"31B": workspace.load_31b()}
         unified = workspace.unified()
         if unified is not None:
             models[variants.UNIFIED] = unified.load()

@@ -14,8 +14,6 @@ Fix: For Gemma 4, drafts end before the first such token. The text is the same: 
 Remove when: ``_assisted_decoding`` leaves out drafts that stand for features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -23,7 +21,7 @@ from gemma4_compat._engine.runtime.proxies import Proxy
 from gemma4_compat._gemma4.models.family import is_gemma4_config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F111", severity="crash", affected=">=5.5.0", after=("transformers-assistant-sampling",))
+PATCH = Patch("F111", severity="crash", affected=">=5.5.0", after="transformers-assistant-sampling")
 
 #: Attributes of a configuration: tokens that stand for features.
 _PLACES = ("image_token_id", "video_token_id", "audio_token_id")

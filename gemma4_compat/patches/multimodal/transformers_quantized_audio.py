@@ -12,8 +12,6 @@ use. An unquantized tower takes upstream's own path.
 Remove when: transformers below 5.11.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.quantization import compute_dtype
@@ -23,10 +21,10 @@ PATCH = Patch(
     "F10",
     severity="crash",
     affected=">=5.5.0,<5.11.0",
-    bug=("https://github.com/huggingface/transformers/issues/45672",),
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.11.0",
-    requires=("bitsandbytes",),
-    needs=("bitsandbytes-cpu-strides", "bitsandbytes-int8-strides"),
+    bug="issues/45672",
+    applied_upstream="releases/tag/v5.11.0",
+    requires="bitsandbytes",
+    needs="bitsandbytes-cpu-strides bitsandbytes-int8-strides",
 )
 
 #: As in ``transformers_quantized_vision.py``: 0.02 in 4-bit and in 8-bit on transformers 5.23.

@@ -13,8 +13,6 @@ releases.
 Remove when: transformers below 5.13.0 is no longer supported: later releases do not cast to an integer dtype.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.quantization import compute_dtype
@@ -24,9 +22,9 @@ PATCH = Patch(
     "F10 F30",
     severity="wrong_result",
     affected=">=5.10.1,<5.13.0",
-    bug=("https://github.com/huggingface/transformers/issues/46899",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/46904",
-    requires=("bitsandbytes",),
+    bug="issues/46899",
+    applied_upstream="pull/46904",
+    requires="bitsandbytes",
 )
 
 #: As in ``transformers_quantized_vision_unified.py``: 0.004 in 4-bit, 0.007 in 8-bit; 80 and 0.7 without the patch.

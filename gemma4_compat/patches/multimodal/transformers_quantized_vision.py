@@ -12,8 +12,6 @@ the unquantized model casts. So the tower need not be excluded from quantization
 Remove when: transformers below 5.13.0 is no longer supported: later releases do not cast to an integer dtype.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.quantization import compute_dtype
@@ -23,9 +21,9 @@ PATCH = Patch(
     "F9",
     severity="wrong_result",
     affected=">=5.5.0,<5.13.0",
-    bug=("https://github.com/huggingface/transformers/issues/46932",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/46933",
-    requires=("bitsandbytes",),
+    bug="issues/46932",
+    applied_upstream="pull/46933",
+    requires="bitsandbytes",
 )
 
 #: How far the features of the tiny random tower may be from those of the same weights, dequantized. The tower

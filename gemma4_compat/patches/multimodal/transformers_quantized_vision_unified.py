@@ -20,8 +20,6 @@ Remove when: ``Gemma4UnifiedVisionEmbedder`` casts the pixels of a quantized mod
 (``patch_ln1``).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.quantization import compute_dtype
@@ -31,9 +29,9 @@ PATCH = Patch(
     "F9 F30",
     severity="crash",
     affected=">=5.10.1",
-    bug=("https://github.com/huggingface/transformers/issues/46899",),
-    requires=("bitsandbytes",),
-    needs=("transformers-quantized-audio-unified",),
+    bug="issues/46899",
+    requires="bitsandbytes",
+    needs="transformers-quantized-audio-unified",
 )
 
 #: As in ``transformers_quantized_vision.py``. Two linears magnify less than a tower: 0.006 in 4-bit, 0.009 in 8-bit.

@@ -16,14 +16,12 @@ Remove when: transformers casts the pixel values of a quantized vision tower, or
 ``embed_vision``).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import autocast
 from gemma4_compat.patches.api import FORWARDS, MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F9", severity="crash", affected=">=5.13.0", requires=("bitsandbytes",))
+PATCH = Patch("F9", severity="crash", affected=">=5.13.0", requires="bitsandbytes")
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4MultimodalEmbedder.forward")
@@ -35,8 +33,6 @@ def forward(original: Original, self: Any, inputs_embeds: Any, *args: Any, **kwa
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import torch
-
     from gemma4_compat._lab import tiny
     from gemma4_compat._lab.scenarios import features
 
@@ -50,6 +46,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     )
     reference = features(model, batch, "vision")
     hook.remove()
-    same = all(torch.equal(reference, features(model, batch, "vision")) for _ in range(FORWARDS))
+    same = all(reference.equal(features(model, batch, "vision")) for _ in range(FORWARDS))
     said = f"a float32 image, a quantized tower, embed_vision in bf16: {'the same' if same else 'other'} features"
     return Outcome(not same, said, 0.0 if same else None)

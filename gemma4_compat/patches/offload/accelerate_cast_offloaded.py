@@ -19,8 +19,6 @@ The defect and the fix are the same for every model, so this patch is not restri
 Remove when: accelerate casts the stored weights, or repeats the casts of the placeholders.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref
@@ -33,7 +31,7 @@ from gemma4_compat._offload import host_memory
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F43", severity="wrong_result", affected=">=1.12", acts_on="every model", after=("accelerate-move-offloaded",)
+    "F43", severity="wrong_result", affected=">=1.12", acts_on="every model", after="accelerate-move-offloaded"
 )
 
 # Module of a tied pair with an offloaded half -> its weight's name, and the other module with its name there.
@@ -111,12 +109,10 @@ def _to(model: Any, guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._lab.workspace import difference
-
     def outputs(model: Any) -> Any:
         return workspace.outputs(model.half().float(), text_only=True)
 
-    found = difference(outputs(workspace.load()), outputs(workspace.split()))
+    found = workspace.difference(outputs(workspace.load()), outputs(workspace.split()))
     if found == 0.0:
         try:
             workspace.split().to(torch.float32)

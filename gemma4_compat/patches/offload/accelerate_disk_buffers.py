@@ -19,8 +19,6 @@ keep their dtype unless ``dtype`` says otherwise.
 Remove when: ``load_checkpoint_in_model`` loads the buffers that it does not offload.
 """
 
-from __future__ import annotations
-
 import inspect
 import shutil
 from collections.abc import Mapping
@@ -84,13 +82,10 @@ def scaled_checkpoint(workspace: Workspace) -> Path:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
     import torch
     from accelerate import load_checkpoint_and_dispatch
 
     from gemma4_compat._lab import tiny, tiny_models
-    from gemma4_compat._lab.workspace import difference
 
     checkpoint = scaled_checkpoint(workspace)
     found = []
@@ -100,10 +95,10 @@ def reproduce(workspace: Workspace) -> Outcome:
         except LookupError as error:
             return Outcome(False, str(error), applicable=False)
         placement = tiny.device_map(model, offload, main=workspace.main, offloaded="disk")
-        folder = tempfile.mkdtemp(dir=workspace.folder)
+        folder = workspace.new_folder()
         keys = tiny.skip_keys(model)
         load_checkpoint_and_dispatch(
             model, str(checkpoint), device_map=placement, offload_folder=folder, skip_keys=keys
         )
         found.append(workspace.outputs(model.eval()))
-    return Outcome.of_parity(difference(*found), "load_checkpoint_and_dispatch with layers on disk")
+    return Outcome.of_parity(workspace.difference(*found), "load_checkpoint_and_dispatch with layers on disk")

@@ -25,8 +25,6 @@ The defect and the fix are the same for every model, so this patch is not restri
 Remove when: accelerate looks up the rows of an offloaded embedding instead of moving the whole embedding weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +32,7 @@ from gemma4_compat._offload.transfer import parametrized, row_lookup
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F12", severity="memory", affected=">=1.12", acts_on="every model", needs=("transformers-offloaded-embedding",)
+    "F12", severity="memory", affected=">=1.12", acts_on="every model", needs="transformers-offloaded-embedding"
 )
 
 
@@ -105,15 +103,11 @@ def _is_embedding(module: Any) -> bool:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
-
     workspace.needs("per_layer_embeddings")
     name = "model.language_model.embed_tokens_per_layer"
     reference = workspace.reference()
-    placement = tiny.device_map(workspace.load(), "none", main=workspace.main, offloaded=workspace.offloaded)
-    model = workspace.dispatch_map(workspace.load(), {**placement, name: workspace.offloaded})
-    found = difference(reference, workspace.outputs(model))
+    model = workspace.dispatch(workspace.load(), "none", name)
+    found = workspace.difference(reference, model)
     embedding = model.get_submodule(name)
     tokens = workspace.inputs(text_only=True)["input_ids"]
     largest = largest_tensor(lambda: embedding(tokens))

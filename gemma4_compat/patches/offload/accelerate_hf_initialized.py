@@ -14,8 +14,6 @@ other code may still hold.
 Remove when: the oldest supported accelerate is 1.14.0.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
@@ -25,9 +23,9 @@ PATCH = Patch(
     severity="crash",
     affected=">=1.12,<1.14.0",
     acts_on="every model",
-    requires=("bitsandbytes", "transformers>=5"),
-    bug=("https://github.com/huggingface/transformers/issues/43872",),
-    applied_upstream="https://github.com/huggingface/accelerate/pull/3976",
+    requires="bitsandbytes transformers>=5",
+    bug="https://github.com/huggingface/transformers/issues/43872",
+    applied_upstream="pull/3976",
 )
 
 MARK = "_is_hf_initialized"

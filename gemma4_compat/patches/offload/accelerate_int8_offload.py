@@ -29,8 +29,6 @@ Remove when: accelerate leaves the state of a ``Linear8bitLt`` forward alone and
 branch checks the dtype instead of using GPU 0; no release does so far.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
@@ -43,9 +41,9 @@ PATCH = Patch(
     severity="crash",
     affected=">=1.12",
     acts_on="every model",
-    requires=("bitsandbytes>=0.48.2",),
-    after=("accelerate-hf-initialized",),
-    needs=("bitsandbytes-int8-meta-scales",),
+    requires="bitsandbytes>=0.48.2",
+    after="accelerate-hf-initialized",
+    needs="bitsandbytes-int8-meta-scales",
 )
 
 
@@ -125,15 +123,9 @@ def _scales(weight: Any, mapped: Any) -> Any:
 def reproduce(workspace: Workspace) -> Outcome:
     import math
 
-    import torch
-
-    from gemma4_compat._lab.workspace import difference
-
-    reference, model = workspace.load("8bit"), workspace.load("8bit")
-    for parameter in model.parameters():
-        vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
-    found = difference(workspace.reference("8bit"), workspace.outputs(workspace.dispatch(model)))
-    if not torch.equal(_gradient(workspace, reference), _gradient(workspace, model)):
+    reference, model = workspace.load("8bit"), workspace.load_unmarked("8bit")
+    found = workspace.difference(workspace.reference("8bit"), workspace.dispatch(model))
+    if not _gradient(workspace, reference).equal(_gradient(workspace, model)):
         found = math.inf
     return Outcome.of_parity(found, "8-bit layers offloaded, gradients through them")
 

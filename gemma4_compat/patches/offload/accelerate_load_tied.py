@@ -17,8 +17,6 @@ lacks is not changed.
 Remove when: ``load_checkpoint_in_model`` loads a tied weight under all its names.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import shutil
@@ -34,7 +32,7 @@ PATCH = Patch(
     severity="crash",
     affected=">=1.12",
     acts_on="every model",
-    needs=("transformers-offloaded-embedding", "accelerate-tied-on-disk"),
+    needs="transformers-offloaded-embedding accelerate-tied-on-disk",
 )
 
 
@@ -121,13 +119,10 @@ def _link(source: Path, target: Path) -> None:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
     import torch
     from accelerate import load_checkpoint_and_dispatch
 
     from gemma4_compat._lab import tiny, tiny_models
-    from gemma4_compat._lab.workspace import difference
 
     embedding, head = "model.language_model.embed_tokens", "lm_head"
     found = []
@@ -138,8 +133,8 @@ def reproduce(workspace: Workspace) -> Outcome:
             return Outcome(False, str(error), applicable=False)
         placement = tiny.device_map(model, "none", main=workspace.main, offloaded="disk")
         placement |= dict.fromkeys(offloaded, "disk")
-        folder = tempfile.mkdtemp(dir=workspace.folder)
+        folder = workspace.new_folder()
         load_checkpoint_and_dispatch(model, str(workspace.checkpoint), device_map=placement, offload_folder=folder)
         found.append(workspace.outputs(model.eval(), text_only=True))
-    worst = max(difference(found[0], outputs) for outputs in found[1:])
+    worst = max(workspace.difference(found[0], outputs) for outputs in found[1:])
     return Outcome.of_parity(worst, "load_checkpoint_and_dispatch with a tied embedding on disk")

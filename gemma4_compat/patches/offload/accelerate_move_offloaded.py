@@ -19,8 +19,6 @@ Remove when: accelerate refuses every move of a model with offloaded modules, by
 that uses it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +28,7 @@ from gemma4_compat._errors import OffloadedWeightsError
 from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F3", severity="crash", affected=">=1.12", acts_on="every model", after=("accelerate-offload-folder",))
+PATCH = Patch("F3", severity="crash", affected=">=1.12", acts_on="every model", after="accelerate-offload-folder")
 
 
 @PATCH.replaces("accelerate.big_modeling", "dispatch_model")
@@ -96,16 +94,16 @@ def _brings_to_cpu(fn: Callable[[Any], Any]) -> bool:
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import PeftModel
 
-    from gemma4_compat._lab.workspace import difference
-
     base = workspace.split()
     base.cpu()  # first: without other patches, PEFT's load undoes the offload
-    found = [difference(*(workspace.outputs(model, device="cpu") for model in (workspace.load().cpu(), base)))]
+    found = [
+        workspace.difference(*(workspace.outputs(model, device="cpu") for model in (workspace.load().cpu(), base)))
+    ]
     pair = [
         PeftModel.from_pretrained(model, workspace.adapter("language"))
         for model in (workspace.load(), workspace.split())
     ]
-    found.append(difference(*(workspace.outputs(model.to("cpu"), device="cpu") for model in pair)))
+    found.append(workspace.difference(*(workspace.outputs(model.to("cpu"), device="cpu") for model in pair)))
     model = workspace.split()
     before = {name: parameter.device for name, parameter in model.named_parameters()}
     try:

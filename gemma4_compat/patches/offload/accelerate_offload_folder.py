@@ -19,8 +19,6 @@ Remove when: ``dispatch_model`` compares or refuses an ``offload_dir`` that was 
 errors name the folder and the weight.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -108,15 +106,11 @@ def getitem(original: Original, self: Any, key: str) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-    from pathlib import Path
-
     import torch
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
-    folder = Path(tempfile.mkdtemp(dir=workspace.folder))
+    folder = workspace.new_folder()
     first = workspace.load()
     placement = tiny.device_map(first, "towers", main=workspace.main, offloaded="disk")
     tiny.dispatch(first, placement, folder)
@@ -128,5 +122,5 @@ def reproduce(workspace: Workspace) -> Outcome:
     try:
         tiny.dispatch(other, placement, folder)
     except Gemma4CompatError:
-        return Outcome.of_parity(difference(reference, workspace.outputs(other)), "refused, and the model as it was")
-    return Outcome.of_parity(difference(reference, workspace.outputs(other)), "an offload folder of another model")
+        return Outcome.of_parity(workspace.difference(reference, other), "refused, and the model as it was")
+    return Outcome.of_parity(workspace.difference(reference, other), "an offload folder of another model")

@@ -27,8 +27,6 @@ During a forward, hooks that have nothing to do on the layers that stay on the a
 Remove when: accelerate moves an offloaded block in one piece, ahead of the computation.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate import module_hooks
@@ -42,8 +40,8 @@ PATCH = Patch(
     kind="speed",
     severity="speed",
     affected=">=1.12",
-    after=("accelerate-skip-keys", "accelerate-nested-map", "accelerate-offload-folder", "accelerate-move-offloaded"),
-    needs=("bitsandbytes-meta-quant-state",),
+    after="accelerate-skip-keys accelerate-nested-map accelerate-offload-folder accelerate-move-offloaded",
+    needs="bitsandbytes-meta-quant-state",
 )
 
 
@@ -64,20 +62,16 @@ def dispatch_model(original: Original, model: Any, *args: Any, **kwargs: Any) ->
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab.workspace import difference
-
     found = []
     for quantization in (None, "4bit-double"):
-        model = workspace.load(quantization)
-        for parameter in model.parameters():
-            vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
+        model = workspace.load_unmarked(quantization)
         model = workspace.dispatch(model)
-        found.append(difference(workspace.reference(quantization), workspace.outputs(model)))
+        found.append(workspace.difference(workspace.reference(quantization), model))
         layer = model.model.language_model.layers[0]
         missing: list[str] = []
 
         def look(*_: Any, layer: Any = layer, missing: list[str] = missing) -> None:
-            missing += [name for name, weight in layer.named_parameters() if weight.device.type == "meta"]
+            missing += [name for name, weight in layer.named_parameters() if weight.is_meta]
 
         handle = layer.mlp.down_proj.register_forward_hook(look)
         model(**workspace.inputs(text_only=True))

@@ -17,8 +17,6 @@ Detaching a hook also ends this package's layer streaming for its module.
 Remove when: accelerate brings disk-offloaded weights back and checks a module's own attributes for a hook.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._offload import model_lock
@@ -69,22 +67,19 @@ def _bring_from_disk(hook: Any, module: Any) -> None:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
     from accelerate.hooks import remove_hook_from_submodules
     from peft import PeftModel
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.reference()
     device_map = tiny.device_map(workspace.load(), "both", main=workspace.main, offloaded="disk")
-    folder = tempfile.mkdtemp(dir=workspace.folder)
+    folder = workspace.new_folder()
     model = tiny.load(workspace.checkpoint, device_map=device_map, offload_folder=folder)
     remove_hook_from_submodules(model)
-    left = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if left:
         return Outcome(True, f"{len(left)} weights stay on meta without a hook, {left[0]} among them")
-    found = difference(reference, workspace.outputs(model.to(workspace.main)))
+    found = workspace.difference(reference, model.to(workspace.main))
     remove_hook_from_submodules(PeftModel.from_pretrained(workspace.split(), workspace.adapter("language")))
     return Outcome.of_parity(found, "hooks removed from a model loaded from disk")

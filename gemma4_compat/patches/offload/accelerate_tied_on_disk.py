@@ -15,8 +15,6 @@ weight on disk is then read once for each of its modules, like every other weigh
 Remove when: accelerate forgets the address of a tied weight when its memory is freed.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -24,9 +22,7 @@ from typing import Any
 from gemma4_compat._gemma4.accelerate.module_hooks import offload_hook
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F15", severity="wrong_result", affected=">=1.12", acts_on="every model", after=("accelerate-nested-map",)
-)
+PATCH = Patch("F15", severity="wrong_result", affected=">=1.12", acts_on="every model", after="accelerate-nested-map")
 
 
 @PATCH.replaces("accelerate.hooks", "attach_align_device_hook_on_blocks")
@@ -53,18 +49,15 @@ def _addresses(model: Any, on_host: Mapping[str, Any]) -> set[int]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
     import torch
     from transformers import Gemma4ForCausalLM
 
     from gemma4_compat._lab import tiny_models
-    from gemma4_compat._lab.workspace import difference
 
     checkpoint = workspace.cached(tiny_models.build_text_checkpoint)
 
     def load(placement: dict[str, Any]) -> Any:
-        folder = tempfile.mkdtemp(dir=workspace.folder)
+        folder = workspace.new_folder()
         return Gemma4ForCausalLM.from_pretrained(
             checkpoint, dtype=torch.bfloat16, device_map=placement, offload_folder=folder
         ).eval()
@@ -74,10 +67,10 @@ def reproduce(workspace: Workspace) -> Outcome:
     rest += ["model.per_layer_model_projection", "model.per_layer_projection_norm"]
     placement = {**on_disk, **dict.fromkeys(rest, workspace.main)}
     reference = workspace.outputs(load({"": workspace.main}), text_only=True)
-    found = difference(reference, workspace.outputs(load(placement), text_only=True))
+    found = workspace.difference(reference, load(placement), text_only=True)
     if found == 0.0:
         model = workspace.dispatch_map(load({"": workspace.main}), placement)
-        found = difference(reference, workspace.outputs(model, text_only=True))
+        found = workspace.difference(reference, model, text_only=True)
         freed = model.lm_head._hf_hook.tied_params_map.keys() - _addresses(model, {})
         if freed:
             return Outcome(True, f"{len(freed)} addresses of freed memory pass for those of tied weights")

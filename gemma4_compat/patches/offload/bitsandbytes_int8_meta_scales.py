@@ -22,14 +22,12 @@ scales after a move to its own device.
 Remove when: bitsandbytes keeps ``Int8Params.SCB`` on a move to meta; no release does so far.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.quantization import quant_states
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F28", severity="crash", affected=">=0.48.2", acts_on="every model", needs=("accelerate-int8-offload",))
+PATCH = Patch("F28", severity="crash", affected=">=0.48.2", acts_on="every model", needs="accelerate-int8-offload")
 
 # A tensor of scales has the same attributes as a 4-bit weight's quantization state.
 PRISTINE, ORIGIN = quant_states.PRISTINE, quant_states.ORIGIN
@@ -79,16 +77,10 @@ def _device_copy(pristine: Any, device: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
-    from gemma4_compat._lab.workspace import difference
-
     reference = workspace.reference("8bit")
-    model = workspace.load("8bit")
-    for parameter in model.parameters():
-        vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
-    saved = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
+    model = workspace.load_unmarked("8bit")
+    saved = workspace.new_folder()
     workspace.dispatch(model).save_pretrained(saved)
     reloaded = type(model).from_pretrained(saved, device_map={"": workspace.main}).eval()
-    found = difference(reference, workspace.outputs(reloaded))
+    found = workspace.difference(reference, reloaded)
     return Outcome.of_parity(found, "an offloaded 8-bit model, saved and loaded again")

@@ -17,8 +17,6 @@ offloaded.
 Remove when: ``ModuleUtilsMixin.device`` of transformers takes accelerate's hooks into account.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +29,8 @@ PATCH = Patch(
     severity="crash",
     affected=">=5.5",
     acts_on="every model",
-    requires=("accelerate",),
-    needs=("transformers-offloaded-embedding",),
+    requires="accelerate",
+    needs="transformers-offloaded-embedding",
 )
 PATCH.replaces(**hooked.ADD_HOOK, group="model.device")(hooked.activator(PATCH.id))
 
@@ -62,16 +60,11 @@ def valid_auto_compile_criteria(
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
-
     model = workspace.load()
-    placement = tiny.device_map(model, "towers", main=workspace.main, offloaded=workspace.offloaded)
     # Their order differs between releases.
-    placement |= dict.fromkeys(("model.language_model.embed_tokens", "lm_head"), workspace.offloaded)
-    model = workspace.dispatch_map(model, placement)
+    model = workspace.dispatch(model, "towers", "model.language_model.embed_tokens", "lm_head")
     batch = {name: value.to(model.device) for name, value in workspace.inputs().items()}
     expected = workspace.reference()
     with torch.no_grad():
         model.generate(**batch, max_new_tokens=2, do_sample=False)
-    return Outcome.of_parity(difference(expected, workspace.outputs(model)), f"inputs moved to {model.device}")
+    return Outcome.of_parity(workspace.difference(expected, model), f"inputs moved to {model.device}")

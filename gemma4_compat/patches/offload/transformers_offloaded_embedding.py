@@ -17,8 +17,6 @@ Remove when: transformers calls the embedding instead of reading ``embed_tokens.
 forward.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +28,7 @@ from gemma4_compat._offload import host_memory
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F11 F38 F42", severity="crash", affected=">=5.5", requires=("accelerate",), needs=("accelerate-tied-on-disk",)
+    "F11 F38 F42", severity="crash", affected=">=5.5", requires="accelerate", needs="accelerate-tied-on-disk"
 )
 PATCH.replaces(**hooked.ADD_HOOK)(hooked.activator(PATCH.id))
 
@@ -79,12 +77,7 @@ def _onloaded(embedding: Any) -> Iterator[None]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
-
     reference = workspace.reference()
     model = workspace.load()
-    placement = tiny.device_map(model, "none", main=workspace.main, offloaded=workspace.offloaded)
-    placement["model.language_model.embed_tokens"] = placement["lm_head"] = workspace.offloaded
-    model = workspace.dispatch_map(model, placement)
-    return Outcome.of_parity(difference(reference, workspace.outputs(model)), "embed_tokens offloaded")
+    model = workspace.dispatch(model, "none", "model.language_model.embed_tokens", "lm_head")
+    return Outcome.of_parity(workspace.difference(reference, model), "embed_tokens offloaded")

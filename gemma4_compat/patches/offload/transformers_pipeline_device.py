@@ -13,8 +13,6 @@ Fix: If that entry is ``"disk"``, or ``"cpu"`` for a Gemma 4 that computes elsew
 Remove when: ``Pipeline.__init__`` of transformers uses the execution device of an offloaded module.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate import module_hooks
@@ -26,8 +24,8 @@ PATCH = Patch(
     severity="crash",
     affected=">=5.5",
     acts_on="every model",
-    requires=("accelerate",),
-    needs=("transformers-model-device",),
+    requires="accelerate",
+    needs="transformers-model-device",
 )
 
 
@@ -54,7 +52,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from transformers import pipeline
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     model = workspace.load()
     entries = tiny.device_map(model, "towers", main=workspace.main, offloaded="disk")
@@ -62,9 +59,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     made = pipeline("text-generation", model=model, tokenizer=_tokenizer())
     if made.device.type != torch.device(workspace.main).type:
         return Outcome(True, f"the tensors go to {made.device}, the model computes on {workspace.main}")
-    return Outcome.of_parity(
-        difference(workspace.reference(), workspace.outputs(made.model)), f"a pipeline on {made.device}"
-    )
+    return Outcome.of_parity(workspace.difference(workspace.reference(), made.model), f"a pipeline on {made.device}")
 
 
 def _tokenizer() -> Any:

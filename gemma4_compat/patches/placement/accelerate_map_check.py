@@ -18,8 +18,6 @@ Remove when: accelerate names the nearest modules of an entry that matches none,
 modules before it moves anything.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from typing import Any
@@ -35,8 +33,8 @@ PATCH = Patch(
     kind="refusal",
     severity="memory",
     affected=">=1.12",
-    requires=("transformers>=5.5",),
-    after=("accelerate-move-offloaded",),
+    requires="transformers>=5.5",
+    after="accelerate-move-offloaded",
 )
 
 
@@ -73,19 +71,15 @@ def _folder(offload_folder: Any, offload_dir: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
     import warnings
 
     from accelerate import dispatch_model
 
-    from gemma4_compat._lab import tiny
-
     model = workspace.load()
-    placement = tiny.device_map(model, "towers", main=workspace.main, offloaded=workspace.offloaded)
-    placement["model.multi_modal_projector"] = workspace.offloaded
+    placement = workspace.device_map(model, "towers", "model.multi_modal_projector")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        dispatch_model(model, placement, offload_dir=tempfile.mkdtemp(dir=workspace.folder))
+        dispatch_model(model, placement, offload_dir=workspace.new_folder())
     warned = [str(warning.message) for warning in caught if "multi_modal_projector" in str(warning.message)]
     if any("model.embed_vision" in text for text in warned):
         return Outcome(False, f"one warning: {warned[0]}")

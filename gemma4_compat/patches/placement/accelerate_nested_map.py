@@ -19,16 +19,15 @@ gave. The main device is that of ``""``, if it computes and no other was request
 Remove when: accelerate reads a nested device map as its most specific entries.
 """
 
-from __future__ import annotations
-
 import contextvars
 from collections.abc import Mapping
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.accelerate import device_maps
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F14", severity="crash", affected=">=1.12", acts_on="every model", after=("accelerate-skip-keys",))
+PATCH = Patch("F14", severity="crash", affected=">=1.12", acts_on="every model", after="accelerate-skip-keys")
 
 # The map of the dispatch running in this thread, for the function that collects the weights to offload.
 _dispatched: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("dispatched", default=None)
@@ -40,11 +39,8 @@ def dispatch_model(
 ) -> Any:
     if main_device is None and device_map.get("", "cpu") not in ("cpu", "disk"):
         main_device = device_map[""]
-    token = _dispatched.set(device_map)
-    try:
+    with in_place.bound(_dispatched, device_map):
         return original(model, device_map, main_device, *args, **kwargs)
-    finally:
-        _dispatched.reset(token)
 
 
 @PATCH.replaces("accelerate.utils.offload", "extract_submodules_state_dict")
@@ -144,24 +140,21 @@ def _hook_own_tensors(
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.reference()
     names = [f"model.{name}" for name in tiny.towers(workspace.load())]
     inside = {"model.vision_tower": "encoder", "model.embed_vision": "multimodal_embedder"}[names[0]]
     placement = {"": workspace.main, **dict.fromkeys(names, "disk"), f"{names[0]}.{inside}": workspace.main}
-    folder = tempfile.mkdtemp(dir=workspace.folder)
+    folder = workspace.new_folder()
     model = tiny.load(workspace.checkpoint, device_map=placement, offload_folder=folder)
     if model.hf_device_map != placement:
         return Outcome(True, f"hf_device_map became {model.hf_device_map}")
     wrong = [
         name
         for name, tensor in model.named_parameters()
-        if (tensor.device.type == "meta") != (placement[device_maps.entry_for(name, placement) or ""] == "disk")
+        if tensor.is_meta != (placement[device_maps.entry_for(name, placement) or ""] == "disk")
     ]
     if wrong:
         return Outcome(True, f"{len(wrong)} parameters are not where the map puts them, {wrong[0]} among them")
-    return Outcome.of_parity(difference(reference, workspace.outputs(model)), "catch-all entry, parts of it on disk")
+    return Outcome.of_parity(workspace.difference(reference, model), "catch-all entry, parts of it on disk")

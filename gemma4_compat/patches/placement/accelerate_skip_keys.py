@@ -15,8 +15,6 @@ Fix: ``dispatch_model`` of a Gemma 4 without ``skip_keys`` takes the model's own
 Remove when: ``dispatch_model`` takes the model's own list by default, or the oldest supported transformers is 5.23.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
@@ -24,7 +22,7 @@ from gemma4_compat._engine import versions
 from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F5", severity="crash", affected=">=1.12", requires=("transformers>=5.5.3,<5.23",))
+PATCH = Patch("F5", severity="crash", affected=">=1.12", requires="transformers>=5.5.3,<5.23")
 
 
 @PATCH.replaces("accelerate.big_modeling", "dispatch_model")
@@ -46,17 +44,11 @@ def _own_skip_keys(model: Any) -> list[str]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
     from accelerate import dispatch_model
-
-    from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.reference()
     model = workspace.load()
-    placement = tiny.device_map(model, "both", main=workspace.main, offloaded=workspace.offloaded)
-    dispatch_model(model, placement, offload_dir=tempfile.mkdtemp(dir=workspace.folder))
+    dispatch_model(model, workspace.device_map(model), offload_dir=workspace.new_folder())
     try:
         outputs = workspace.outputs(model)
     except KeyError as error:
@@ -64,4 +56,4 @@ def reproduce(workspace: Workspace) -> Outcome:
             raise
         # 5.5.2: see transformers-shared-kv.
         return Outcome(False, f"KeyError: {error}; the model's own list lacks shared_kv_states", applicable=False)
-    return Outcome.of_parity(difference(reference, outputs), "dispatch_model without skip_keys")
+    return Outcome.of_parity(workspace.difference(reference, outputs), "dispatch_model without skip_keys")

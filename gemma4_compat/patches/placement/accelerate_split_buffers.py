@@ -14,8 +14,6 @@ not warn of entries for single parameters and buffers.
 Remove when: ``infer_auto_device_map`` in accelerate keeps the buffers of a module that it splits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,12 +48,9 @@ def _without_tensors(model: Any, placement: Mapping[str, Any]) -> Mapping[str, A
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
     from accelerate import dispatch_model, infer_auto_device_map
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     model = workspace.load()
     reference = workspace.reference()
@@ -65,7 +60,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     placement = infer_auto_device_map(model, {workspace.main: room}, no_split_module_classes=whole)
     keys = tiny.skip_keys(model)
     try:
-        dispatch_model(model, placement, offload_dir=tempfile.mkdtemp(dir=workspace.folder), skip_keys=keys)
+        dispatch_model(model, placement, offload_dir=workspace.new_folder(), skip_keys=keys)
     except ValueError as error:
         return Outcome(True, f"ValueError: {error}")
-    return Outcome.of_parity(difference(reference, workspace.outputs(model)), "a decoder layer on two devices")
+    return Outcome.of_parity(workspace.difference(reference, model), "a decoder layer on two devices")

@@ -13,8 +13,6 @@ is, and it is a single trainable parameter.
 Remove when: ``retie_parameters`` leaves no module with a weight on another device than its hook says.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate import module_hooks
@@ -63,11 +61,10 @@ def _compute_on(device: Any, model: Any, name: str) -> None:
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._lab import tiny
     from gemma4_compat._lab.stand_ins import second_device
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs_second_device()
     expected = workspace.outputs(tiny.load(workspace.checkpoint), device="cpu")
     with second_device.second_device():
         model = tiny.dispatch_to_two(tiny.load(workspace.checkpoint), second_device.DEVICE, ["lm_head"])
-        found = difference(expected, workspace.outputs(model, device="cpu"))
+        found = workspace.difference(expected, model, device="cpu")
     return Outcome.of_parity(found, "a head on another device than the embedding tied to it")

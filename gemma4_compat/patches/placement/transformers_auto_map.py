@@ -26,8 +26,6 @@ Remove when: transformers plans for what a model needs to run, leaves room for i
 embedding weight to the accelerator.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -49,8 +47,8 @@ PATCH = Patch(
     "F17 F50",
     severity="crash",
     affected=">=5.5",
-    requires=("accelerate",),
-    needs=("accelerate-embedding-lookup", "transformers-quantize-offloaded"),
+    requires="accelerate",
+    needs="accelerate-embedding-lookup transformers-quantize-offloaded",
 )
 
 _LOGGER = logging.getLogger("gemma4_compat")
@@ -207,10 +205,7 @@ def _loads(model: Any, blueprint: Any) -> Iterator[Any]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("per_layer_embeddings")
     checkpoint = workspace.larger(per_layer_vocabulary=1 << 15)
@@ -222,9 +217,9 @@ def reproduce(workspace: Workspace) -> Outcome:
             quantization,
             device_map="auto",
             max_memory={workspace.main: _BUDGET},
-            offload_folder=tempfile.mkdtemp(dir=workspace.folder),
+            offload_folder=workspace.new_folder(),
         )
-        found.append(difference(workspace.outputs(reference), workspace.outputs(model)))
+        found.append(workspace.difference(workspace.outputs(reference), model))
         count = len(model.model.language_model.layers)
         layers = {str(model.hf_device_map.get(f"model.language_model.layers.{index}")) for index in range(count)}
         if layers != {str(workspace.main)}:

@@ -17,8 +17,6 @@ Remove when: all supported releases take ``inputs_embeds`` to the device of the 
 embeddings to that of the hidden state.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
@@ -26,7 +24,7 @@ from gemma4_compat._gemma4.accelerate import hooked, module_hooks
 from gemma4_compat._gemma4.models import walk
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F81", severity="crash", affected=">=5.5.0", acts_on="every model", requires=("accelerate",))
+PATCH = Patch("F81", severity="crash", affected=">=5.5.0", acts_on="every model", requires="accelerate")
 PATCH.replaces(**hooked.ADD_HOOK)(hooked.activator(PATCH.id))
 
 _INPUTS = ("input_ids", "inputs_embeds")
@@ -83,7 +81,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from gemma4_compat._lab import tiny
     from gemma4_compat._lab.stand_ins import second_device
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs_second_device()
     ids = tiny.inputs("cpu", text_only=True, variant=workspace.variant)["input_ids"]
@@ -97,6 +94,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     with second_device.second_device():
         there = ["model.language_model.embed_tokens", "lm_head"]
         model = tiny.dispatch_to_two(tiny.load(workspace.checkpoint), second_device.DEVICE, there)
-        found = difference(expected, workspace.outputs(model, device="cpu"))
+        found = workspace.difference(expected, model, device="cpu")
         found = max(found, (of_embeddings(model) - logits).abs().max().item())
     return Outcome.of_parity(found, "an embedding on another device than the inputs")

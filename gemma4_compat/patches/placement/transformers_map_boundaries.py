@@ -14,8 +14,6 @@ is on the CPU, as upstream does it.
 Remove when: ``expand_device_map`` in transformers matches device-map entries at module boundaries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,8 +25,8 @@ PATCH = Patch(
     severity="wrong_result",
     affected=">=5.5",
     acts_on="every model",
-    requires=("accelerate",),
-    needs=("accelerate-nested-map",),
+    requires="accelerate",
+    needs="accelerate-nested-map",
 )
 
 
@@ -41,22 +39,18 @@ def expand_device_map(original: Original, device_map: Any, param_names: Iterable
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     checkpoint = workspace.larger(layers=12)
     reference = workspace.outputs(tiny.load(checkpoint, device=workspace.main), text_only=True)
     placement = {"": workspace.main, "model.language_model.layers.1": "disk"}
-    folder = tempfile.mkdtemp(dir=workspace.folder)
+    folder = workspace.new_folder()
     model = tiny.load(checkpoint, device_map=placement, offload_folder=folder)
     wrong = [
         name
         for name, tensor in model.named_parameters()
-        if (tensor.device.type == "meta") != name.startswith("model.language_model.layers.1.")
+        if tensor.is_meta != name.startswith("model.language_model.layers.1.")
     ]
     if wrong:
         return Outcome(True, f"{len(wrong)} parameters are not where the map puts them, {wrong[0]} among them")
-    found = difference(reference, workspace.outputs(model, text_only=True))
-    return Outcome.of_parity(found, "layer 1 of 12 on disk")
+    return Outcome.of_parity(workspace.difference(reference, model, text_only=True), "layer 1 of 12 on disk")

@@ -12,14 +12,12 @@ Fix: The embeddings go to the device of the projection before the two are added.
 Remove when: ``project_per_layer_inputs`` brings both to one device in all supported releases of transformers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate import hooked, module_hooks
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F79", severity="crash", affected=">=5.5.0", requires=("accelerate",))
+PATCH = Patch("F79", severity="crash", affected=">=5.5.0", requires="accelerate")
 PATCH.replaces(**hooked.ADD_HOOK)(hooked.activator(PATCH.id))
 
 
@@ -35,7 +33,6 @@ def project_per_layer_inputs(original: Original, self: Any, inputs_embeds: Any, 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._lab import tiny
     from gemma4_compat._lab.stand_ins import second_device
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs_second_device()
     workspace.needs("per_layer_embeddings")
@@ -45,5 +42,5 @@ def reproduce(workspace: Workspace) -> Outcome:
         for names in (["embed_tokens_per_layer"], ["per_layer_model_projection", "per_layer_projection_norm"]):
             there = [f"model.language_model.{name}" for name in names]
             model = tiny.dispatch_to_two(tiny.load(workspace.checkpoint), second_device.DEVICE, there)
-            found = max(found, difference(expected, workspace.outputs(model, device="cpu")))
+            found = max(found, workspace.difference(expected, model, device="cpu"))
     return Outcome.of_parity(found, "a per-layer embedding on another device than its projection")

@@ -18,8 +18,6 @@ one warning with both figures before anything is loaded.
 Remove when: transformers names the nearest modules of an entry that matches none.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -30,7 +28,7 @@ from gemma4_compat._gemma4.models import family
 from gemma4_compat._offload import host_room
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F26", kind="notice", severity="memory", affected=">=5.5", requires=("accelerate",))
+PATCH = Patch("F26", kind="notice", severity="memory", affected=">=5.5", requires="accelerate")
 
 
 @PATCH.replaces("transformers.integrations.accelerate", "_get_device_map")
@@ -67,7 +65,6 @@ def get_modules_to_not_convert(
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
     import warnings
 
     from gemma4_compat._lab import tiny
@@ -83,7 +80,7 @@ def reproduce(workspace: Workspace) -> Outcome:
                 device=workspace.main,
                 device_map=device_map,
                 skip_modules=skip,
-                offload_folder=tempfile.mkdtemp(dir=workspace.folder),
+                offload_folder=workspace.new_folder(),
             )
         texts = [str(warning.message) for warning in caught if "multi_modal_projector" in str(warning.message)]
         warned += [text for text in texts if "model.embed_vision" in text][:1]

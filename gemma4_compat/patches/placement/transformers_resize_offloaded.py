@@ -16,8 +16,6 @@ way.
 Remove when: ``resize_token_embeddings`` resizes the weights that the hooks of accelerate store.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -31,8 +29,8 @@ PATCH = Patch(
     "F40",
     severity="wrong_result",
     affected=">=5.5",
-    requires=("accelerate",),
-    needs=("transformers-offloaded-embedding", "transformers-tied-split", "accelerate-tied-on-disk"),
+    requires="accelerate",
+    needs="transformers-offloaded-embedding transformers-tied-split accelerate-tied-on-disk",
 )
 
 _log = logging.getLogger("gemma4_compat")
@@ -71,20 +69,12 @@ def _gathered(model: Any, getters: list[Callable[[], Any]], original: Original, 
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
-
     def resized(model: Any) -> Any:
         torch.manual_seed(0)
         model.resize_token_embeddings(model.config.get_text_config().vocab_size + 44, mean_resizing=False)
         return model
 
     reference = workspace.outputs(resized(workspace.load()), text_only=True)
-    model = workspace.load()
-    for parameter in model.parameters():
-        vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
-    placement = tiny.device_map(model, "none", main=workspace.main, offloaded=workspace.offloaded)
-    placement |= dict.fromkeys(("model.language_model.embed_tokens", "lm_head"), workspace.offloaded)
-    model = workspace.dispatch_map(model, placement)
-    found = difference(reference, workspace.outputs(resized(model), text_only=True))
-    return Outcome.of_parity(found, "44 tokens added")
+    model = workspace.load_unmarked()
+    model = workspace.dispatch(model, "none", "model.language_model.embed_tokens", "lm_head")
+    return Outcome.of_parity(workspace.difference(reference, resized(model), text_only=True), "44 tokens added")

@@ -23,19 +23,13 @@ Remove when: no supported release hands a rebuilt container to its layers, that 
 no longer supported: 5.23.0 has a container that hooks pass on unchanged.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.cache import shared_kv
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F5 F30 F33",
-    severity="crash",
-    affected=">=5.5.2,<5.23.0",
-    bug=("https://github.com/huggingface/transformers/issues/45663",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/47290",
+    "F5 F30 F33", severity="crash", affected=">=5.5.2,<5.23.0", bug="issues/45663", applied_upstream="pull/47290"
 )
 
 
@@ -52,29 +46,19 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 def _gemma4(workspace: Workspace) -> Outcome:
-    import tempfile
-
     from accelerate import dispatch_model
-
-    from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.reference()
     model = workspace.load()
-    placement = tiny.device_map(model, "both", main=workspace.main, offloaded=workspace.offloaded)
-    model = dispatch_model(model, placement, offload_dir=tempfile.mkdtemp(dir=workspace.folder))
-    found = difference(reference, workspace.outputs(model))
-    return Outcome.of_parity(found, "dispatch_model without skip_keys")
+    model = dispatch_model(model, workspace.device_map(model), offload_dir=workspace.new_folder())
+    return Outcome.of_parity(workspace.difference(reference, model), "dispatch_model without skip_keys")
 
 
 def _unified(workspace: Workspace) -> Outcome:
-    import tempfile
-
     from accelerate import dispatch_model
 
     from gemma4_compat._lab import tiny_models
     from gemma4_compat._lab.scenarios import promised_states
-    from gemma4_compat._lab.workspace import difference
 
     model = workspace.load_text() if workspace.variant else tiny_models.unified_text_model().to(workspace.main)
     reference = workspace.outputs(model, text_only=True)
@@ -84,8 +68,8 @@ def _unified(workspace: Workspace) -> Outcome:
     placement |= {f"model.layers.{index}": workspace.main for index in range(len(model.model.layers))}
     away = (0, 2, len(model.model.layers) - 1)
     placement |= {f"model.layers.{index}": workspace.offloaded for index in away} | {"lm_head": workspace.main}
-    model = dispatch_model(model, placement, offload_dir=tempfile.mkdtemp(dir=workspace.folder))
-    found = difference(reference, workspace.outputs(model, text_only=True))
+    model = dispatch_model(model, placement, offload_dir=workspace.new_folder())
+    found = workspace.difference(reference, model, text_only=True)
     returned = promised_states(model, workspace.inputs(text_only=True))
     if returned != promised:
         return Outcome(True, f"KeyError: '{promised[0]}' awaits an assistant, which is given {returned}")

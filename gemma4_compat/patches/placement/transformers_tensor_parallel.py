@@ -13,8 +13,6 @@ tensor, gathered from the processes. Outputs are those of one process up to the 
 Remove when: ``Gemma4Model.forward`` calls the embedding instead of reading its weight.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -51,7 +49,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("per_layer_embeddings")
     if not torch.distributed.is_available():
@@ -65,7 +62,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         )  # so that it stays a plain tensor
         split = {"model.language_model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
         parallelize_module(model, mesh, split)
-        return Outcome.of_parity(difference(reference, workspace.outputs(model)), "a split embedding")
+        return Outcome.of_parity(workspace.difference(reference, model), "a split embedding")
 
 
 @contextlib.contextmanager

@@ -24,8 +24,6 @@ bit-exact.
 Remove when: transformers indexes a tied weight under all its names and loads those that stay in memory.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -39,8 +37,8 @@ PATCH = Patch(
     severity="crash",
     affected=">=5.5",
     acts_on="every model",
-    requires=("accelerate",),
-    needs=("transformers-offloaded-embedding", "accelerate-tied-on-disk"),
+    requires="accelerate",
+    needs="transformers-offloaded-embedding accelerate-tied-on-disk",
 )
 
 
@@ -141,19 +139,16 @@ def _on_disk(names: list[str], device_map: Any) -> list[str]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     reference = workspace.reference()
     found = []
     for offloaded in ("lm_head", "model.language_model.embed_tokens"):
         placement = tiny.device_map(workspace.load(), "none", main=workspace.main, offloaded="disk")
         placement[offloaded] = "disk"
-        folder = tempfile.mkdtemp(dir=workspace.folder)
+        folder = workspace.new_folder()
         model = tiny.load(workspace.checkpoint, device_map=placement, offload_folder=folder)
         if model.hf_device_map != placement:
             return Outcome(True, f"hf_device_map became {model.hf_device_map}")
-        found.append(difference(reference, workspace.outputs(model)))
+        found.append(workspace.difference(reference, model))
     return Outcome.of_parity(max(found), "tied head and embedding apart, one of them on disk")

@@ -15,8 +15,6 @@ what to do instead. torchao's weights are offloaded to host memory as before, wi
 Remove when: accelerate offloads tensor subclasses.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,7 +23,7 @@ from gemma4_compat._gemma4.models import family
 from gemma4_compat._gemma4.quantization import other_quantizers
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F66", kind="refusal", severity="crash", affected=">=1.12", requires=("transformers>=5.5",))
+PATCH = Patch("F66", kind="refusal", severity="crash", affected=">=1.12", requires="transformers>=5.5")
 
 #: Module of the classes -> the library, and the places to which their weights cannot be offloaded.
 _LIBRARIES = {"torchao": ("torchao", ("disk",)), "optimum": ("quanto", ("disk", "cpu"))}

@@ -18,8 +18,6 @@ Remove when: bitsandbytes restores the original scales when it unpacks, exactly 
 0.49.0, which introduced the packing, does.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -29,11 +27,7 @@ from gemma4_compat._gemma4.quantization import quant_states
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F18",
-    severity="wrong_result",
-    affected=">=0.49.0",
-    acts_on="every model",
-    after=("bitsandbytes-meta-quant-state",),
+    "F18", severity="wrong_result", affected=">=0.49.0", acts_on="every model", after="bitsandbytes-meta-quant-state"
 )
 detect = host.packs_for_cpu
 

@@ -16,8 +16,6 @@ Remove when: bitsandbytes makes the input of its CPU kernel contiguous, or passe
 release since 0.49.0, which introduced the kernel, does.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4 import host

@@ -16,12 +16,10 @@ before 2.9, which cannot compile the kernel.
 Remove when: bitsandbytes dequantizes weights with nested scales in one kernel.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._kernels.match import dequantizing
-from gemma4_compat._kernels.specs.nf4_dequantize import Format
+from gemma4_compat._kernels.specs.expert_rows import Format
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -30,7 +28,7 @@ PATCH = Patch(
     severity="speed",
     affected=">=0.48.2",
     acts_on="every model",
-    after=("bitsandbytes-cpu-packing",),
+    after="bitsandbytes-cpu-packing",
 )
 
 _NESTED = 256  # bitsandbytes' only block size of nested scales
@@ -78,6 +76,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     """Whether scales are dequantized into a tensor of their own. Without a GPU, a stand-in is the kernel."""
     from bitsandbytes import functional
 
+    from gemma4_compat._lab import scenarios
     from gemma4_compat._lab.stand_ins import packed_weights
 
     with packed_weights.kernel(workspace.main) as reason:
@@ -85,18 +84,8 @@ def reproduce(workspace: Workspace) -> Outcome:
             return Outcome(False, reason, applicable=False)
         weight = workspace.load("4bit-double").get_decoder().layers[0].mlp.down_proj.weight
         expected = packed_weights.computed(weight.data, weight.quant_state)
-        original, calls = functional.dequantize_blockwise, 0
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            return original(*args, **kwargs)
-
-        functional.dequantize_blockwise = counted
-        try:
+        with scenarios.noted(functional, "dequantize_blockwise") as calls:
             found = functional.dequantize_4bit(weight.data, weight.quant_state)
-        finally:
-            functional.dequantize_blockwise = original
     kernels_of_scales = "two kernels and two tensors more for its scales" if calls else "no kernel for its scales"
     off = (found.float() - expected.float()).abs().max().item()
-    return Outcome(calls > 0, f"a nested 4-bit weight is dequantized with {kernels_of_scales}", parity=off)
+    return Outcome(bool(calls), f"a nested 4-bit weight is dequantized with {kernels_of_scales}", parity=off)

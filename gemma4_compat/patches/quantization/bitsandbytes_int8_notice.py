@@ -13,8 +13,6 @@ The defect and the fix are the same for every model, so this patch is not restri
 Remove when: in all supported releases bitsandbytes says it once, or not at all.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -13,20 +13,12 @@ Fix: The input is made contiguous first, also for ``int8_double_quant``. A conti
 Remove when: bitsandbytes makes the input of ``int8_vectorwise_quant`` contiguous.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4 import host
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F10",
-    severity="wrong_result",
-    affected=">=0.48.2",
-    acts_on="every model",
-    bug=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1690",),
-)
+PATCH = Patch("F10", severity="wrong_result", affected=">=0.48.2", acts_on="every model", bug="issues/1690")
 detect = host.has_cuda
 
 

@@ -12,15 +12,13 @@ outputs, and results saved or merged with it must stay reproducible.
 Remove when: transformers takes the model's dtype for 4-bit computation, or says that it does not.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
 from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F61", kind="notice", severity="speed", affected=">=5.5", requires=("bitsandbytes",))
+PATCH = Patch("F61", kind="notice", severity="speed", affected=">=5.5", requires="bitsandbytes")
 
 _log = logging.getLogger("gemma4_compat")
 

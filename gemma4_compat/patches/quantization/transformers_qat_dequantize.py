@@ -16,8 +16,6 @@ before anything is replaced.
 Remove when: ``GemmaQuantizer`` implements ``_dequantize``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError, OffloadedWeightsError
@@ -60,10 +58,9 @@ def _refuse(model: Any) -> None:
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     # These load on every release and do not round activations, which dequantizing would drop.
     model = tiny.load(workspace.qat(grouped=False, calibrated=False), device=workspace.main)
     expected = workspace.outputs(model)
     model.dequantize()
-    return Outcome.of_parity(difference(expected, workspace.outputs(model)), "a dequantized QAT model")
+    return Outcome.of_parity(workspace.difference(expected, model), "a dequantized QAT model")

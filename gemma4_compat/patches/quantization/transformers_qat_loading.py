@@ -18,8 +18,6 @@ multimodal one.
 Remove when: transformers prepares scales of the shape that the checkpoint has, and initializes no packed weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from gemma4_compat._gemma4.checkpoint.header import header
 from gemma4_compat._gemma4.quantization import qat
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F56", severity="crash", affected=">=5.11", acts_on="QAT checkpoints", requires=("accelerate",))
+PATCH = Patch("F56", severity="crash", affected=">=5.11", acts_on="QAT checkpoints", requires="accelerate")
 
 _SCALE = "embedding_scale"
 
@@ -76,11 +74,10 @@ def _shape_scales(embeddings: dict[str, Any], files: Iterable[str]) -> None:
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     checkpoint = workspace.qat()
     reference = tiny.load(checkpoint, device=workspace.main)
     placement = tiny.device_map(reference, "layers", main=workspace.main, offloaded="disk")
     model = tiny.load(checkpoint, device_map=placement, offload_folder=workspace.folder / "qat-offload")
-    found = difference(workspace.outputs(reference), workspace.outputs(model))
+    found = workspace.difference(workspace.outputs(reference), model)
     return Outcome.of_parity(found, "layers of a QAT checkpoint loaded to disk")

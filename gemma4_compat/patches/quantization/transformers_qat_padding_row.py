@@ -15,8 +15,6 @@ reads one row by itself.
 Remove when: ``Gemma4Model.forward`` calls the embedding instead of reading its weight.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -96,7 +94,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs("per_layer_embeddings")
     checkpoint = workspace.qat(grouped=False)  # loads on every release
@@ -118,6 +115,5 @@ def reproduce(workspace: Workspace) -> Outcome:
     reference = workspace.outputs(model)
     name = "model.language_model.embed_tokens"
     split = tiny.load(checkpoint, device=workspace.main)
-    layout = tiny.device_map(split, "none", main=workspace.main, offloaded=workspace.offloaded)
-    split = workspace.dispatch_map(split, {**layout, name: workspace.offloaded})
-    return Outcome.of_parity(difference(reference, workspace.outputs(split)), "the embedding offloaded")
+    split = workspace.dispatch(split, "none", name)
+    return Outcome.of_parity(workspace.difference(reference, split), "the embedding offloaded")

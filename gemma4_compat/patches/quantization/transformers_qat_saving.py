@@ -12,11 +12,7 @@ transformers does not load, are not saved.
 Remove when: ``GemmaQuantizer.is_serializable`` is a method.
 """
 
-from __future__ import annotations
-
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from gemma4_compat.patches.api import Outcome, Patch, Workspace
@@ -32,11 +28,10 @@ def is_serializable(original: Callable[[Any], Any], self: Any) -> Callable[[], b
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     checkpoint = workspace.qat(grouped=False)  # loads on every release
     model = tiny.load(checkpoint, device=workspace.main)
-    folder = Path(tempfile.mkdtemp(prefix="saved-", dir=workspace.folder))
+    folder = workspace.new_folder()
     model.save_pretrained(folder)
     again = tiny.load(folder, device=workspace.main)
-    return Outcome.of_parity(difference(workspace.outputs(model), workspace.outputs(again)), "a QAT model saved")
+    return Outcome.of_parity(workspace.difference(workspace.outputs(model), again), "a QAT model saved")

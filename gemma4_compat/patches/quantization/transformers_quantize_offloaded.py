@@ -25,8 +25,6 @@ its name in the environment could not serve a context manager, or a single threa
 Remove when: transformers can quantize what it offloads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +38,8 @@ PATCH = Patch(
     "F32",
     severity="wrong_result",
     affected=">=5.5",
-    requires=("accelerate", "bitsandbytes"),
-    needs=("bitsandbytes-meta-quant-state", "bitsandbytes-int8-meta-scales", "accelerate-int8-offload"),
+    requires="accelerate bitsandbytes",
+    needs="bitsandbytes-meta-quant-state bitsandbytes-int8-meta-scales accelerate-int8-offload",
 )
 
 # Attributes of a quantizer, which belongs to a single load. The first is unknown before it sees the model.
@@ -194,17 +192,14 @@ def accelerate_dispatch(
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import tempfile
-
     from gemma4_compat._lab import tiny
-    from gemma4_compat._lab.workspace import difference
 
     found = []
     for quantization in ("4bit-double", "8bit"):
         whole = workspace.load(quantization)
-        placement = tiny.device_map(whole, "layers", main=workspace.main, offloaded=workspace.offloaded)
+        placement = workspace.device_map(whole, "layers")
         with opt_in.OFFLOADED.enabled():
-            folder = tempfile.mkdtemp(dir=workspace.folder)
+            folder = workspace.new_folder()
             model = tiny.load(workspace.checkpoint, quantization, device_map=placement, offload_folder=folder)
-        found.append(difference(workspace.reference(quantization), workspace.outputs(model)))
+        found.append(workspace.difference(workspace.reference(quantization), model))
     return Outcome.of_parity(max(found), "4-bit and 8-bit decoder layers offloaded by a device map")

@@ -20,8 +20,6 @@ such experts need it.
 Remove when: transformers can quantize experts with bitsandbytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +39,7 @@ from gemma4_compat._gemma4.quantization.experts import (
 )
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F21", severity="memory", affected=">=5.5", requires=("accelerate", "bitsandbytes"))
+PATCH = Patch("F21", severity="memory", affected=">=5.5", requires="accelerate bitsandbytes")
 
 _STORED = attached.STORED_EXPERTS
 
@@ -166,7 +164,6 @@ def by_hand(model: Any, quantization: str) -> Any:
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._lab import tiny, tiny_models
-    from gemma4_compat._lab.workspace import difference
 
     checkpoint = workspace.cached(tiny_models.build_moe_checkpoint)
     found = []
@@ -180,5 +177,5 @@ def reproduce(workspace: Workspace) -> Outcome:
             return Outcome(True, f"experts: {plain} of the {total} bytes of a 4-bit model are in bf16")
         reference = tiny.load(checkpoint, quantization, device=workspace.main, skip_modules=["router.proj"])
         outputs = [workspace.outputs(one, text_only=True) for one in (by_hand(reference, quantization), model)]
-        found.append(difference(*outputs))
+        found.append(workspace.difference(*outputs))
     return Outcome.of_parity(max(found), "experts in 4 bits, single and double quantization")

@@ -13,8 +13,6 @@ configuration passed by the caller is not changed. A checkpoint whose routers ar
 Remove when: transformers leaves routers unquantized.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -22,7 +20,7 @@ from gemma4_compat._gemma4.models import family
 from gemma4_compat._gemma4.quantization import config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F21", severity="wrong_result", affected=">=5.5", requires=("accelerate", "bitsandbytes"))
+PATCH = Patch("F21", severity="wrong_result", affected=">=5.5", requires="accelerate bitsandbytes")
 
 _ROUTER = "router.proj"
 
@@ -66,7 +64,6 @@ def routes(model: Any, batch: dict[str, Any]) -> Any:
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._lab import tiny, tiny_models
-    from gemma4_compat._lab.workspace import difference
 
     checkpoint = workspace.cached(tiny_models.build_moe_checkpoint)
     batch = tiny.inputs(workspace.main, text_only=True)
@@ -82,7 +79,5 @@ def reproduce(workspace: Workspace) -> Outcome:
                 f"router.proj is a {type(router).__name__}; {other:.0%} of the tokens are sent to other experts than "
                 "by a router in bf16",
             )
-        found.append(
-            difference(workspace.outputs(reference, text_only=True), workspace.outputs(model, text_only=True))
-        )
+        found.append(workspace.difference(workspace.outputs(reference, text_only=True), model, text_only=True))
     return Outcome.of_parity(max(found), "4-bit and 8-bit models whose routers are in bf16")

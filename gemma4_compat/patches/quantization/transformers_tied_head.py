@@ -16,8 +16,6 @@ checkpoint, is quantized as before.
 Remove when: transformers leaves tied weights unquantized with any list.
 """
 
-from __future__ import annotations
-
 import copy
 import zipfile
 from collections.abc import Iterable
@@ -29,7 +27,7 @@ from gemma4_compat._gemma4.models import family
 from gemma4_compat._gemma4.quantization import config
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F36", severity="crash", affected=">=5.5", requires=("accelerate", "bitsandbytes"))
+PATCH = Patch("F36", severity="crash", affected=">=5.5", requires="accelerate bitsandbytes")
 
 
 @PATCH.replaces(
@@ -80,7 +78,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import transformers
 
     from gemma4_compat._lab import tiny_models
-    from gemma4_compat._lab.workspace import difference
 
     found = []
     for quantization in ("4bit", "8bit"):
@@ -93,5 +90,5 @@ def reproduce(workspace: Workspace) -> Outcome:
             device_map={"": workspace.main},
             quantization_config=settings,
         )
-        found.append(difference(workspace.reference(quantization), workspace.outputs(model.eval())))
+        found.append(workspace.difference(workspace.reference(quantization), model.eval()))
     return Outcome.of_parity(max(found), "4-bit and 8-bit models that skip lm_head by name")

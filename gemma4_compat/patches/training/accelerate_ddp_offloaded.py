@@ -13,8 +13,6 @@ exchanged as before. An offloaded weight to be trained is one error, also the ``
 Remove when: accelerate tells DDP what it has offloaded.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
@@ -88,7 +86,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     chosen = [
         name
         for name, weight in split.named_parameters()
-        if "language_model.layers" in name and name.endswith("input_layernorm.weight") and weight.device.type != "meta"
+        if "language_model.layers" in name and name.endswith("input_layernorm.weight") and not weight.is_meta
     ]
 
     def steps(model: Any, *, ranks: bool) -> list[Any]:

@@ -22,8 +22,6 @@ that accelerate never sees is refused at its step, before any weight has changed
 Remove when: accelerate prepares a quantized model with frozen offloaded layers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterator
@@ -40,9 +38,9 @@ PATCH = Patch(
     "F34",
     severity="crash",
     affected=">=1.12",
-    requires=("peft",),
-    needs=("peft-keep-dispatch", "bitsandbytes-meta-quant-state", "accelerate-int8-offload"),
-    after=("accelerate-offload-folder",),
+    requires="peft",
+    needs="peft-keep-dispatch bitsandbytes-meta-quant-state accelerate-int8-offload",
+    after="accelerate-offload-folder",
 )
 
 

@@ -16,8 +16,6 @@ Remove when: torch copies all bits of a NaN in ``_foreach_copy_``, or FSDP2 no l
 releases.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
@@ -27,10 +25,7 @@ PATCH = Patch(
     severity="wrong_result",
     affected=">=0.48.2",
     acts_on="every model",
-    bug=(
-        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945",
-        "https://github.com/pytorch/pytorch/issues/159333",
-    ),
+    bug="issues/1945 https://github.com/pytorch/pytorch/issues/159333",
 )
 
 

@@ -11,8 +11,6 @@ Fix: On a model on several devices the sum is computed on the device of the loss
 Remove when: ``AdaLoraModel.forward`` brings all terms to one device in all supported releases of PEFT.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,7 +58,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from gemma4_compat._lab import tiny, tiny_adapters
     from gemma4_compat._lab.stand_ins import second_device
-    from gemma4_compat._lab.workspace import difference
 
     workspace.needs_second_device()
     batch = workspace.inputs(text_only=True, device="cpu")
@@ -83,4 +80,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     off = max(float((mine - theirs).abs().max()) for mine, theirs in zip(found, expected, strict=True))
     if off > 0.0:
         return Outcome(True, f"the loss of AdaLoRA on two devices and its gradients are off by {off:.3g}")
-    return Outcome.of_parity(difference(whole, several), "AdaLoRA on two devices, with its loss and gradients")
+    return Outcome.of_parity(
+        workspace.difference(whole, several), "AdaLoRA on two devices, with its loss and gradients"
+    )

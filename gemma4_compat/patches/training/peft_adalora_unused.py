@@ -13,13 +13,11 @@ no batch uses are the first to lose their rank.
 Remove when: ``RankAllocator.update_ipt`` skips weights without gradients.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F4", severity="crash", affected=">=0.18.0", acts_on="every model", requires=("transformers>=5.5",))
+PATCH = Patch("F4", severity="crash", affected=">=0.18.0", acts_on="every model", requires="transformers>=5.5")
 
 
 @PATCH.replaces("peft.tuners.adalora.layer", "RankAllocator.update_ipt")

@@ -21,8 +21,6 @@ quantized with bitsandbytes.
 Remove when: PEFT casts norms only.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -94,8 +92,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import prepare_model_for_kbit_training
 
-    from gemma4_compat._lab.workspace import difference
-
     found = []
     for model in (workspace.load("4bit"), workspace.split("4bit")):
         inner = model.model.language_model
@@ -111,5 +107,5 @@ def reproduce(workspace: Workspace) -> Outcome:
             return Outcome(
                 True, f"the {kind} is {embedding.weight.dtype}; the model has {after / before:.1f} its bytes"
             )
-        found.append(difference(reference, workspace.outputs(model, text_only=True)))
+        found.append(workspace.difference(reference, model, text_only=True))
     return Outcome.of_parity(max(found), "prepared 4-bit models, one of them split")

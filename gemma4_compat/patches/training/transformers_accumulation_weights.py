@@ -20,8 +20,6 @@ where the Trainer counts by itself. Without accumulation, losses stay the same.
 Remove when: transformers drops ``accepts_loss_kwargs = False`` from both classes.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -15,8 +15,6 @@ keep their bits; the weights are those of ``eager`` up to rounding, without drop
 Remove when: transformers returns the weights, or an error, when it is asked for those of ``sdpa``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine import dormant
@@ -28,7 +26,7 @@ PATCH = Patch(
     "F123",
     severity="wrong_result",
     affected=">=5.5.0",
-    after=("transformers-sliding-windows", "transformers-flash-attention"),  # whose functions return no weights
+    after="transformers-sliding-windows transformers-flash-attention",  # whose functions return no weights
 )
 
 

@@ -18,8 +18,6 @@ checkpointing on is loaded.
 Remove when: a checkpoint of transformers no longer keeps a container that its layer writes to.
 """
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

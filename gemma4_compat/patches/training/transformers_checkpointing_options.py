@@ -15,8 +15,6 @@ is offloaded: the activations are in host memory already. This holds for every m
 Remove when: transformers reads both keys in the method, and ``offload`` works without an accelerator.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace

@@ -15,8 +15,6 @@ None. It is opt-in, because a matrix product of fewer rows may round differently
 Remove when: transformers itself computes the loss of Gemma 4 in chunks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._training import loss

@@ -18,8 +18,6 @@ through per-layer inputs. The loss and the gradients of weights keep their bits.
 Remove when: transformers computes the MLPs of Gemma 4 in chunks in training.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine import settings

@@ -19,8 +19,6 @@ models call the same function, which calls upstream's at once.
 Remove when: no supported release of torch has this defect.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.attention import unseen_keys
@@ -31,7 +29,7 @@ PATCH = Patch(
     severity="wrong_result",
     affected=">=5.5.0",
     acts_on="every model",
-    bug=("https://github.com/pytorch/pytorch/issues/196678",),
+    bug="https://github.com/pytorch/pytorch/issues/196678",
 )
 
 

@@ -16,8 +16,6 @@ rounding.
 Remove when: transformers runs Gemma 4 with flash attention, or no longer declares that it does.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from typing import Any
@@ -31,8 +29,8 @@ PATCH = Patch(
     "F54",
     severity="crash",
     affected=">=5.5.0",
-    bug=("https://github.com/Dao-AILab/flash-attention/issues/2427",),
-    after=("transformers-cudnn-padding", "transformers-sliding-windows"),  # its layers run their sdpa
+    bug="https://github.com/Dao-AILab/flash-attention/issues/2427",
+    after="transformers-cudnn-padding transformers-sliding-windows",  # its layers run their sdpa
 )
 
 _NAMES = ("config", "inputs_embeds", "attention_mask", cache_names.NEW, "position_ids")

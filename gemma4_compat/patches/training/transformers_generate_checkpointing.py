@@ -16,8 +16,6 @@ model, also for those whose forward has a check of its own (GPT-2).
 Remove when: no supported release is older than transformers 5.24.0.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.state import checkpointing
@@ -27,7 +25,7 @@ PATCH = Patch(
     "F109",
     severity="wrong_result",
     affected=">=5.5,<5.24.0",
-    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.24.0",
+    applied_upstream="releases/tag/v5.24.0",
     acts_on="every model",
 )
 

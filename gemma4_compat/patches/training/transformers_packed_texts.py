@@ -19,20 +19,13 @@ models are left alone: upstream's documentation says that a mask turns its searc
 Remove when: transformers separates packed texts with a mask of two dimensions and with an empty cache.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.attention import masks, packing
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F115",
-    severity="wrong_result",
-    affected=">=5.5.0",
-    bug=("https://github.com/huggingface/transformers/pull/46634",),
-)
+PATCH = Patch("F115", severity="wrong_result", affected=">=5.5.0", bug="pull/46634")
 
 _NAMES = ("config", "inputs_embeds", "attention_mask", cache_names.NEW, "position_ids")
 

@@ -15,15 +15,13 @@ do models that are not trained. ``is_trainable`` says that adapters can be train
 Remove when: ``apply_srq`` of transformers passes gradients.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F56", severity="wrong_result", affected=">=5.11", acts_on="QAT checkpoints", requires=("peft",))
+PATCH = Patch("F56", severity="wrong_result", affected=">=5.11", acts_on="QAT checkpoints", requires="peft")
 
 
 @PATCH.replaces("transformers.integrations.gemma_quant", "apply_srq")

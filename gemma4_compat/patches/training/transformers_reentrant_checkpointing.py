@@ -20,8 +20,6 @@ checkpoint functions are not changed.
 Remove when: transformers refuses or fixes reentrant checkpointing of KV-shared layers and of towers.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import Any
@@ -31,7 +29,7 @@ from gemma4_compat._errors import Gemma4CompatWarning
 from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F19 F117", severity="wrong_result", affected=">=5.5", needs=("transformers-uncached-sharing",))
+PATCH = Patch("F19 F117", severity="wrong_result", affected=">=5.5", needs="transformers-uncached-sharing")
 
 _KEYWORD = "use_reentrant"
 

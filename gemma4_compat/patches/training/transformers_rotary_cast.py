@@ -13,14 +13,12 @@ Casts to float32 and float64 are unchanged.
 Remove when: casts of Gemma 4 keep its rotary frequencies in float32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import rotary
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-PATCH = Patch("F90", severity="wrong_result", affected=">=5.5.0", after=("transformers-rotary-order",))
+PATCH = Patch("F90", severity="wrong_result", affected=">=5.5.0", after="transformers-rotary-order")
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4TextRotaryEmbedding.__init__", group="gemma4")
@@ -38,9 +36,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 def _cast(workspace: Workspace) -> Outcome:
-    from gemma4_compat._lab.workspace import difference
-
     model = workspace.load()
     expected = workspace.outputs(model)
-    found = difference(expected, workspace.outputs(model.to(model.dtype)))
+    found = workspace.difference(expected, model.to(model.dtype))
     return Outcome.of_parity(found, "a model after a cast to the dtype that it has")

@@ -18,19 +18,12 @@ Fix: After ``__init__`` of either class, the buffers are put in the order of the
 Remove when: transformers below 5.16.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import rotary
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F30 F35",
-    severity="wrong_result",
-    affected=">=5.5.0,<5.16.0",
-    applied_upstream="https://github.com/huggingface/transformers/pull/48162",
-)
+PATCH = Patch("F30 F35", severity="wrong_result", affected=">=5.5.0,<5.16.0", applied_upstream="pull/48162")
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4TextRotaryEmbedding.__init__", group="gemma4")

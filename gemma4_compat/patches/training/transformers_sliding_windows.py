@@ -22,8 +22,6 @@ there (CUDA, torch 2.8 or newer).
 Remove when: transformers computes the sliding layers of Gemma 4 by windows with ``sdpa``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine import dormant
@@ -31,13 +29,8 @@ from gemma4_compat._gemma4.attention import block_layout, windows
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F104",
-    kind="speed",
-    severity="speed",
-    affected=">=5.5.0",
-    after=("transformers-cudnn-padding",),  # the sdpa that blocks run is the repaired one
-)
+# The sdpa that blocks run is the repaired one.
+PATCH = Patch("F104", kind="speed", severity="speed", affected=">=5.5.0", after="transformers-cudnn-padding")
 
 
 @PATCH.replaces("transformers.modeling_utils", "AttentionInterface.__getitem__", affected="<5.7.0", dormant=True)
@@ -78,6 +71,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     """Which part of the scores of sliding layers is computed, by a second prompt of a length that the patch is for."""
     import torch
 
+    from gemma4_compat._lab import scenarios
+
     model = workspace.load_text()
     length = 2048 if torch.device(workspace.main).type == "cpu" else 16_384
     ids = torch.randint(3, 240, (1, length), generator=torch.Generator().manual_seed(1)).to(workspace.main)
@@ -86,22 +81,15 @@ def reproduce(workspace: Workspace) -> Outcome:
         for module in model.modules()
         if type(module).__name__.endswith("TextAttention") and getattr(module, "is_sliding", False)
     ]
-    kept = torch.nn.functional.scaled_dot_product_attention
-    scores = 0
 
-    def attention(query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal scores
-        if query.shape[3] == sliding[0].head_dim:
-            scores += query[..., 0].numel() * key.shape[2]
-        return kept(query, key, *args, **kwargs)
+    def count(query: Any, key: Any, *_: Any, **__: Any) -> int:
+        return query[..., 0].numel() * key.shape[2] if query.shape[3] == sliding[0].head_dim else 0
 
     with torch.no_grad():
         model(input_ids=ids, use_cache=False)  # the first prompt is also computed as before, to compare
-        torch.nn.functional.scaled_dot_product_attention = attention
-        try:
+        with scenarios.noted(torch.nn.functional, "scaled_dot_product_attention", count) as counts:
             model(input_ids=ids, use_cache=False)
-        finally:
-            torch.nn.functional.scaled_dot_product_attention = kept
+    scores = sum(counts)
     whole = len(sliding) * model.config.get_text_config().num_attention_heads * length**2
     return Outcome(
         2 * scores > whole,

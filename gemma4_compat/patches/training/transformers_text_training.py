@@ -13,19 +13,11 @@ patch's.
 Remove when: transformers below 5.6.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F58",
-    severity="crash",
-    affected=">=5.5,<5.6",
-    bug=("https://github.com/huggingface/transformers/issues/45200",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/45454",
-)
+PATCH = Patch("F58", severity="crash", affected=">=5.5,<5.6", bug="issues/45200", applied_upstream="pull/45454")
 
 
 @PATCH.replaces(MODELING_GEMMA4, "create_causal_mask_mapping")
@@ -54,7 +46,11 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._lab import tiny, tiny_models
 
     workspace.needs("gemma4")
-    checkpoint = workspace.cached(_of_the_31b) if workspace.variant is None else workspace.checkpoint
+    checkpoint = (
+        workspace.cached(tiny_models.build_checkpoint, variant="31B")
+        if workspace.variant is None
+        else workspace.checkpoint
+    )
     model = tiny.load(checkpoint, device=workspace.main).train()
     batch = workspace.inputs(text_only=True)
     zeros = torch.zeros_like(batch["input_ids"])
@@ -66,9 +62,3 @@ def reproduce(workspace: Workspace) -> Outcome:
         f"{tiny_models.class_name(checkpoint)} on text: logits differ by {off:.3g} from those with zeros given",
         off,
     )
-
-
-def _of_the_31b(folder: Any) -> None:
-    from gemma4_compat._lab import tiny_models
-
-    tiny_models.build_checkpoint(folder, variant="31B")

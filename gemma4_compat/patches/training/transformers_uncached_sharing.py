@@ -14,19 +14,13 @@ Logits without a cache equal those with a cache bit for bit.
 Remove when: transformers below 5.5.2 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.cache import shared_kv
 from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F19",
-    severity="wrong_result",
-    affected=">=5.5.0,<5.5.2",
-    bug=("https://github.com/huggingface/transformers/issues/45242",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/45312",
+    "F19", severity="wrong_result", affected=">=5.5.0,<5.5.2", bug="issues/45242", applied_upstream="pull/45312"
 )
 
 _NAME = "shared_kv_states"

@@ -14,8 +14,6 @@ right.
 Remove when: PEFT keeps plain names out of towers, or DDP says which modules it waits for.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._engine.io import notice

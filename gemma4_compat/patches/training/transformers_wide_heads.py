@@ -14,19 +14,13 @@ memory-efficient kernel. Outputs are equal up to that kernel's rounding.
 Remove when: transformers before 5.13.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.attention.flash import WIDEST
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
-    "F59",
-    severity="memory",
-    affected=">=5.5.0,<5.13.0",
-    acts_on="every model",
-    applied_upstream="https://github.com/huggingface/transformers/pull/46960",
+    "F59", severity="memory", affected=">=5.5.0,<5.13.0", acts_on="every model", applied_upstream="pull/46960"
 )
 
 
@@ -39,22 +33,15 @@ def use_gqa_in_sdpa(original: Original, attention_mask: Any, key: Any, *args: An
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._lab import tiny
+    from gemma4_compat._lab import scenarios, tiny
 
     model = tiny.load(workspace.larger(full_width=512), device=workspace.main)
-    kept = torch.nn.functional.scaled_dot_product_attention
-    seen: list[tuple[int, bool]] = []
 
-    def attention(query: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append((query.shape[-1], kwargs.get("enable_gqa", False)))
-        return kept(query, *args, **kwargs)
+    def heads(query: Any, *_: Any, enable_gqa: bool = False, **__: Any) -> tuple[int, bool]:
+        return query.shape[-1], enable_gqa
 
-    torch.nn.functional.scaled_dot_product_attention = attention
-    try:
-        with torch.no_grad():
-            model(input_ids=workspace.inputs(text_only=True)["input_ids"])
-    finally:
-        torch.nn.functional.scaled_dot_product_attention = kept
+    with torch.no_grad(), scenarios.noted(torch.nn.functional, "scaled_dot_product_attention", heads) as seen:
+        model(input_ids=workspace.inputs(text_only=True)["input_ids"])
     wide = [grouped for width, grouped in seen if width > 256]
     if not wide:
         return Outcome(False, "no wide heads in sdpa", applicable=False)

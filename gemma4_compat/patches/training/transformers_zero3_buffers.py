@@ -12,20 +12,12 @@ partition them, so each process has its own.
 Remove when: transformers below 5.6.0 is no longer supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gemma4_compat._gemma4.models import family
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
-PATCH = Patch(
-    "F62",
-    severity="wrong_result",
-    affected=">=5.5,<5.6",
-    bug=("https://github.com/huggingface/transformers/issues/45397",),
-    applied_upstream="https://github.com/huggingface/transformers/pull/45402",
-)
+PATCH = Patch("F62", severity="wrong_result", affected=">=5.5,<5.6", bug="issues/45397", applied_upstream="pull/45402")
 
 
 @PATCH.replaces("transformers.modeling_utils", "_load_state_dict_into_zero3_model")
@@ -73,7 +65,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from gemma4_compat._lab import tiny_models
     from gemma4_compat._lab.stand_ins import zero3
-    from gemma4_compat._lab.workspace import difference
 
     right = workspace.load()
     kind = getattr(transformers, tiny_models.class_name(workspace.checkpoint))
@@ -84,6 +75,6 @@ def reproduce(workspace: Workspace) -> Outcome:
         for (name, one), (_, other) in zip(right.named_buffers(), found.named_buffers(), strict=True)
     ]
     lost = [name for name, one, other in pairs if not torch.equal(one, other)]
-    parity = difference(workspace.reference(), workspace.outputs(found))
+    parity = workspace.difference(workspace.reference(), found)
     detail = f"{len(lost)} of {len(pairs)} buffers are not those of the checkpoint; logits differ by {parity:.3g}"
     return Outcome(bool(lost) or parity > 0, detail, parity)

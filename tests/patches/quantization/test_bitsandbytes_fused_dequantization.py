@@ -15,7 +15,8 @@ from bitsandbytes import functional
 from gemma4_compat._engine.changes import upstream
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.match import dequantizing
-from gemma4_compat._kernels.specs.nf4_dequantize import Format, computed
+from gemma4_compat._kernels.specs.expert_rows import Format
+from gemma4_compat._kernels.specs.nf4_dequantize import computed
 from gemma4_compat._lab.stand_ins.packed_weights import Compiler
 from gemma4_compat.patches.quantization import bitsandbytes_fused_dequantization
 from gemma4_compat.patches.quantization.bitsandbytes_fused_dequantization import PATCH

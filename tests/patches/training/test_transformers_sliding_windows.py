@@ -10,7 +10,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._engine.runtime.selftest import SelfTests
-from gemma4_compat._gemma4.attention import products, windows
+from gemma4_compat._gemma4.attention import windows
 from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat.patches.training.transformers_sliding_windows import PATCH
 from tests.helpers import Finished
@@ -234,6 +234,8 @@ def test_training_of_wide_heads(
 ) -> None:
     """As far from float64 as a step of upstream's in bf16, with padding. A CPU is lent what a GPU has."""
     import torch
+
+    from gemma4_compat._gemma4.attention import products
 
     load(variant)  # or this release has none
     multiplied, kept = [], products.attention

@@ -8,6 +8,7 @@ import gemma4_compat
 from tests.collecting import collect_failures
 from tests.helpers import ROOT
 from tests.project.docs import reading
+from tools.pages import errors
 
 PAGES = [*reading.PAGES, ROOT / "CHANGELOG.md"]
 
@@ -49,12 +50,12 @@ def test_no_page_is_too_long_to_read(page: Path) -> None:
     assert page.stat().st_size <= 60_000
 
 
-def test_every_patch_has_an_anchor_in_the_list_and_an_entry_of_its_area() -> None:
+def test_every_patch_has_an_anchor_in_the_list_and_an_entry() -> None:
     """Links from outside, such as docs/PATCHES.md#peft-keep-dispatch, still lead to it."""
     listed = reading.anchors(ROOT / "docs" / "PATCHES.md")
     for patch in gemma4_compat.patches():
         assert patch.id in listed
-        assert patch.id in reading.anchors(ROOT / "docs" / "patches" / f"{patch.area}.md")
+        assert patch.id in reading.anchors(ROOT / "docs" / errors.entry(patch).partition("#")[0])
 
 
 def test_the_readme_has_no_word_that_only_this_project_knows() -> None:

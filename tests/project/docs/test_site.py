@@ -18,7 +18,7 @@ CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    listed = re.findall(r": (\w[\w/]*\.(?:md|ipynb))$", CONFIG.partition("\nnav:\n")[2], re.MULTILINE)
+    listed = re.findall(r": (\w[\w/-]*\.(?:md|ipynb))$", CONFIG.partition("\nnav:\n")[2], re.MULTILINE)
     assert len(listed) == len(set(listed))
     there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert set(listed) == there | {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"}

@@ -38,8 +38,8 @@ def test_the_data_file_is_what_the_tool_writes() -> None:
 
 def test_the_data_has_every_patch_and_its_modules() -> None:
     patches = gemma4_compat.patches()
-    modules = {patch.id: list(dict.fromkeys(target.module for target in patch.targets)) for patch in patches}
-    assert modules == registry.MODULES
+    modules = [list(dict.fromkeys(target.module for target in patch.targets)) for patch in patches]
+    assert modules == [registry.MODULES[name] for name in registry.PATCHES]
     assert [patch.id for patch in patches] == list(registry.AREA_OF)
 
 

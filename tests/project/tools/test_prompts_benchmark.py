@@ -57,10 +57,11 @@ def test_every_way_wakes_its_patches_and_has_its_step_fused_before_its_turns() -
     assert [(order["way"], order["prompt"]) for order in orders] == [("chunks", 9), ("any_length", 6)]
     asked.length(6)
     decoded = [order.get("new") for order in orders if order["way"] == "any_length"]
-    assert decoded == [None, prompts.DECODED, *[None] * (prompts.FIRST + prompts.FUSED_AFTER + 2)]
+    assert decoded == [None, prompts.DECODED, *[None] * (prompts.FIRST + prompts.Progress.after + 2)]
     asked.length(33)
     chunked = [order["prompt"] for order in orders if order["way"] == "chunks"]
-    assert (chunked.count(33) - 2) * (33 // 8 - 1) >= prompts.FUSED_AFTER  # replays of a full window before its turns
+    replays = (chunked.count(33) - 2) * (33 // 8 - 1)  # of a full window before its turns
+    assert replays >= prompts.Progress.after
 
 
 def test_a_way_that_fails_takes_no_turn() -> None:

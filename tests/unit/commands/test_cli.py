@@ -90,7 +90,7 @@ def test_list_has_a_line_for_each_patch() -> None:
     lines = cli_says("list").stdout.splitlines()
     for line, patch in zip(lines, PATCHES, strict=True):
         assert line.split()[0] == patch.id
-        assert line.split()[1] == registry.area(patch.id)
+        assert line.split()[1] == registry.AREA_OF[patch.id]
         assert f"{patch.distribution} {patch.affected}" in line
         assert line.endswith(patch.summary)
 
@@ -98,7 +98,7 @@ def test_list_has_a_line_for_each_patch() -> None:
 def test_list_as_json() -> None:
     for item, patch in zip(json.loads(cli_says("list", "--json").stdout)["patches"], PATCHES, strict=True):
         assert item["id"] == patch.id
-        assert item["area"] == registry.area(patch.id)
+        assert item["area"] == registry.AREA_OF[patch.id]
         assert item["failure_points"] == list(patch.failure_points)
         assert item["targets"] == [str(target) for target in patch.targets]
         assert item["severity"] == patch.severity
@@ -110,7 +110,7 @@ def test_explain_tells_everything_about_a_patch(patch: gemma4_compat.Patch) -> N
     text = explained(patch.id)
     for part in (patch.summary, patch.affected, patch.measured, patch.documentation, *map(str, patch.targets)):
         assert part in text
-    assert text.startswith(f"{patch.id} ({registry.area(patch.id)})\n")
+    assert text.startswith(f"{patch.id} ({registry.AREA_OF[patch.id]})\n")
     assert f"GEMMA4_COMPAT_DISABLE={patch.id}" in text
     assert f"{words.of(known_states()[patch.id]).word}: " in text
 
@@ -129,9 +129,9 @@ def known_states() -> Any:
     return gemma4_compat.status()
 
 
-@collect_failures(area=sorted({registry.area(patch_id) for patch_id in IDS}))
+@collect_failures(area=sorted({registry.AREA_OF[patch_id] for patch_id in IDS}))
 def test_explain_tells_everything_about_the_patches_of_an_area(area: str) -> None:
-    expected = [patch_id for patch_id in IDS if registry.area(patch_id) == area]
+    expected = [patch_id for patch_id in IDS if registry.AREA_OF[patch_id] == area]
     data = json.loads(cli_says("explain", area, "--json").stdout)["patches"]
     assert [item["id"] for item in data] == expected
     assert {item["area"] for item in data} == {area}

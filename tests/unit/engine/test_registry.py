@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from gemma4_compat._engine.patch import ActsOn, Kind, LatePatch, Severity
+from gemma4_compat._engine.patch import ActsOn, Kind, LatePatch, Patch, Severity
 from gemma4_compat.patches import registry
 from tests.helpers import no_reproduction
 
@@ -29,7 +29,7 @@ Remove when: double is right.
 SOURCE = """
 from gemma4_compat.patches.api import Patch
 
-PATCH = Patch("F1 F2", severity="crash", affected=">=1,<2", requires=("other",))
+PATCH = Patch("F1 F2", severity="crash", affected=">=1,<2", requires="other")
 
 @PATCH.replaces("fakelib.leaf", "double")
 @PATCH.replaces("fakelib.leaf", "Layer.double", group="layers", dormant=True)
@@ -48,8 +48,8 @@ def reproduce(workspace):
 """
 
 
-def late(patch_id: str) -> LatePatch:
-    return LatePatch(id=patch_id, modules=(), load=registry._loader(patch_id))
+def complete() -> Patch:
+    return registry.complete("placement.fakelib_double")
 
 
 @pytest.fixture
@@ -58,7 +58,6 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("gemma4_compat.patches.placement.fakelib_double", DOCUMENTATION)
     exec(SOURCE, vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(registry.AREA_OF, "fakelib-double", "placement")
     monkeypatch.setitem(registry.RELEASES, "fakelib", ("0.9", "1.0", "1.1", "2.0"))
     return module
 
@@ -71,11 +70,11 @@ def test_every_file_in_the_folders_is_registered_once() -> None:
         for area in areas
         for item in pkgutil.iter_modules([f"{path}/{area}" for path in folder.__path__])
     ]
-    assert sorted(registry.PATCHES) == sorted(files)
+    assert sorted(registry.PATCHES) == sorted(files), "run: python tools/fingerprints.py --write"
 
 
 def test_the_file_says_what_is_replaced_where(module: ModuleType) -> None:
-    patch = late("fakelib-double").load()
+    patch = complete()
     assert (patch.id, patch.distribution) == ("fakelib-double", "fakelib")
     assert (patch.affected, patch.fixed, patch.requires) == (">=1,<2", "2", ("other",))
     assert (patch.kind, patch.severity, patch.acts_on) == (Kind.REPAIR, Severity.CRASH, ActsOn.GEMMA4)
@@ -95,7 +94,7 @@ def test_the_file_says_what_is_replaced_where(module: ModuleType) -> None:
 
 def test_a_function_of_the_file_looks_at_the_loaded_code(module: ModuleType) -> None:
     vars(module)["detect"] = no_reproduction
-    assert late("fakelib-double").load().detect is no_reproduction
+    assert complete().detect is no_reproduction
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_a_function_of_the_file_looks_at_the_loaded_code(module: ModuleType) -> 
 def test_what_makes_no_sense_is_refused(module: ModuleType, change: tuple[str, str], error: str) -> None:
     def load() -> None:
         exec(SOURCE.replace(*change), vars(module))
-        late("fakelib-double").load()
+        complete()
 
     with pytest.raises(ValueError, match=error):
         load()
@@ -119,7 +118,7 @@ def test_the_docstring_the_folder_and_the_data_say_the_rest(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(registry.KNOWN, "fakelib.leaf.double", {"aa": "0.9, 1.1", "bb": "1.0", "cc": "2.0"})
-    patch = late("fakelib-double").load()
+    patch = complete()
     assert (patch.area, patch.measured) == ("placement", "1.1")
     assert patch.summary == "Double is right."
     assert patch.symptom == "silent: double is wrong."
@@ -131,20 +130,19 @@ def test_the_docstring_the_folder_and_the_data_say_the_rest(
 def test_a_docstring_without_a_section_is_refused(module: ModuleType) -> None:
     module.__doc__ = DOCUMENTATION.replace("Fix: ", "Repair: ")
     with pytest.raises(ValueError, match=r"has the sections \['Symptom', 'Cause', 'Remove when'\]; it must have"):
-        late("fakelib-double").load()
+        complete()
 
 
 def test_without_docstrings_the_patch_is_there_all_the_same(module: ModuleType) -> None:
     """Under ``python -OO`` there are none."""
     module.__doc__ = None
-    assert late("fakelib-double").load().documentation == ""
+    assert complete().documentation == ""
 
 
 def test_a_patch_that_was_not_measured_yet_is_imported_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    patch_id = registry.PATCHES[0].rpartition(".")[2].replace("_", "-")
-    monkeypatch.setattr(registry, "MODULES", {name: it for name, it in registry.MODULES.items() if name != patch_id})
+    monkeypatch.delitem(registry.MODULES, registry.PATCHES[0])
     first, *others = registry.load()
     assert dataclasses.is_dataclass(first)
     assert not isinstance(first, LatePatch)
@@ -152,6 +150,5 @@ def test_a_patch_that_was_not_measured_yet_is_imported_at_once(
 
 
 def test_an_area_is_the_folder() -> None:
-    assert registry.area("peft-keep-dispatch") == "adapters"
-    with pytest.raises(KeyError):
-        registry.area("no-such-patch")
+    assert registry.AREA_OF["peft-keep-dispatch"] == "adapters"
+    assert "no-such-patch" not in registry.AREA_OF

@@ -434,7 +434,7 @@ def test_kernels_give_tokens_of_a_round_the_bits_of_single_ones(
     kernels_on_host: None, models: Models, assistant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernels themselves, in an emulator, captured and fused."""
-    monkeypatch.setattr(fused_steps, "AFTER", 2)
+    monkeypatch.setattr(fused_steps.Progress, "after", 2)
     monkeypatch.setattr(draft_length, "COUNTS", (3,))
     monkeypatch.setattr(draft_length, "DraftLength", AnyLength)
     model = fast(models, "4bit-double", "language")

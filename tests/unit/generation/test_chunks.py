@@ -17,7 +17,7 @@ import gemma4_compat
 from gemma4_compat._engine import versions
 from gemma4_compat._gemma4 import host
 from gemma4_compat._gemma4.cache import cache_names
-from gemma4_compat._generation.prompts import chunks, prompts, room
+from gemma4_compat._generation.prompts import chunks, prompts
 from gemma4_compat._graphs import decoder, static_caches
 from gemma4_compat._graphs.statistics import Cause
 from gemma4_compat._kernels.specs import flash
@@ -38,7 +38,7 @@ def fast(models: Models, monkeypatch: pytest.MonkeyPatch) -> Fast:
     """A model after ``decode_fast``, whose memory holds forwards of so many tokens, and the forwards of a layer."""
     import torch
 
-    monkeypatch.setattr(room, "SIZES", SIZES)
+    monkeypatch.setattr(chunks, "SIZES", SIZES)
 
     def made(holds: int, *where: Any, layer: int = 3, **options: Any) -> tuple[Any, Forwards]:
         model = models.fresh(*(where or (None,)))
@@ -61,7 +61,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Have the device say how many bytes are left."""
 
     def said(nbytes: int) -> None:
-        monkeypatch.setattr(room, "_FEW", 0)
+        monkeypatch.setattr(chunks, "_FEW", 0)
         monkeypatch.setattr(host, "free_memory", lambda device, kept=0: nbytes)
 
     return said
@@ -110,7 +110,7 @@ def test_one_line_says_so(fast: Fast, caplog: pytest.LogCaptureFixture) -> None:
 def test_an_estimate_spares_the_attempt(fast: Fast, free: Callable[[int], None]) -> None:
     model, forwards = fast(1000, exact=False)
     cache = calls.static_cache(model, 44)
-    needed = room.Room(model, cache, 1, 40).needed
+    needed = chunks.Room(model, cache, 1, 40).needed
     assert needed() > needed(24) > needed(12) > needed(6)
     free(needed(12))
     found = generate(model, text(model, 40))
@@ -134,7 +134,7 @@ def test_our_attention_needs_less_and_is_tried_only_where_there_is_room(
 
     def needed(computes: Callable[[], bool]) -> list[int]:
         monkeypatch.setattr(prompts, "computes_attention", lambda *given: tried.append(given[3]) or computes())
-        memory = room.Room(model, calls.static_cache(model, 4096), 1, 4000)
+        memory = chunks.Room(model, calls.static_cache(model, 4096), 1, 4000)
         return [memory.needed(), memory.needed(512)]
 
     def no_room() -> bool:
@@ -158,7 +158,7 @@ def test_exact_bits_are_not_given_up_for_an_estimate(fast: Fast, free: Callable[
 
 def test_after_memory_ran_out_the_largest_chunk_that_fits_is_next(fast: Fast, free: Callable[[int], None]) -> None:
     model, forwards = fast(39)
-    free(room.Room(model, calls.static_cache(model, 44), 1, 40).needed(6))
+    free(chunks.Room(model, calls.static_cache(model, 44), 1, 40).needed(6))
     generate(model, text(model, 40))
     assert [size for size in forwards if size > 1][:2] == [40, 6]
 
@@ -180,7 +180,7 @@ def test_a_second_turn_finds_the_cache_as_it_was(fast: Fast, free: Callable[[int
     if versions.admits("<5.22", VERSION):
         pytest.skip("this transformers reads a second turn in chunks as if the cache were empty")
     model, _ = fast(13)
-    free(room.Room(model, calls.static_cache(model), 1, 30).needed())  # for one such forward, not for two
+    free(chunks.Room(model, calls.static_cache(model), 1, 30).needed())  # for one such forward, not for two
 
     def turns(**second: Any) -> Any:
         cache = calls.static_cache(model)
@@ -274,7 +274,7 @@ def test_before_the_error_is_raised_all_graphs_are_given_back(models: Models, mo
     """Including those of steps. The last attempt captures none, because it would run out of memory again."""
     import torch
 
-    monkeypatch.setattr(room, "SIZES", SIZES)
+    monkeypatch.setattr(chunks, "SIZES", SIZES)
     model = gemma4_compat.decode_fast(models.fresh(None), exact=True)
     model.generation_config.max_cache_len = 64  # graphs serve both texts
     decoding, forwards = decoder.of(model), []
@@ -324,7 +324,7 @@ def test_a_model_that_the_planner_does_not_know(
     model, forwards = fast(13, exact=False)
     free(1)
     if not way:
-        monkeypatch.setattr(room, "describe", lambda _model: 1 // 0)
+        monkeypatch.setattr(chunks, "describe", lambda _model: 1 // 0)
     found = generate(model, text(model, 40), way)
     assert forwards[0] == 40
     assert_equal(
@@ -335,7 +335,7 @@ def test_a_model_that_the_planner_does_not_know(
 def test_short_prompts_are_not_looked_at(fast: Fast, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their memory is not worth a look at the model."""
     model, _ = fast(1000, exact=False)
-    monkeypatch.setattr(room, "shapes", lambda _model: pytest.fail("looked at"))
+    monkeypatch.setattr(chunks, "shapes", lambda _model: pytest.fail("looked at"))
     monkeypatch.setattr(host, "free_memory", lambda device, kept=0: 1)
     generate(model, text(model, 40))
     assert in_chunks(model) == 0
@@ -353,13 +353,13 @@ def test_short_prompts_are_not_looked_at(fast: Fast, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_sizes(tokens: int, batch: int, streams: bool, expected: list[int]) -> None:
-    assert room.sizes(tokens=tokens, batch=batch, streams=streams) == expected
+    assert chunks.sizes(tokens=tokens, batch=batch, streams=streams) == expected
 
 
 def test_the_first_size_that_fits_or_the_last() -> None:
-    assert room.first_that_fits([512, 256, 128], lambda size: size <= 256) == 256
-    assert room.first_that_fits([512, 256], lambda size: size <= 100) == 256
-    assert room.first_that_fits([], lambda size: True) is None
+    assert chunks.first_that_fits([512, 256, 128], lambda size: size <= 256) == 256
+    assert chunks.first_that_fits([512, 256], lambda size: size <= 100) == 256
+    assert chunks.first_that_fits([], lambda size: True) is None
 
 
 def test_a_model_that_cannot_be_cut_is_not(models: Models) -> None:

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._generation.prefix_cache import reuse
+from gemma4_compat._generation.prefix_cache import session
 from gemma4_compat._graphs import recording
 from tests.generated.search import replay_tuners
 from tests.unit.generation.calls import PATCH, Models, assert_equal, base, generate, static_cache, steps, text
@@ -55,17 +55,17 @@ def test_each_call_states_everything(models: Models, tapes: Any) -> None:
     """Prefixes without graphs, with graphs, and graphs without prefixes."""
     model = models.fresh(None)
     gemma4_compat.decode_fast(model, reuse_prefix=True, graphs=False)
-    assert reuse.of(base(model)) is not None
+    assert session.of(base(model)) is not None
     assert not replays(model)
     assert steps(model).reasons == ()
     gemma4_compat.decode_fast(model, reuse_prefix=True)
-    kept = reuse.of(base(model))
+    kept = session.of(base(model))
     assert kept is not None
     assert any(replays(model) for _ in range(3))
     gemma4_compat.decode_fast(model, reuse_prefix=True)
-    assert reuse.of(base(model)) is not kept, "the conversation is forgotten"
+    assert session.of(base(model)) is not kept, "the conversation is forgotten"
     gemma4_compat.decode_fast(model)
-    assert reuse.of(base(model)) is None
+    assert session.of(base(model)) is None
     assert any(replays(model) for _ in range(3))
     gemma4_compat.decode_fast(model, graphs=False)
     assert not replays(model)
@@ -76,7 +76,7 @@ def test_options_that_need_graphs(models: Models, option: str) -> None:
     model = models.fresh(None)
     with pytest.raises(gemma4_compat.Gemma4CompatError, match=f"graphs=False and {option}=True"):
         gemma4_compat.decode_fast(model, reuse_prefix=True, graphs=False, **{option: True})
-    assert reuse.of(base(model)) is None
+    assert session.of(base(model)) is None
 
 
 def test_what_a_call_says_counts(models: Models, tapes: Any) -> None:

@@ -19,7 +19,7 @@ from tests.unit.generation.calls import EAGER, PLACES, WINDOW, Models, assert_eq
 @pytest.fixture(autouse=True)
 def fusing(kernels_on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts on the CPU are fused, in the second replay of a length; steps are not."""
-    monkeypatch.setattr(prompts, "FUSED_AFTER", 2)
+    monkeypatch.setattr(prompts.Progress, "after", 2)
 
 
 def same(model: Any, lengths: list[int], **options: Any) -> None:

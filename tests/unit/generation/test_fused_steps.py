@@ -27,7 +27,7 @@ def fusing(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
-    monkeypatch.setattr(fused_steps, "AFTER", 2)
+    monkeypatch.setattr(fused_steps.Progress, "after", 2)
 
 
 FACTORS = ([None, "4bit-double"], [None, "language"], ["device", "host", "streamed"])
@@ -120,8 +120,8 @@ def slow(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> type[Slow]:
     monkeypatch.setattr(Slow, "waited", [], raising=False)
     monkeypatch.setitem(kernels.COMPILERS, "cpu", Slow)
     monkeypatch.setattr(kernels, "_kernels", {})
-    monkeypatch.setattr(fused_steps, "EARLY", 2)
-    monkeypatch.setattr(fused_steps, "AFTER", 5)
+    monkeypatch.setattr(fused_steps.Progress, "early", 2)
+    monkeypatch.setattr(fused_steps.Progress, "after", 5)
     return Slow
 
 
@@ -146,7 +146,7 @@ def test_it_goes_on_while_kernels_are_compiled(slow: type[Slow], models: Models)
     (future,) = slow.futures
     assert (calls.steps(model).fused, slow.waited) == (0, [])
     future.set_result(None)
-    with mock.patch.object(fused_steps, "AFTER", 10**6):
+    with mock.patch.object(fused_steps.Progress, "after", 10**6):
         replayed(model, 1)
     assert (calls.steps(model).fused, calls.steps(model).not_fused) == (1, ())
     assert not any(slow.waited)
@@ -194,7 +194,7 @@ def test_what_is_undone_meanwhile_begins_anew(slow: type[Slow], models: Models) 
 
 
 def test_without_a_compiler_nothing_is_fused(tapes: Any, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_steps, "AFTER", 2)
+    monkeypatch.setattr(fused_steps.Progress, "after", 2)
     model = models.fresh()
     calls.compared(model, calls.ask(model, new=8))
     found = calls.steps(model)

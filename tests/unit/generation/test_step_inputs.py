@@ -162,7 +162,7 @@ def test_a_step_that_is_fused_meanwhile(
     if (reason := HostCompiler.unsupported_reason()) is not None:
         pytest.skip(reason)
     monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
-    monkeypatch.setattr(fused_steps, "AFTER", 8)
+    monkeypatch.setattr(fused_steps.Progress, "after", 8)
     model = models.fresh(own=own)
     batch = padded(model, left=True, length=3 * WINDOW)
     found = generate(model, batch, new=NEW)

@@ -76,8 +76,8 @@ def test_two_models_whose_kernels_are_compiled_meanwhile(models: Models, monkeyp
         pytest.skip(reason)
     monkeypatch.setitem(kernels.COMPILERS, "cpu", InBackground)
     monkeypatch.setattr(kernels, "_kernels", {})
-    monkeypatch.setattr(fused_steps, "EARLY", 2)
-    monkeypatch.setattr(fused_steps, "AFTER", 7)
+    monkeypatch.setattr(fused_steps.Progress, "early", 2)
+    monkeypatch.setattr(fused_steps.Progress, "after", 7)
     both = [models.fresh(None), models.fresh("4bit-double", "language")]
     assert wrong(both) == []
     for model in both:

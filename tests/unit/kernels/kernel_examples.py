@@ -22,9 +22,8 @@ from gemma4_compat._kernels.specs import (
     expert_rows,
     flash,
     nf4_dequantize,
-    nf4_exact,
     nf4_gemv,
-    several,
+    products,
     shifting,
 )
 
@@ -35,7 +34,7 @@ def _pointwise() -> Iterator[Kernel]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         rows, column = Load(torch.zeros(6, 8, dtype=dtype), (8, 1)), Load(torch.zeros(8, dtype=dtype), (0, 1))
         values = []
-        for name, how in sorted(pointwise._operations().items()):
+        for name, how in sorted(pointwise.operations().items()):
             operands = (mask, rows, column) if name == "where" else (rows, column)[: how.source.count("{1}") + 1]
             if name in ("constant", "divide_by_number"):
                 operands = (*operands[:-1], Number(0.3))
@@ -99,7 +98,7 @@ def _nf4_exact() -> Iterator[Kernel]:
 
     for operation, dtype, inputs, more in CASES:
         one = asked(operation, dtype, inputs, 37, **more)
-        yield nf4_exact.kernel_of([one], [one.empty()])
+        yield products.kernel_of(([one], [one.empty()]))
 
 
 def _nf4_gemv() -> Iterator[Kernel]:
@@ -117,15 +116,15 @@ def _nf4_gemv() -> Iterator[Kernel]:
         given = asked(dtype, inputs, outputs, rows=rows, bias=rows == 1)
         one = nf4_gemv.match(**given)
         assert one is not None
-        kernel = nf4_gemv.kernel_of([one] * count, [one.empty()] * count)
-        yield kernel
+        many = [one] * count, [one.empty()] * count
+        yield products.kernel_of(many)
         low = dense.product(given["given"], torch.zeros(16, inputs, dtype=torch.float32 if rows == 1 else dtype))
-        yield several.side_by_side(kernel, dense.kernel_of([low] * count, [low.empty()] * count))
+        yield products.kernel_of(many, ([low] * count, [low.empty()] * count))
 
 
 def _expert_rows() -> Iterator[Kernel]:
     for dtype, nested in itertools.product((torch.bfloat16, torch.float16, torch.float32), (0, 256)):
-        yield Kernel(expert_rows._text(expert_rows._Layout("nf4", 64, nested, dtype)), (), 1, ())
+        yield Kernel(expert_rows._text(expert_rows.Format("nf4", 64, nested, dtype)), (), 1, ())
 
 
 def _shifting() -> Iterator[Kernel]:
@@ -161,7 +160,7 @@ def _dense() -> Iterator[Kernel]:
     ):
         weight, bias = torch.zeros(shape, dtype=dtype), torch.zeros(shape[0], dtype=dtype) if rows == 3 else None
         one = dense.product(torch.zeros(rows, shape[1], dtype=dtype), weight, bias)
-        yield dense.kernel_of([one] * count, [one.empty()] * count)
+        yield products.kernel_of(([one] * count, [one.empty()] * count))
 
 
 def _plain_attention() -> Iterator[Kernel]:

@@ -186,10 +186,20 @@ def test_bounds_are_found_once() -> None:
     assert torch.equal(results[0], attend(query, key, value, mask))
 
 
+def splits(count: int, kv_heads: int, width: int, by_tensor_cores: bool) -> int:
+    """How many there are for so many keys: as ``Splits`` in ``attention.cuh``."""
+    if count <= attention._alone(width):
+        return 1
+    blocks, fewest = attention._BLOCKS, attention._FEWEST
+    per = -(-count * kv_heads // (blocks * 4)) * 4
+    per = max(per, fewest if count * kv_heads <= blocks // 2 * fewest else attention._FEWER)
+    return -(-count // (per if by_tensor_cores else min(per, attention._MOST)))
+
+
 @pytest.mark.parametrize("by_tensor_cores", [True, False])
 def test_there_is_room_for_every_number_of_keys(by_tensor_cores: bool) -> None:
     for length, kv_heads, width in itertools.product((1, 33, 140, 1024, 9000, 70_000), (1, 2, 8, 16), (256, 512)):
-        counted = max(attention._splits(count, kv_heads, width, by_tensor_cores) for count in range(length + 1))
+        counted = max(splits(count, kv_heads, width, by_tensor_cores) for count in range(length + 1))
         assert counted <= attention._most_splits(length, kv_heads, width, by_tensor_cores) <= counted + 2
 
 

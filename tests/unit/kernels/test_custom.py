@@ -42,7 +42,7 @@ def test_bits_are_those_of_every_placement_and_way(
 ) -> None:
     found = []
     for where, after in (("device", 10**6), ("device", 2), ("streamed", 2)):
-        monkeypatch.setattr(fused_steps, "AFTER", after)
+        monkeypatch.setattr(fused_steps.Progress, "after", after)
         model = own_model(models, quantization, adapter, where)
         found.append(asked(model))
         counted = calls.steps(model)

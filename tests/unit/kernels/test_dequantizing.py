@@ -23,7 +23,7 @@ from gemma4_compat._engine.io.bits import same_bits
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.match import dequantizing
 from gemma4_compat._kernels.specs import nf4_dequantize
-from gemma4_compat._kernels.specs.nf4_dequantize import Format
+from gemma4_compat._kernels.specs.expert_rows import Format
 from gemma4_compat._lab.stand_ins import packed_weights
 from tests.unit.kernels.host_kernels import HostCompiler
 
@@ -87,9 +87,10 @@ def quantized(
 @pytest.mark.parametrize(("quant_type", "blocksize"), [("nf4", 64), ("fp4", 64), ("nf4", 32), ("fp4", 4096)])
 def test_bits(compiler: Any, quant_type: str, blocksize: int, nested: int, dtype: Any) -> None:
     layout = Format(quant_type, blocksize, nested, dtype)
+    signature = layout.signature(nf4_dequantize.OPERATION)
     found = kernels.of(CPU)
-    assert found.prepare([], [layout.signature])
-    kernel, values, expected = nf4_dequantize.trial(layout.signature, CPU)
+    assert found.prepare([], [signature])
+    kernel, values, expected = nf4_dequantize.trial(signature, CPU)
     values.fill_(float("nan"))
     found.launch(kernel)
     assert same_bits(values, expected)

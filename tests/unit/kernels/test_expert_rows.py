@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
-    monkeypatch.setattr(fused_steps, "AFTER", 2)
+    monkeypatch.setattr(fused_steps.Progress, "after", 2)
 
 
 @pytest.fixture(scope="module")

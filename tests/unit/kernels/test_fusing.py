@@ -176,8 +176,7 @@ def test_sizes_are_no_part_of_a_kernel() -> None:
 
 def test_an_operation_with_other_bits_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = pointwise.Operation("__fadd_rn({0}, {0})", torch.neg)
-    pointwise.operation("move")  # now all are known
-    monkeypatch.setitem(pointwise._known, "negate", wrong)
+    monkeypatch.setitem(pointwise.operations(), "negate", wrong)
     fresh = kernels.Kernels(CPU)
     signature = ("negate", (torch.float32,), torch.float32)
     assert not fresh.prepare([], [signature])
@@ -187,8 +186,8 @@ def test_an_operation_with_other_bits_is_left_to_pytorch(monkeypatch: pytest.Mon
 
 def test_the_docs_say_when_and_how_often() -> None:
     text = (ROOT / "docs" / "DECODING_NUMERICS.md").read_text(encoding="utf-8")
-    assert f"After {fused_steps.EARLY} replays of a graph" in text
-    assert f"after {fused_steps.AFTER} replays at the\nlatest" in text
+    assert f"After {fused_steps.Progress.early} replays of a graph" in text
+    assert f"after {fused_steps.Progress.after} replays at the\nlatest" in text
     assert f"with {kernels._TRIED:,} random ones" in text
 
 

@@ -131,7 +131,7 @@ def test_every_kernel_has_examples() -> None:
         assert [one for one in found if not re.search(rf"\b{one}<", including)] == [], name
     modules = (ROOT / "gemma4_compat" / "_kernels").rglob("*.py")
     writing = {file.stem for file in modules if "__global__ void" in file.read_text(encoding="utf-8")}
-    assert writing == {"several", "writer"}  # kernels of several weights, and fused ones
+    assert writing == {"products", "writer"}  # kernels of several weights, and fused ones
 
 
 def test_cuda_is_in_files() -> None:

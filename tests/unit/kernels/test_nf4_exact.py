@@ -15,7 +15,7 @@ from bitsandbytes.functional import create_dynamic_map, get_4bit_type
 from benchmarks.decoding.own_products import of_type
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.programs import headers
-from gemma4_compat._kernels.specs import nf4_exact
+from gemma4_compat._kernels.specs import nf4_exact, products
 from gemma4_compat._kernels.specs.nf4_exact import Product
 
 GEMM, GEMV = "bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"
@@ -117,7 +117,7 @@ def expected(product: Product) -> Any:
 
 def computed(on_host: kernels.Kernels, *wanted: Product) -> list[Any]:
     results = [torch.full_like(product.empty(), float("nan")) for product in wanted]
-    kernel = nf4_exact.kernel_of(wanted, results)
+    kernel = products.kernel_of((wanted, results))
     assert on_host.prepare([kernel.text], [])
     on_host.launch(kernel)
     return results
@@ -152,16 +152,16 @@ def test_products_of_one_input_share_a_launch(on_host: kernels.Kernels) -> None:
         asked(GEMM, torch.bfloat16, 1536, outputs, nested=True, seed=seed) for seed, outputs in enumerate((40, 8, 9))
     ]
     wanted = [dataclasses.replace(product, input=wanted[0].input) for product in wanted]
-    assert all(nf4_exact.can_fuse(wanted[0], product) for product in wanted)
+    assert all(wanted[0].can_join(product) for product in wanted)
     for found, product in zip(computed(on_host, *wanted), wanted, strict=True):
         assert torch.equal(found, expected(product))
 
 
 def test_others_do_not_share_one() -> None:
     one = asked(GEMM, torch.bfloat16, 1536, 8)
-    assert not nf4_exact.can_fuse(one, asked(GEMM, torch.bfloat16, 1536, 8))  # another input
+    assert not one.can_join(asked(GEMM, torch.bfloat16, 1536, 8))  # another input
     nested = dataclasses.replace(asked(GEMM, torch.bfloat16, 1536, 8, nested=True), input=one.input)
-    assert not nf4_exact.can_fuse(one, nested)
+    assert not one.can_join(nested)
 
 
 @pytest.mark.parametrize(

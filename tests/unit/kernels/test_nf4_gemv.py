@@ -11,9 +11,8 @@ import torch
 
 from benchmarks.decoding.own_products import asked, exact
 from gemma4_compat._kernels import kernels
-from gemma4_compat._kernels.specs import dense, nf4_exact, nf4_gemv
-from gemma4_compat._kernels.specs.nf4_exact import Product
-from gemma4_compat._kernels.specs.several import side_by_side
+from gemma4_compat._kernels.specs import dense, nf4_exact, nf4_gemv, products
+from gemma4_compat._kernels.specs.products import Product
 
 
 def understood(wanted: dict[str, Any]) -> Product:
@@ -22,9 +21,9 @@ def understood(wanted: dict[str, Any]) -> Product:
     return found
 
 
-def computed(on_host: kernels.Kernels, several: list[Product], kind: Any = nf4_gemv) -> list[Any]:
+def computed(on_host: kernels.Kernels, several: list[Any]) -> list[Any]:
     results = [one.empty().fill_(float("nan")) for one in several]
-    kernel = kind.kernel_of(several, results)
+    kernel = products.kernel_of((several, results))
     on_host.prepare([kernel.text], [])
     on_host.launch(kernel)
     return results
@@ -46,7 +45,7 @@ def test_the_errors_are_smaller_than_those_of_bitsandbytes_sums(
 ) -> None:
     wanted = asked(dtype, **SHAPES[shape])
     (found,) = computed(on_host, [understood(wanted)])
-    (theirs,) = computed(on_host, [nf4_exact.gemm(3, **wanted)], nf4_exact)
+    (theirs,) = computed(on_host, [nf4_exact.gemm(3, **wanted)])
     right = exact(wanted)
     errors, other_errors = ((one.double() - right).abs() for one in (found, theirs))
     assert errors.mean() <= other_errors.mean()
@@ -87,12 +86,12 @@ def test_an_adapters_first_product_goes_beside_one_with_larger_blocks(on_host: k
     adapter = torch.randn(16, 4160, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     other = dense.product(wanted["given"], adapter)
     results = [one.empty(), other.empty()]
-    both = side_by_side(nf4_gemv.kernel_of([one], results[:1]), dense.kernel_of([other], results[1:]))
+    both = products.kernel_of(([one], results[:1]), ([other], results[1:]))
     assert both.block == 512
     on_host.prepare([both.text], [])
     on_host.launch(both)
     assert torch.equal(results[0], computed(on_host, [one])[0])
-    assert torch.equal(results[1], computed(on_host, [other], dense)[0])
+    assert torch.equal(results[1], computed(on_host, [other])[0])
 
 
 def test_large_and_small_inputs_lose_nothing(on_host: kernels.Kernels) -> None:

@@ -16,8 +16,7 @@ from gemma4_compat._kernels.fuse import pointwise, row_kernels
 from gemma4_compat._kernels.fuse.pointwise import Load, Value
 from gemma4_compat._kernels.match import custom, fusing
 from gemma4_compat._kernels.programs import Kernel, name_of
-from gemma4_compat._kernels.specs import dense
-from gemma4_compat._kernels.specs.several import side_by_side
+from gemma4_compat._kernels.specs import dense, products
 
 CPU = torch.device("cpu")
 
@@ -250,13 +249,10 @@ def test_two_kernels_side_by_side_do_what_each_does(on_host: kernels.Kernels) ->
     weights = drawn(40, 320, seed=2), drawn(9, 512, seed=3)
     wanted = [dense.product(given, weights[0]), dense.product(other, weights[1])]
     apart, together = ([product.empty() for product in wanted] for _ in range(2))
-    pairs = [
-        [dense.kernel_of([product], [result]) for product, result in zip(wanted, results, strict=True)]
-        for results in (apart, together)
-    ]
-    joint = side_by_side(*pairs[1])
-    on_host.prepare([*(kernel.text for kernel in pairs[0]), joint.text], [])
-    for kernel in (*pairs[0], joint):
+    kernels_apart = [products.kernel_of(([one], [result])) for one, result in zip(wanted, apart, strict=True)]
+    joint = products.kernel_of(*(([one], [result]) for one, result in zip(wanted, together, strict=True)))
+    on_host.prepare([*(kernel.text for kernel in kernels_apart), joint.text], [])
+    for kernel in (*kernels_apart, joint):
         on_host.launch(kernel)
     assert joint.blocks == (49, 1)
     assert all(torch.equal(one, other) for one, other in zip(apart, together, strict=True))

@@ -125,7 +125,7 @@ def launched(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...
         launch(self, kernel)
 
     monkeypatch.setattr(kernels.Kernels, "launch", noted)
-    monkeypatch.setattr(fused_steps, "AFTER", 2)
+    monkeypatch.setattr(fused_steps.Progress, "after", 2)
     return shapes
 
 

@@ -245,7 +245,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_texts(tapes: Any, launched: list[int], models: Models, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Replayed and fused; with as many words as a small model has, no row of which is added up as on CUDA."""
-    monkeypatch.setattr(fused_steps, "AFTER", 2)
+    monkeypatch.setattr(fused_steps.Progress, "after", 2)
     monkeypatch.setattr(top_tokens, "_LONG", 0)
     monkeypatch.setattr(top_tokens, "_DIVIDES", 1)
     kernels.of(CPU).prepare(top_tokens._TEXTS, [])

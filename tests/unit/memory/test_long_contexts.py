@@ -13,7 +13,7 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._engine import versions
 from gemma4_compat._gemma4.models import build, variants
-from gemma4_compat._generation.prompts import room
+from gemma4_compat._generation.prompts import chunks
 from gemma4_compat._memory import formulas, layout
 from gemma4_compat._memory.blueprint import describe
 from gemma4_compat._memory.formulas import Load
@@ -43,7 +43,7 @@ def text_model(variant: str) -> Any:
 
 def kernel(query: Any, key: Any, value: Any, attn_mask: Any = None, **_options: Any) -> Any:
     """What ``scaled_dot_product_attention`` allocates on a GPU: a mask as numbers (PyTorch's
-    ``convert_boolean_attn_mask``) and the copy that ``_memory.attention`` infers; a sum in float32; the output.
+    ``convert_boolean_attn_mask``) and the copy that ``_memory.formulas`` infers; a sum in float32; the output.
     """
     import torch
 
@@ -131,7 +131,7 @@ def test_a_chunk_at_the_end_of_a_long_prompt_takes_what_is_planned(
 @pytest.mark.parametrize(("variant", "vram"), [("E2B", "4GiB"), ("E4B", "8GiB"), ("26B-A4B", "12GiB")])
 def test_a_prompt_that_does_not_fit_at_once_is_planned_in_chunks(variant: str, vram: str) -> None:
     found = gemma4_compat.plan_device_map(variant, vram, context=CONTEXT)
-    assert found.prefill_chunk in room.SIZES
+    assert found.prefill_chunk in chunks.SIZES
     assert f"model.generation_config.prefill_chunk_size = {found.prefill_chunk}" in found.code
     assert ("gemma4_compat.decode_fast(model)" in found.code) is found.fast
     if _blueprint(variant).one_query_packed:  # before, a token's step copies keys and values for each head
@@ -140,7 +140,7 @@ def test_a_prompt_that_does_not_fit_at_once_is_planned_in_chunks(variant: str, v
     assert found.use[0].peak <= found.use[0].budget
     assert found.longest_context >= CONTEXT
     assert "The prompt is read in chunks: at once it would not fit" in " ".join(plan_text(found).split())
-    larger = [size for size in room.SIZES if found.prefill_chunk < size <= 2048]
+    larger = [size for size in chunks.SIZES if found.prefill_chunk < size <= 2048]
     for size in larger:
         given = gemma4_compat.plan_device_map(variant, 1 << 40, context=CONTEXT, prefill_chunk=size)
         used = layout.placed_use(_blueprint(variant), found.layout, given.load)

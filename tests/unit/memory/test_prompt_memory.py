@@ -14,7 +14,6 @@ import pytest
 from gemma4_compat._gemma4.models import variants
 from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._memory import formulas
-from gemma4_compat._memory.attention import mask_as_numbers
 from gemma4_compat._memory.blueprint import describe
 from gemma4_compat._memory.formulas import Load
 from tests.unit.memory.measured import watched
@@ -116,7 +115,7 @@ def test_pytorch_makes_numbers_of_a_mask(tokens: int) -> None:
     mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
     with torch.no_grad(), watched() as counts:
         found = torch.nn.functional.scaled_dot_product_attention(states, states, states, attn_mask=mask)
-    numbers = mask_as_numbers(tokens * tokens, 2)
+    numbers = 2 * tokens * tokens
     assert counts["peak"] == numbers + found.nbytes + 4 * 2 * tokens
 
 

@@ -304,7 +304,7 @@ def test_a_loss_in_chunks_holds_it_in_its_backward_pass(model: Any) -> None:
     """It brings the head to its device without a call of the head."""
     import torch
 
-    from gemma4_compat._training import head
+    from gemma4_compat._training import modules
 
     held = []
 
@@ -315,7 +315,7 @@ def test_a_loss_in_chunks_holds_it_in_its_backward_pass(model: Any) -> None:
 
         @staticmethod
         def backward(_: Any, gradient: Any) -> Any:
-            with head.onloaded(model[2]):
+            with modules.onloaded(model[2]):
                 held.append((model.lock.holders(), model[2].weight.device.type))
             held.append(model.lock.holders())
             return gradient * 2
@@ -323,7 +323,7 @@ def test_a_loss_in_chunks_holds_it_in_its_backward_pass(model: Any) -> None:
     Loss.apply(torch.ones(1, requires_grad=True)).sum().backward()
     me = {threading.get_ident()}
     assert held == [(me, "cpu"), me]
-    with head.onloaded(model[2]):
+    with modules.onloaded(model[2]):
         assert model.lock.holders() == me
     assert is_free(model)
 

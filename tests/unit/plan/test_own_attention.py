@@ -13,7 +13,7 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._engine import dormant, versions
 from gemma4_compat._gemma4.attention import windows
-from gemma4_compat._generation.prompts import room
+from gemma4_compat._generation.prompts import chunks
 from gemma4_compat._kernels.specs import flash
 from gemma4_compat._memory import formulas
 from gemma4_compat._memory.blueprint import describe
@@ -252,6 +252,6 @@ def test_a_prompt_at_once_counts_with_copies() -> None:
 
 def test_too_many_numbers_are_left_to_pytorch() -> None:
     """Offsets have 31 bits: a 31B's prompt of 131,072 tokens at once, not in chunks."""
-    assert flash.reaches(32, 4, 512, tokens=room.SIZES[0], keys=CONTEXT)
+    assert flash.reaches(32, 4, 512, tokens=chunks.SIZES[0], keys=CONTEXT)
     assert not flash.reaches(32, 4, 512, tokens=CONTEXT, keys=CONTEXT)
-    assert not flash.reaches(32, 4, 512, tokens=room.SIZES[0], keys=CONTEXT, batch=2)  # its mask
+    assert not flash.reaches(32, 4, 512, tokens=chunks.SIZES[0], keys=CONTEXT, batch=2)  # its mask

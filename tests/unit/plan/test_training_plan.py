@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._engine import settings
-from gemma4_compat._gemma4.attention import products, windows
+from gemma4_compat._gemma4.attention import windows
 from gemma4_compat._gemma4.models import build
 from gemma4_compat._gemma4.quantization.experts import all_experts
 from gemma4_compat._gemma4.state import checkpointing
@@ -141,6 +141,8 @@ def test_every_byte_of_a_step_with_wide_heads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool, padding: bool
 ) -> None:
     """By products that compute nothing: on a CPU they need copies of what they multiply."""
+    from gemma4_compat._gemma4.attention import products
+
     monkeypatch.setattr(windows, "ROUNDED", windows.UNIT)
     monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cpu": 0, "gpu": 0})
     monkeypatch.setattr(products, "_multiply", lambda _left, _right, found, add=False: found)

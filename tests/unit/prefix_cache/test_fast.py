@@ -55,9 +55,9 @@ def test_one_cache_serves_all_turns_until_it_has_to_grow(models: Models, way: di
 
 
 def kept(model: Any) -> Any:
-    from gemma4_compat._generation.prefix_cache import reuse
+    from gemma4_compat._generation.prefix_cache import session
 
-    found = reuse.of(base(model))
+    found = session.of(base(model))
     assert found is not None
     return found._last
 

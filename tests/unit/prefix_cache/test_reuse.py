@@ -16,7 +16,7 @@ pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip in
 import gemma4_compat
 from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._gemma4.models import variants
-from gemma4_compat._generation.prefix_cache import reuse
+from gemma4_compat._generation.prefix_cache import session
 from gemma4_compat._lab import tiny, tiny_models
 from tests.unit.generation.calls import text as batch_of
 from tests.unit.offload import threads
@@ -101,7 +101,7 @@ def test_every_sliding_layer_has_the_rows_that_a_cut_needs(load: Any, plain: Any
     """A forward that ran out of memory may have noted more rows of its first layers than of the others."""
     model, ids = chats.reusing(load()), text(30, 0)
     ask(model, ids)
-    kept = reuse.of(model)
+    kept = session.of(model)
     assert kept is not None
     last = kept.take()
     assert last is not None

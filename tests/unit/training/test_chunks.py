@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gemma4_compat import Gemma4CompatError  # noqa: E402
-from gemma4_compat._training import chunks, head  # noqa: E402
+from gemma4_compat._training import chunks, modules  # noqa: E402
 
 TOKENS, HIDDEN, WORDS = 37, 16, 50
 #: Of the norm of a gradient. The plain loss in bfloat16 is off by up to 0.009 from float64.
@@ -40,7 +40,7 @@ def data(dtype: Any, *, tokens: int = TOKENS) -> tuple[Any, Any, Any]:
 
 
 def chunked(linear: Any, states: Any, targets: Any, soft_cap: float | None, **options: Any) -> Any:
-    options = {"vocabulary": WORDS, "trained": head.trained(linear), **options}
+    options = {"vocabulary": WORDS, "trained": modules.trained(linear), **options}
     return chunks.cross_entropy(linear, states, targets, soft_cap=soft_cap, **options)
 
 

@@ -614,12 +614,12 @@ def test_lengths_that_do_not_come_back(workspace: Any, model: Any, given: dict[s
     """Only the first kinds that come often are captured; the log says what to do."""
     only(model, graphs=True)
     number = len(layers.decoder_layers(model))
-    for length in range(9, 9 + layers.MAX_KINDS + 1):
+    for length in range(9, 9 + calls.MAX_KINDS + 1):
         cut = {name: value[:, -length:] for name, value in given.items()}
         for _ in range(SETTLED):
             step(model, cut)
     counted = gemma4_compat.statistics(model).training
-    assert counted.captured == layers.MAX_KINDS * number
+    assert counted.captured == calls.MAX_KINDS * number
     assert "pad to a few lengths" in " ".join(counted.reasons)
 
 
@@ -717,5 +717,5 @@ def test_max_tokens_that_is_no_positive_integer(model: Any, most: Any) -> None:
 
 
 def test_arguments_that_nobody_can_compare() -> None:
-    with pytest.raises(calls.UnknownArgumentError, match="object"):
-        calls.without_tensors({"x": (1, object())})
+    with pytest.raises(graphs.UnknownArgumentError, match="object"):
+        graphs.without_tensors({"x": (1, object())})

@@ -43,7 +43,7 @@ def fused_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of a few tokens also have fused kernels."""
     from gemma4_compat._graphs import fused_steps
 
-    monkeypatch.setattr(fused_steps, "AFTER", 2)
+    monkeypatch.setattr(fused_steps.Progress, "after", 2)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ import gemma4_compat
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.compiling import CudaCompiler
 from gemma4_compat._kernels.match import dequantizing
-from gemma4_compat._kernels.specs.nf4_dequantize import BLOCKSIZES, Format, computed
+from gemma4_compat._kernels.specs.expert_rows import BLOCKSIZES, Format
+from gemma4_compat._kernels.specs.nf4_dequantize import computed
 from gemma4_compat._lab import tiny
 
 PATCH = "bitsandbytes-fused-dequantization"

@@ -56,7 +56,7 @@ def test_so_have_prompts_with_other_images_and_sounds(
 def test_so_have_prompts_with_fused_kernels(
     models: Models, monkeypatch: pytest.MonkeyPatch, quantization: str | None, adapter: str | None, where: str
 ) -> None:
-    monkeypatch.setattr(prompts, "FUSED_AFTER", 2)
+    monkeypatch.setattr(prompts.Progress, "after", 2)
     model = gemma4_compat.decode_fast(models.fresh(quantization, adapter, where), exact=True)
     for seed in range(6):
         given = text(model, 24, seed=seed)

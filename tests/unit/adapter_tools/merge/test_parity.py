@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import gemma4_compat
 from gemma4_compat import cli
 from gemma4_compat._adapter_tools.merge import check, result
 from gemma4_compat._gemma4.checkpoint import folders
-from gemma4_compat._lab import tiny
+from gemma4_compat._lab import tiny, tiny_configs
 from tests.unit.adapter_tools.merge.adapters import LANGUAGE, assert_same, digests, make, merged_by_peft, tensors
 
 pytestmark = pytest.mark.full
@@ -129,6 +130,15 @@ def test_a_tolerance_replaces_the_bound(workspace: Any, tmp_path: Path) -> None:
         gemma4_compat.merge_adapter(*arguments, tolerance=1e-6, check=1)
     report = gemma4_compat.merge_adapter(*arguments, tolerance=1000, check=1)
     assert (report.parity.bound, report.parity.bound_rms) == (1000, None)
+
+
+@pytest.mark.parametrize("text_only", [False, True])
+def test_prompts_of_a_model_with_several_end_tokens(tmp_path: Path, text_only: bool) -> None:
+    config = tiny_configs.config()
+    config = config.get_text_config() if text_only else config
+    config.eos_token_id = [1, 106]
+    found, _ = check.prompts(tmp_path, SimpleNamespace(config=config), 2, ())
+    assert not {1, 106} & set(found[0].batch["input_ids"][0].tolist())
 
 
 def test_a_nan_is_out_of_bounds() -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import collections
 import itertools
+import json
 import re
 from typing import Any
 
 import pytest
 
 import gemma4_compat
-from gemma4_compat._doctor.explain import messages, places, search
+from gemma4_compat._doctor.explain import messages, search
 from tests.collecting import collect_failures
 from tests.unit.doctor.explain import pasting
 from tools import pasted_errors
@@ -96,14 +97,7 @@ def test_a_text_that_begins_alike_is_no_free_pass() -> None:
 
 
 def test_the_places_are_those_of_the_errors() -> None:
-    assert _places() == places.PLACES
-
-
-def _places() -> dict[str, tuple[str, ...]]:
-    scope: dict[str, Any] = {}
-    exec(pasted_errors.places(ERRORS), scope)
-    found: dict[str, tuple[str, ...]] = scope["PLACES"]
-    return found
+    assert json.loads(pasted_errors.places(ERRORS)) == search.PLACES
 
 
 @pytest.mark.parametrize(

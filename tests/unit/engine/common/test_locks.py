@@ -93,7 +93,7 @@ def test_every_other_lock_of_the_package_guards_a_few_lines() -> None:
         "_training/captured/graphs.py": "launching a graph whose memory others share",
         "_offload/transfer/idle_hooks.py": "putting hooks aside",
         "_lab/stand_ins/tape.py": "a stand-in for a capture",
-        "_generation/prefix_cache/reuse.py": "one attribute",
+        "_generation/prefix_cache/session.py": "one attribute",
         "patches/generation/transformers_early_exit.py": "which threads see fewer layers",
     }
     made = re.compile(r"threading\.(R?Lock|Condition|Semaphore|Event|Barrier)\(")

@@ -323,8 +323,8 @@ class Run:
 def main(folder: Path, names: list[str]) -> dict[str, Any]:
     import torch
 
-    complete = registry._complete
-    registry._complete = lambda patch_id: spied(complete(patch_id))
+    complete = registry.complete
+    registry.complete = lambda name: spied(complete(name))
     warnings.simplefilter("ignore")
     for library in ("gemma4_compat", "transformers", "accelerate", "peft", "bitsandbytes"):
         logging.getLogger(library).addHandler(Lines())

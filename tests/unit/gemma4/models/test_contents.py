@@ -115,3 +115,9 @@ def test_what_each_answer_notices(how: str) -> None:
 def test_an_inference_tensor_has_a_stamp() -> None:
     with torch.inference_mode():
         assert contents.stamp(drawn(3))[1] is None
+
+
+def test_tensors_of_an_output() -> None:
+    a, b, c = (torch.zeros(1) for _ in range(3))
+    assert list(contents.tensors_in((a, None, {"x": b, "y": [c, "text"]}))) == [a, b, c]
+    assert list(contents.tensors_in(None)) == []

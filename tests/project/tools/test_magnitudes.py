@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.training import magnitudes
 from gemma4_compat._gemma4.models import variants
-from gemma4_compat._lab import magnitudes, tiny, tiny_models
+from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat._lab.scenarios import relative
 
 #: eps of the norms; in another function the logits differ by more than a half.
