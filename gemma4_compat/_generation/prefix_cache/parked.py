@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemma4_compat._gemma4.models import media
-from gemma4_compat._generation.prefix_cache import reuse
+from gemma4_compat._generation.prefix_cache import session
 from gemma4_compat._generation.prefix_cache.conversation import Conversation
 
 
@@ -40,7 +40,7 @@ class Conversations:
     @contextlib.contextmanager
     def of(self, adapter: str | None, inputs: dict[str, Any]) -> Iterator[None]:
         """Around a ``generate`` of this prompt: the model has the conversation that it continues, or none."""
-        kept = reuse.of(self._model)
+        kept = session.of(self._model)
         if kept is None:
             yield
             return
@@ -84,6 +84,6 @@ class Conversations:
     def forget(self) -> None:
         """Release all of them."""
         self._parked = []
-        kept = reuse.of(self._model)
+        kept = session.of(self._model)
         if kept is not None:
             kept.take()
