@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from gemma4_compat._gemma4.models import media
 from gemma4_compat._generation.prefix_cache import session
 from gemma4_compat._generation.prefix_cache.conversation import Conversation
+
+#: Conversations that are kept: each prompt is compared with all of them.
+MOST = 64
 
 
 @dataclass
@@ -37,12 +38,10 @@ class Conversations:
         self._parked: list[_Known] = []
         self._last: tuple[str | None, int] = (None, 0)
 
-    @contextlib.contextmanager
-    def of(self, adapter: str | None, inputs: dict[str, Any]) -> Iterator[None]:
-        """Around a ``generate`` of this prompt: the model has the conversation that it continues, or none."""
+    def turn_to(self, adapter: str | None, inputs: dict[str, Any]) -> None:
+        """Before a ``generate`` of this prompt: have the model keep the conversation that it continues, or none."""
         kept = session.of(self._model)
         if kept is None:
-            yield
             return
         ids = inputs["input_ids"][0].cpu()
         found = media.items(self._model, ids.tolist(), inputs) or []
@@ -58,12 +57,11 @@ class Conversations:
         if chosen is not None and self._bring(chosen.conversation):
             kept.put(chosen.conversation)
         self._last = adapter, len(ids)
-        yield
 
     def _park(self, known: list[_Known]) -> None:
         """Keep these in host memory, as many of the last ones as have room."""
         left = self._limit
-        for one in reversed(known):
+        for one in known[: -MOST - 1 : -1]:
             left -= one.conversation.nbytes
             if left < 0:
                 break

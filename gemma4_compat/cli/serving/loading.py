@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,11 +80,10 @@ class Served:
 
         if self.assistant is not None:
             options["assistant_model"] = self.assistant
-        with torch.no_grad(), self._with(adapter), self._conversation(adapter, inputs):
+        if self.conversations is not None:
+            self.conversations.turn_to(adapter, inputs)
+        with torch.no_grad(), self._with(adapter):
             self.model.generate(**inputs, **options)
-
-    def _conversation(self, adapter: str | None, inputs: dict[str, Any]) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.conversations is None else self.conversations.of(adapter, inputs)
 
     @contextlib.contextmanager
     def _with(self, adapter: str | None) -> Iterator[None]:

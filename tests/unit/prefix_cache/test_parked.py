@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
 
 import gemma4_compat
+from gemma4_compat._generation.prefix_cache import parked
 from gemma4_compat._generation.prefix_cache.parked import Conversations
 from gemma4_compat._lab.trained import Trained
 
@@ -43,8 +44,8 @@ class Chats:
     def say(self, *said: str, adapter: str | None = None) -> tuple[str, int]:
         """The answer, and how many tokens of the prompt were not read."""
         before = gemma4_compat.statistics(self._model).decoding.prompt_tokens_reused
-        with self.kept.of(adapter, self._trained.prompt(*said)):
-            answer = self._trained.answer(self._model, *said, max_new_tokens=48, **self._options)
+        self.kept.turn_to(adapter, self._trained.prompt(*said))
+        answer = self._trained.answer(self._model, *said, max_new_tokens=48, **self._options)
         return answer, gemma4_compat.statistics(self._model).decoding.prompt_tokens_reused - before
 
 
@@ -80,7 +81,7 @@ def test_another_adapter_is_another_conversation(trained: Trained, model: Any) -
     assert chats.say(FIRST["fox"], answer, NEXT)[1] > 0
 
 
-def test_the_oldest_ones_have_no_room(trained: Trained, model: Any) -> None:
+def test_the_oldest_ones_have_no_room(trained: Trained, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     chats = Chats(trained, model, 1 << 30)
     first = {name: chats.say(question)[0] for name, question in FIRST.items()}
     sizes = [one.conversation.nbytes for one in chats.kept._parked]
@@ -90,6 +91,11 @@ def test_the_oldest_ones_have_no_room(trained: Trained, model: Any) -> None:
     assert chats.say(FIRST["fox"], first["fox"], NEXT)[1] == 0
     chats.kept.forget()
     assert chats.say(FIRST["sky"], first["sky"], NEXT)[1] == 0
+    monkeypatch.setattr(parked, "MOST", 1)
+    chats.kept._limit = 1 << 30
+    for question in (*FIRST.values(), NEXT):
+        chats.say(question)
+    assert len(chats.kept._parked) == 1
 
 
 def test_without_memory_it_is_read_from_the_beginning(
