@@ -85,19 +85,19 @@ class Prompt:
 
     Attributes:
         adapter: whose answer it is; None: the base's.
-        inputs: of ``generate``.
+        inputs: of ``generate``, on the CPU.
+        text: the whole prompt, if thoughts and tool calls are looked for.
         config: of ``generate``.
         seed: of sampling.
         stops: texts before which it ends.
-        tools: that may be called.
     """
 
     adapter: str | None
     inputs: dict[str, Any]
+    text: str
     config: Any
     seed: int | None
     stops: list[str]
-    tools: list[dict[str, Any]] | None
 
     @property
     def tokens(self) -> int:
@@ -106,7 +106,7 @@ class Prompt:
 
 
 class Preparation:
-    """Makes prompts, one at a time: processors are not made for several threads.
+    """Makes prompts, one at a time: a tokenizer is not made for several threads, so answers have their own.
 
     Args:
         served: the model.
@@ -119,6 +119,7 @@ class Preparation:
         self.served, self._limits, self._lock = served, limits, threading.Lock()
         self._modality = ModelManager.get_model_modality(served.base, processor=served.processor)
         self._parser = _template(served)
+        self._reader = copy.deepcopy(served.tokenizer._tokenizer)
         config, processor = served.base.config, served.processor
         extractor = getattr(processor, "feature_extractor", None)
         hears = self._modality is upstream.Modality.MULTIMODAL and getattr(config, "audio_config", None) is not None
@@ -148,11 +149,12 @@ class Preparation:
                     tokenize=True,
                     **asked.template_options,
                 )
+                ids = inputs["input_ids"][0]
+                text = "" if self._parser is None else self.served.tokenizer.decode(ids)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             sentence = str(error).strip().partition("\n")[0]
             raise Refused(400, f"The chat template or the processor refuses this: {sentence[:300]}") from None
-        inputs = dict(inputs.to(self.served.base.device))
-        return Prompt(adapter, inputs, self._config(asked, inputs), asked.seed, asked.stops, tools)
+        return Prompt(adapter, dict(inputs), text, self._config(asked, inputs), asked.seed, asked.stops)
 
     def _config(self, asked: requests.Chat, inputs: Mapping[str, Any]) -> Any:
         config, tokens = copy.deepcopy(self.served.base.generation_config), inputs["input_ids"].shape[-1]
@@ -174,13 +176,10 @@ class Preparation:
 
     def streamer(self, prompt: Prompt, loop: Any, queue: Any) -> Streamer:
         """What takes the tokens of an answer, and puts its parts into a queue."""
-        parser, tokenizer = None, self.served.tokenizer
-        if self._parser is not None:
-            text = tokenizer.decode(prompt.inputs["input_ids"][0])
-            parser = upstream.ResponseParser(self._parser, prefix=text)
+        parser = None if self._parser is None else upstream.ResponseParser(self._parser, prefix=prompt.text)
         ends = prompt.config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
-        return Streamer(prompt.stops, ends, tokenizer._tokenizer, loop, queue, response_parser=parser)
+        return Streamer(prompt.stops, ends, self._reader, loop, queue, response_parser=parser)
 
 
 def _template(served: Served) -> Any:

@@ -80,6 +80,8 @@ class Served:
 
         if self.assistant is not None:
             options["assistant_model"] = self.assistant
+        device = self.base.device
+        inputs = {name: value.to(device) if hasattr(value, "to") else value for name, value in inputs.items()}
         if self.conversations is not None:
             self.conversations.turn_to(adapter, inputs)
         with torch.no_grad(), self._with(adapter):

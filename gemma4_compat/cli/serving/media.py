@@ -70,6 +70,7 @@ def messages(asked: requests.Chat, limits: Limits, *, pictures: bool, rate: int 
             )
             part |= {"type": "input_audio", "input_audio": _sound(content, rate)}
     for message in found:
+        message["role"] = "system" if message["role"] == "developer" else message["role"]
         for call in message.get("tool_calls", ()):
             try:
                 msgspec.json.decode(call["function"]["arguments"], type=dict[str, Any])

@@ -183,7 +183,6 @@ def test_thoughts_and_tool_calls_are_taken_apart(server: Server, served: Any, mo
     from gemma4_compat.cli.serving import answers
 
     monkeypatch.setattr(served, "generate", generate)
-    monkeypatch.setattr(served.tokenizer, "decode", lambda *_args, **_options: "<|turn>model\n")
     tools = [{"type": "function", "function": {"name": "get-legs", "parameters": {"type": "object"}}}]
     whole = server.ask(FOX, tools=tools).choices[0]
     assert (whole.message.content, whole.message.reasoning_content, whole.finish_reason) == (
