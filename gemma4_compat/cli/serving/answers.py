@@ -38,11 +38,6 @@ class Streamer(upstream.DirectStreamer):  # type: ignore[misc]
         self.stopped = False
         super().__init__(*rest, response_parser=response_parser)
 
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether nobody waits for more."""
-        return bool(self._cancelled.is_set())
-
     def reached(self, most: int) -> bool:
         """Whether only the number of tokens ended the answer."""
         return not self.stopped and self._final not in self._ends and self.total_tokens >= most
@@ -210,6 +205,7 @@ class Worker:
         self._served, self._most, self.patience = served, waiting + 1, patience
         self._thread, self._lock, self._here = upstream.InferenceThread(), threading.Lock(), 0
         self._running: Streamer | None = None
+        self._waiting: set[Streamer] = set()
 
     def enter(self) -> None:
         """Take a place in the queue, which :meth:`leave` or the end of an answer gives back.
@@ -233,7 +229,17 @@ class Worker:
 
     def submit(self, prompt: Prompt, streamer: Streamer) -> None:
         """Have an answer generated in its turn; its place is given back then."""
+        with self._lock:
+            self._waiting.add(streamer)
         self._thread.submit(self._do, prompt, streamer, time.monotonic() + self.patience)
+
+    def drop(self, streamer: Streamer) -> None:
+        """End an answer that nobody wants any longer: at its next token, or before its turn."""
+        streamer.cancel()
+        with self._lock:
+            if streamer in self._waiting:
+                self._waiting.remove(streamer)
+                self._here -= 1
 
     def stop(self, seconds: float = 5.0) -> None:
         """End what runs at its next token, and wait for that."""
@@ -245,9 +251,13 @@ class Worker:
             time.sleep(0.02)
 
     def _do(self, prompt: Prompt, streamer: Streamer, until: float) -> None:
+        with self._lock:
+            if streamer not in self._waiting:
+                return
+            self._waiting.remove(streamer)
         failed: Refused | None = self.late()
         try:
-            if not streamer.is_cancelled and time.monotonic() <= until:
+            if time.monotonic() <= until:
                 self._running = streamer
                 streamer._enqueue(BEGUN)
                 failed = self._generate(prompt, streamer)

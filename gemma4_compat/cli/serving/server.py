@@ -86,7 +86,7 @@ class _Chat(chat_completion.ChatCompletionHandler):  # type: ignore[misc]
             raise
         self.worker.submit(prompt, streamer)
         reply = _Reply(self, http.state.request_id, name, prompt, streamer, queue)
-        gone = asyncio.create_task(_gone(http, streamer))
+        gone = asyncio.create_task(self._gone(http, reply))
         try:
             await self._turn(queue, streamer)
             first = await reply.item()  # what fails before it has a status of its own
@@ -94,7 +94,7 @@ class _Chat(chat_completion.ChatCompletionHandler):  # type: ignore[misc]
                 return _Stream(reply, first)
             return await reply.whole(first)
         except BaseException:
-            streamer.cancel()
+            self.worker.drop(streamer)
             raise
         finally:
             gone.cancel()
@@ -104,10 +104,17 @@ class _Chat(chat_completion.ChatCompletionHandler):  # type: ignore[misc]
             with anyio.fail_after(self._limits.patience + 1):
                 begun = await queue.get()
         except TimeoutError:
-            streamer.cancel()
+            self.worker.drop(streamer)
             raise self.worker.late() from None
         if isinstance(begun, Refused):
             raise begun
+
+    async def _gone(self, http: Request, reply: _Reply) -> None:
+        """End an answer if its client goes away."""
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        self.worker.drop(reply.streamer)
+        reply.queue.put_nowait(Refused(499, "The client went away."))
 
 
 @dataclass
@@ -196,13 +203,6 @@ class _Stream(StreamingResponse):  # type: ignore[misc]
             await super().__call__(scope, receive, send)
         finally:
             self._streamer.cancel()
-
-
-async def _gone(http: Request, streamer: answers.Streamer) -> None:
-    """End an answer at its next token if its client goes away."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-    streamer.cancel()
 
 
 async def _body(http: Request, most: int) -> bytes:
