@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import inspect
 from collections.abc import AsyncIterator
@@ -207,24 +206,15 @@ class _Stream(StreamingResponse):  # type: ignore[misc]
 
 async def _body(http: Request, most: int) -> bytes:
     """The body, within limits of bytes and of time."""
-    body = bytearray()
-
-    async def read() -> None:
-        async for chunk in http.stream():
-            body.extend(chunk)
-            if len(body) > most:
-                raise Refused(413, f"The request has more than {most >> 20} MiB.", {"Connection": "close"})
-
-    with contextlib.suppress(ValueError):
-        if int(http.headers.get("content-length", 0)) > most:
-            raise Refused(413, f"The request has more than {most >> 20} MiB.", {"Connection": "close"})
+    body, closes = bytearray(), {"Connection": "close"}
     try:
         with anyio.fail_after(_SLOW):
-            await read()
+            async for chunk in http.stream():
+                body.extend(chunk)
+                if len(body) > most:
+                    raise Refused(413, f"The request has more than {most >> 20} MiB.", closes)
     except TimeoutError:
-        raise Refused(
-            408, f"The request did not arrive within {_SLOW:.0f} seconds.", {"Connection": "close"}
-        ) from None
+        raise Refused(408, f"The request did not arrive within {_SLOW:.0f} seconds.", closes) from None
     return bytes(body)
 
 
