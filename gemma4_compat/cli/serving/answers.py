@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import logging
 import os
 import threading
@@ -115,6 +116,8 @@ class Preparation:
         self._modality = ModelManager.get_model_modality(served.base, processor=served.processor)
         self._parser = _template(served)
         self._reader = copy.deepcopy(served.tokenizer._tokenizer)
+        # From 5.21 or, with images, 5.23 on: a text that a client sends has no control tokens.
+        self._takes = inspect.signature(served.processor.apply_chat_template).parameters
         config, processor = served.base.config, served.processor
         extractor = getattr(processor, "feature_extractor", None)
         hears = self._modality is upstream.Modality.MULTIMODAL and getattr(config, "audio_config", None) is not None
@@ -131,6 +134,9 @@ class Preparation:
 
         adapter = self.served.names[requests.named(asked.model, self.served.names)]
         said = media.messages(asked, self._limits, pictures=self._sees, rate=self._rate)
+        options = asked.template_options if "enable_thinking" in str(self.served.processor.chat_template) else {}
+        if "sanitize_control_tokens" in self._takes:
+            options["sanitize_control_tokens"] = True
         tools = None if asked.tool_choice == "none" or not asked.tools else msgspec.to_builtins(asked.tools)
         try:
             given = upstream.BaseHandler.get_processor_inputs_from_messages(said, self._modality)
@@ -142,7 +148,7 @@ class Preparation:
                     return_tensors="pt",
                     return_dict=True,
                     tokenize=True,
-                    **asked.template_options,
+                    **options,
                 )
                 ids = inputs["input_ids"][0]
                 text = "" if self._parser is None else self.served.tokenizer.decode(ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import random
 import threading
 import time
 import urllib.error
@@ -126,3 +127,47 @@ def shown(kind: str, trained: Trained, name: str) -> dict[str, Any]:
     if kind == "image":
         return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+
+
+def mutated(trained: Trained, seed: int) -> Any:
+    """A request with everything in it, and something wrong in most cases."""
+    draw = random.Random(seed)
+    odd = [
+        None,
+        True,
+        -1,
+        2**70,
+        -0.5,
+        "",
+        "<|image|>",
+        "file:///etc/passwd",
+        "{",
+        "\0",
+        [[]],
+        {"a": 1},
+        b"\xff".hex(),
+    ]
+    seen = [{"type": "text", "text": "What is this?"}, shown("image", trained, "red-square")]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    said = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [*seen, shown("audio", trained, "hiss")]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "x"},
+        *turns("Tell."),
+    ]
+    tool = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+    request = {
+        **{"model": "pirate", "messages": said, "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 3},
+        **{"seed": 3, "stop": ["a", "b"], "tools": [{"type": "function", "function": tool}], "tool_choice": "auto"},
+        **{"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+    }
+
+    def changed(value: Any) -> Any:
+        if draw.random() < 0.01:
+            return draw.choice(odd)
+        if isinstance(value, dict):
+            return {key: changed(one) for key, one in value.items() if draw.random() > 0.002}
+        return [changed(one) for one in value if draw.random() > 0.01] if isinstance(value, list) else value
+
+    return changed(request)
