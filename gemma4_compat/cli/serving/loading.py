@@ -128,7 +128,7 @@ def load(wanted: Wanted) -> Served:
         model=model,
         base=base,
         processor=_processor(plan.model),
-        names={base_name: None, **{name: name for name in named}},
+        names={base_name: None, **{name: _in_peft(name) for name in named}},
         plan=plan,
         conversations=Conversations(base, wanted.conversations) if keeps else None,
         assistant=None if wanted.assistant is None else _assistant(plan, wanted.assistant),
@@ -215,10 +215,15 @@ def _with_adapters(base: Any, named: dict[str, Path]) -> Any:
     from peft import PeftModel
 
     (first, folder), *others = named.items()
-    model = PeftModel.from_pretrained(base, str(folder), adapter_name=first)
+    model = PeftModel.from_pretrained(base, str(folder), adapter_name=_in_peft(first))
     for name, folder in others:
-        model.load_adapter(str(folder), adapter_name=name)
+        model.load_adapter(str(folder), adapter_name=_in_peft(name))
     return model.eval()
+
+
+def _in_peft(name: str) -> str:
+    """The name of an adapter in PEFT, where it is a module's."""
+    return name.replace(".", "-")
 
 
 def _assistant(plan: Plan, name: str) -> Any:

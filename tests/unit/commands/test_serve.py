@@ -456,6 +456,7 @@ def test_other_placements_answer_the_same(
     if how == "split":
         layers = {f"model.language_model.layers.{index}": "disk" for index in (1, 2)}
         options["device_map"] = {"": "cpu", "model.vision_tower": "disk", "model.audio_tower": "disk", **layers}
+        options["adapters"] = [f"pirate={trained.adapter}", f"parrot.v2={trained.adapter}"]
     elif how == "planned":  # in 4 bits, on a card that the CPU stands for
         from transformers import PreTrainedModel
 
@@ -475,6 +476,8 @@ def test_other_placements_answer_the_same(
     with serving.running(served) as server:
         assert server.text(FOX) == LEGS
         assert server.streamed(FOX, model="pirate") == ARR
+        names = [model.id for model in server.client().models.list()]
+        assert [server.text(FOX, model=name) for name in names[2:]] == [ARR] * (how == "split")
 
 
 def test_replayed_answers_are_the_same(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
