@@ -11,14 +11,16 @@ const explainError = (() => {
   const PREFIX = new RegExp(
     "^(?:\\[(?:rank|default)?\\d{1,5}\\]:? ?|E {2,6}|\\(\\w{1,40} pid=\\d{1,9}\\) ?|\\| {1,9}|(?:> ?){1,4}|[│┃] ?" +
     "|[\\w.-]{1,60} {1,20}\\| |\\[?\\d{4}-\\d\\d-\\d\\d[T ]\\d\\d:\\d\\d:\\d\\d[.,\\d]{0,10}(?:Z|[+-]\\d\\d:?\\d\\d)?\\]? " +
-    "|std(?:out|err) [FP] |(?:ERROR|CRITICAL|WARNING|INFO)(?::|\\b) ){1,4}");
+    "|\\[?\\d\\d:\\d\\d:\\d\\d[.,\\d]{0,10}\\] |\\d\\d-\\d\\d (?:\\d\\d:\\d\\d:\\d\\d )?\\[?[\\w./]{1,60}:\\d{1,6}\\] ?" +
+    "|std(?:out|err) [FP] |(?:ERROR|CRITICAL|WARNING|INFO)(?::[\\w.-]{1,40}:|(?::|\\b) )){1,4}");
   const BORDERS = ["╭", "╰", "┏", "┗"];
   const SUFFIX = / *[│┃]$/;
   const ERROR = /^((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Z]\w{0,120}(?:Error|Exception|Warning))(?:: ?(.{0,4000})|$)/;
   const INSIDE = /\b([A-Z]\w{0,120}(?:Error|Exception|Warning)): (.{1,4000})$/;
   const MODEL = /(?:[\w.-]{1,60}\/)?gemma-4-[\w.-]{0,60}\w/i;
   const FRAME =
-    /(?:File "?|^)([^"\n]{1,400}?\.py)"?(?:, line |:)\d{1,9}(?:, |\)?:? ?)(?:in (?:[\w<>]{1,80}\.){0,6}(\w{1,120}))?/;
+    new RegExp("(?:File \"?|^)([^\"\\n]{1,400}?\\.py)\"?(?:(?:, line |:|\\()\\d{1,9}(?:, |\\)?:? ?)" +
+      "(?:in (?:[\\w<>]{1,80}\\.){0,6}(<module>|\\w{1,120}))?| in (<module>|\\w{1,120})\\()");
   const OPEN = /\.py(?:",(?: line(?: \d{1,9},(?: in)?)?)?|:\d{1,9} in)$/, BARE = /\.py:\d{1,9}$/;
 
   function plain(line) {
@@ -68,7 +70,7 @@ const explainError = (() => {
   function read(text) {
     const lines = unwrapped(text.slice(-LONGEST).split(/\r\n|\r|\n/).map(plain));
     const frames = lines.filter(line => line.includes(".py")).map(line => FRAME.exec(line.slice(0, 1000)))
-      .filter(Boolean).map(match => ({file: match[1].replaceAll("\\", "/"), called: match[2] || ""}));
+      .filter(Boolean).map(match => ({file: match[1].replaceAll("\\", "/"), called: match[2] || match[3] || ""}));
     let found = errorsIn(lines);
     if (!found.length)
       found = lines.map(line => INSIDE.exec(line.slice(-5000))).filter(Boolean)
@@ -88,6 +90,9 @@ const explainError = (() => {
   }
 
   const ENOUGH = 0.82, NEAR = 0.4, THROUGH = 2, WORDS = 400;
+  const SHORT = 3, DESCRIPTION = 500;
+  const PART = new RegExp("^(?:(?:.*_)?(?:proj\\w*|norm|attn|mlp|tower|embed\\w*|layers?|model|experts?|scal\\w*|bias\\w*|" +
+    "weights?)|gemma\\w*(?:generation|lm|model|config|attention|layer))$");
   const LEFT_OUT = new Set(["cpu", "cuda", "xpu", "mps", "npu", "hpu", "x", "e", "a", "an", "the"]);
   const SAME = new Set(["RuntimeError", "NotImplementedError"]);
 
@@ -171,8 +176,23 @@ const explainError = (() => {
     return kinds.includes("") || kinds[0] === kinds[1] || kinds.every(kind => SAME.has(kind));
   }
 
+  /* The other software in whose code a traceback ends. */
+  function raisedBy(said, known) {
+    for (const {file} of [...said.frames].reverse()) {
+      const installed = /.*\/(?:site|dist)-packages\//.exec(file);
+      const folders = (installed ? file.slice(installed[0].length) : file).split("/").slice(0, -1);
+      const inside = installed ? folders.slice(0, 1) :
+        folders.filter(name => folders.slice(0, -1).includes(name) || name.includes("_"));
+      if (known.called.includes(inside[0]) || (!installed && file.includes("/lib/python3"))) continue;
+      const program = known.programs.find(one => inside.some(name => new RegExp(`^(?:${one.folders})$`).test(name)));
+      if (program || !installed || !inside.length || known.patched.includes(inside[0])) return program || null;
+      return {name: inside[0], package: inside[0]};
+    }
+    return null;
+  }
+
   function search(said, known) {
-    const place = placeOf(said.frames), widely = new Set(known.common);
+    const place = placeOf(said.frames), widely = new Set(known.common), elsewhere = raisedBy(said, known) !== null;
     for (const message of said.messages) {
       const found = new Map(), words = wordsOf(message.text), present = new Set(words);
       for (const pattern of known.patterns) {
@@ -186,7 +206,8 @@ const explainError = (() => {
         const whole = shaped || (own && short) || headline;
         if (!whole && covered(pattern, words, known.weights) < ENOUGH) continue;
         if (!shaped && pattern.words.length <= 3 && words.length > pattern.words.length + 3) continue;
-        const seen = seenOn(patch, said.frames), there = isThere(patch, place);
+        if (elsewhere && !own && (shaped || !pattern.names.some(name => present.has(name) && !PART.test(name)))) continue;
+        const seen = elsewhere ? 0 : seenOn(patch, said.frames), there = !elsewhere && isThere(patch, place);
         const certain = own || shaped || there || seen > 0 || named;
         const weight = shaped ? pattern.text.length : pattern.words.reduce((sum, word) => sum + known.weights[word], 0);
         const rank = [certain, there, devicesAgree(pattern.text, message.text), pattern.quoted, seen, weight,
@@ -196,6 +217,7 @@ const explainError = (() => {
       }
       if (found.size) return [...found.values()].sort((one, other) => compared(other.rank, one.rank));
     }
+    if (elsewhere) return [];
     const through = onTheWay(said, known);
     return through.length ? through : namedIn(said, known);
   }
@@ -208,7 +230,7 @@ const explainError = (() => {
     for (const message of said.messages) {
       const present = new Set(wordsOf(message.text));
       for (const pattern of known.patterns) {
-        const only = pattern.names.some(name => present.has(name) && owners.get(name).size === 1);
+        const only = pattern.names.some(name => present.has(name) && owners.get(name).size === 1 && !PART.test(name));
         if (only && alike(pattern, message)) return [{id: pattern.patch, certain: false, rank: []}];
       }
     }
@@ -226,43 +248,77 @@ const explainError = (() => {
     return [...found.values()].sort((one, other) => other.rank[0] - one.rank[0]);
   }
 
+  function fits(one, message, said) {
+    const kind = !one.kinds || !/(?:Error|Exception|Warning)$/.test(message.kind) ||
+      new RegExp(`^(?:${one.kinds})$`).test(message.kind);
+    const there = !one.file || said.frames.some(frame => new RegExp(one.file).test(frame.file));
+    return kind && there && new RegExp(one.text || "").test(message.text);
+  }
+
+  function isDescription(said) {
+    const [message, ...others] = said.messages;
+    return message && !others.length && !message.kind && !said.frames.length && message.text.length <= DESCRIPTION;
+  }
+
+  function marked(said, known) {
+    const last = said.messages.length && !said.frames.length ? said.messages[0].text : "";
+    if (!last || !(said.messages[0].kind || /error|fail/i.test(last))) return null;
+    return known.programs.find(one => one.marks && new RegExp(one.marks, "i").test(last)) || null;
+  }
+
   function advice(said, known) {
-    for (const message of said.messages)
-      for (const one of known.advice) {
-        const kind = !message.kind || new RegExp(`^(?:${one.kinds})$`).test(message.kind);
-        const there = !one.file || said.frames.some(frame => frame.file.endsWith(one.file));
-        if (kind && there && new RegExp(one.text).test(message.text)) {
-          const variant = /E2B|E4B|12B|26B-A4B|31B/i.exec(said.model);
-          const named = {model: said.model || "MODEL", variant: variant ? variant[0].toUpperCase() : "MODEL"};
-          return {what: one.what, to_do: one.to_do.replace(/{(model|variant)}/g, (_, name) => named[name])};
-        }
-      }
-    return null;
+    let found = null;
+    for (const last of [false, true])
+      for (const message of said.messages)
+        found = found || known.errors.find(one => Boolean(one.last) === last && fits(one, message, said));
+    if (!found && isDescription(said) && !new RegExp(known.other_matters, "i").test(said.messages[0].text)) {
+      const text = said.messages[0].text, both = [text, text.replaceAll("_", " ")];
+      found = known.symptoms.find(one => one.words.every(words => both.some(each => new RegExp(words, "i").test(each))));
+    }
+    const program = raisedBy(said, known) || (found ? null : marked(said, known)), other = program && {
+      what: `${program.name} raises this, in code that gemma4_compat does not change.`,
+      to_do: [`Update it first: \`pip install -U ${program.package}\`. If it stays, its tracker is the place.`,
+        ...(program.to_do ? [program.to_do] : [])].join(" "),
+      more: program.more || "", patches: [], alone: false, name: "", symptom: false,
+    };
+    if (!found) return other;
+    const variant = /E2B|E4B|12B|26B-A4B|31B/i.exec(said.model);
+    const named = {model: said.model || "MODEL", variant: variant ? variant[0].toUpperCase() : "MODEL"};
+    const to_do = found.to_do.replace(/{(model|variant)}/g, (_, name) => named[name]);
+    const own = {what: found.what, to_do, more: found.more || "", patches: found.patches || [],
+      alone: found.alone || false, name: found.name || "", symptom: Boolean(found.words)};
+    return !other || own.alone ? own :
+      {...own, what: `${own.what} ${other.what}`, to_do: `${own.to_do} ${other.to_do}`};
   }
 
   /* Patches whose description has the words: for failures that raise nothing. */
   function described(text, known) {
-    const words = new Set((text.toLowerCase().match(/[a-z_]\w{2,}/g) || []).slice(0, WORDS));
+    const words = new Set(wordsOf(text).filter(word => word.length > SHORT));
+    if (words.size < SHORT) return [];
     const all = Object.entries(known.patches).map(([id, patch]) => {
-      const own = new Set(`${id} ${patch.symptom} ${patch.summary}`.toLowerCase().match(/[a-z_]\w{2,}/g));
+      const own = new Set(wordsOf(`${id} ${patch.symptom} ${patch.summary}`));
       return {id, has: [...words].filter(word => own.has(word))};
     });
     const count = word => all.filter(one => one.has.includes(word)).length;
     const weight = Object.fromEntries([...words].map(word => [word, Math.log(1 + all.length / (1 + count(word)))]));
     const sum = list => list.reduce((total, word) => total + weight[word], 0);
-    return all.filter(one => one.has.length).sort((one, other) => sum(other.has) - sum(one.has)).slice(0, 5);
+    return all.filter(one => sum(one.has) > sum([...words]) / 2)
+      .sort((one, other) => sum(other.has) - sum(one.has)).slice(0, 3);
   }
 
-  /* What is known of a text: patches, the most probable first; or an advice; or patches described with its words. */
+  /* What is known of a text: patches, the most probable first, an advice, or both; or patches with its words. */
   return (text, known) => {
-    const said = read(text);
-    const matches = said.messages.length ? search(said, known) : [];
-    const common = matches.length ? null : advice(said, known);
+    const said = read(text), common = advice(said, known), error = said.messages.length ? said.messages[0] : null;
+    const found = !error || (common && common.alone) ? [] : search(said, known);
+    const certain = found.filter(match => match.certain).map(match => match.id);
+    const told = common && !(common.symptom && found.length) && (!certain.length || certain.some(id => common.patches.includes(id))) ? common : null;
+    const named = told && !certain.length ? told.patches.map(id => ({id, certain: false})) : [];
+    const matches = [...named, ...found.filter(match => !named.some(one => one.id === match.id))];
     return {
-      error: said.messages.length ? said.messages[0] : null,
+      error,
       matches,
-      advice: common,
-      described: matches.length || common || !said.messages.length ? [] : described(text, known),
+      advice: told,
+      described: !matches.length && !told && isDescription(said) ? described(error.text, known) : [],
     };
   };
 })();
@@ -294,14 +350,17 @@ if (typeof document !== "undefined") {
   };
   const show = () => {
     const found = explainError(box.value, known), shown = [];
+    if (found.advice) {
+      const alone = found.matches.length ? "" : " No patch is about that.";
+      shown.push(marked(`${found.advice.what}${alone}`), marked(`To do: ${found.advice.to_do}`));
+    }
     if (found.matches.length) {
       const certain = found.matches.filter(match => match.certain);
-      if (!certain.length) shown.push(element("p", "Programs without Gemma 4 also raise this. With Gemma 4 it is one of " +
-        "these; the whole traceback tells more."));
+      if (!certain.length && !found.advice)
+        shown.push(element("p", "Programs without Gemma 4 also raise this. With Gemma 4 it is one of these; the whole " +
+          "traceback tells more."));
       shown.push(...(certain.length ? certain : found.matches).slice(0, 3).map(card));
-    } else if (found.advice) {
-      shown.push(marked(`${found.advice.what} No patch is about that.`), marked(`To do: ${found.advice.to_do}`));
-    } else if (box.value.trim()) {
+    } else if (!found.advice && box.value.trim()) {
       shown.push(element("p", found.described.length ? "No known error has this text. Described with these words:" :
         "No known error has this text."), ...found.described.map(card));
     }

@@ -7,7 +7,7 @@ python examples/small_card_chat.py --model FOLDER --assistant FOLDER        draf
 
 The placement and the expected peak are printed before anything is loaded. Every turn passes the whole conversation to
 `generate`, which reads only what is new of it (`reuse_prefix`). A checkpoint's processor needs pillow and torchvision,
-with images or without (`pip install "gemma4-compat[images]"`).
+with images or without (`pip install pillow torchvision`).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def opened(path: Path | None) -> Any:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise UsageError("--image needs pillow: pip install 'gemma4-compat[images]'") from None
+        raise UsageError("--image needs pillow: pip install pillow torchvision") from None
     try:
         return Image.open(path).convert("RGB")
     except (OSError, UnidentifiedImageError) as error:

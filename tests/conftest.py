@@ -46,6 +46,7 @@ NEEDS_EVIDENCE = (
     *("project/tools/test_matrix.py", "project/tools/test_package.py", "project/tools/test_quantized_bytes.py"),
     *("project/tools/test_readers.py", "unit/doctor/explain/test_explain_errors.py"),
     *("unit/gemma4/models/test_acts_on.py", "unit/gemma4/models/test_variants.py", "unit/plan/test_speed.py"),
+    *("unit/commands/test_serve.py", "unit/commands/test_serve_process.py", "unit/prefix_cache/test_parked.py"),
 )
 if not (ROOT / "docs" / "evidence").exists():
     collect_ignore = [*NEEDS_EVIDENCE]

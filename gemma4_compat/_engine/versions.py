@@ -20,7 +20,7 @@ from packaging.version import InvalidVersion, Version
 
 # The import name of a distribution, if the two differ. (No library that is repaired here needs an entry.)
 _IMPORT_NAMES: dict[str, str] = {}
-# The oldest releases this package supports and is measured on. `pip install 'gemma4-compat[stack]'` asks for the same.
+# The oldest releases this package supports and is measured on. The extra `stack` asks for the same.
 OLDEST = MappingProxyType(
     {"transformers": "5.5.0", "accelerate": "1.12.0", "peft": "0.18.0", "bitsandbytes": "0.48.2"}
 )

@@ -45,7 +45,7 @@ class Sampling:
 
     def __init__(self, functions: list[Any], *, samples: bool, synced: bool = False, streamer: Any = None) -> None:
         self._pure = all(map(is_pure, functions))
-        self.no_user_code = self._pure and (streamer is None or _is_transformers(streamer))
+        self.no_user_code = self._pure and (streamer is None or is_of_libraries(type(streamer).__module__))
         self.replays = self.ours = self.deferred = False
         self._samples, self._synced = samples, synced
         self._launched: collections.deque[float] = collections.deque(maxlen=_TIMED + 1)

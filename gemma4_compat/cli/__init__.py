@@ -5,6 +5,7 @@ A command is a function of the module of its kind; importing the module adds it 
 * :mod:`doctor`, :mod:`check`: whether a defect is here. :mod:`patches`: ``status``, ``list``, ``explain``.
 * :mod:`launch`: ``run``, ``enable``, ``disable``. :mod:`reports`: ``env``, ``reproduce``, ``needed``.
 * :mod:`planning`: ``plan``, ``plan-training``. :mod:`adapters`: ``scan``, ``export``, ``merge``, ``repair``.
+* :mod:`serve`: ``serve`` and ``chat``, which are in :mod:`serving`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from gemma4_compat._engine.io import terminal
 from gemma4_compat.cli.app import app, tell
 
 # The order of --help.
-_KINDS = ("doctor", "check", "patches", "launch", "reports", "planning", "adapters")
+_KINDS = ("doctor", "check", "patches", "launch", "reports", "planning", "serve", "adapters")
 for _commands in _KINDS:
     importlib.import_module(f"gemma4_compat.cli.{_commands}")
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 import gemma4_compat
-from gemma4_compat._doctor.explain import explanation, imports, messages
+from gemma4_compat._doctor.explain import answers, common_errors, explanation, imports, messages
 from gemma4_compat._doctor.launch import environment
 from gemma4_compat._engine import settings
 from gemma4_compat._engine.io import terminal
@@ -19,6 +20,7 @@ from gemma4_compat.patches import registry
 
 #: Bytes of standard input: a log of days, not a device that never ends.
 _MOST_INPUT = 256 << 20
+_LONGEST_PATH = 250
 
 
 @app.command()
@@ -57,12 +59,13 @@ def list_patches(as_json: Json = False) -> None:
 @app.command()
 @command("this command")
 def explain(
-    name: Annotated[
-        str,
+    text: Annotated[
+        list[str],
         typer.Argument(
             metavar="ID|AREA|F14|ERROR",
             help="A patch, an area, such as offload (`list` shows both), or a number of docs/FAILURE_POINTS.md; or an "
-            "error, such as \"KeyError: 'sliding_attention'\"; or - for a traceback on standard input.",
+            "error, such as \"KeyError: 'sliding_attention'\", or what is wrong, in words; or - for a traceback on "
+            "standard input.",
         ),
     ],
     as_json: Json = False,
@@ -71,14 +74,19 @@ def explain(
 
     Exit 0, or 1 if no patch matches the error.
     """
-    statuses = gemma4_compat.status()
+    name = " ".join(text)
+    if name == "-" or messages.looks_like_an_error(name):
+        _explain_error(_standard_input() if name == "-" else name, as_json=as_json)
     patches = [
         patch
         for patch in gemma4_compat.patches()
         if name in (patch.id, patch.area) or name.upper() in patch.failure_points
     ]
-    if not patches and (name == "-" or messages.looks_like_an_error(name)):
-        _explain_error(_standard_input() if name == "-" else name, as_json=as_json)
+    if not patches and len(name) < _LONGEST_PATH and Path(name).is_file():
+        fail(f"{name!r} is a file; to have its text explained: gemma4-compat explain - < {name}")
+    if not patches and common_errors.advice(messages.read(name)) is not None:  # "gibberish"
+        _explain_error(name, as_json=as_json)
+    statuses = gemma4_compat.status()
     if not patches:
         areas = set(registry.AREA_OF.values())
         close = settings.nearest(name, {*registry.AREA_OF, *areas})
@@ -90,16 +98,24 @@ def explain(
         )
     else:
         width = terminal.width()
+        if len(patches) > 1:
+            say(f"{_report.index_text(name, patches, width)}\n")
         say("\n\n".join(_report.explanation_text(patch, statuses[patch.id], width) for patch in patches))
 
 
 def _explain_error(text: str, *, as_json: bool) -> NoReturn:
+    said, width = explanation.read(text), terminal.width()
+    headline = answers.headline(said, width)
+    if not as_json:
+        say(headline)  # the patches, whose symptoms are searched next, take most of a second to import
     statuses = gemma4_compat.status()
-    found, data = explanation.look_up(text, gemma4_compat.patches(), statuses, terminal.width())
+    found, data = explanation.look_up(said, gemma4_compat.patches(), statuses, width)
     if as_json:
         print_json(data | {"patches": _explained(found.patches, statuses)})
     else:
-        say(found.text)
+        say(found.text.removeprefix(f"{headline}\n"))
+        if "torchvision" in (found.advice or "") and (wrong := imports.torchvision()):
+            say(f"\nHere: {terminal.fitted(wrong)}")
     raise typer.Exit(0 if found.patches else 1)
 
 

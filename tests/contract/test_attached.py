@@ -29,7 +29,7 @@ FOR_A_CALL = {
 _OWN_MODELS = ("_lab", "_adapter_tools.merge")
 _MARK = re.compile(rf"(?<!_){attached.PREFIX}(?!hook\b)\w*")  # the hook is a file
 _MAY = re.compile(
-    rf"{attached.PREFIX}|attached\.|in_place\.replace|register_\w*hook|partial|MethodType|update_wrapper"
+    rf"{attached.PREFIX}|attached\.|in_place\.replace|replace_forward|register_\w*hook|partial|MethodType|update_wrapper"
 )
 _REGISTERS = re.compile(r"_?register_(forward|full_backward|state_dict|load_state_dict)\w*hook")
 
@@ -60,7 +60,10 @@ def names_of_marks(tree: ast.AST) -> Iterator[str]:
 
 
 def replaced_methods(tree: ast.AST) -> Iterator[str]:
-    """What ``in_place.replace`` replaces; a name stands for the constant of that module."""
+    """What ``in_place.replace`` replaces; a name stands for the constant of that module.
+
+    ``modules.replace_forward`` replaces one of two, where it is called.
+    """
     constants = {
         target.id: node.value.value
         for node in ast.walk(tree)
@@ -69,8 +72,12 @@ def replaced_methods(tree: ast.AST) -> Iterator[str]:
         if isinstance(target, ast.Name)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and is_named(node.func, "in_place.replace"):
+        if isinstance(node, ast.Call) and is_named(node.func, "modules.replace_forward"):
+            yield from ("forward", "_old_forward")
+        elif isinstance(node, ast.Call) and is_named(node.func, "in_place.replace"):
             name = node.args[1]
+            if isinstance(name, ast.IfExp):  # of `modules.replace_forward` itself
+                continue
             yield str(name.value if isinstance(name, ast.Constant) else constants[ast.unparse(name)])
 
 

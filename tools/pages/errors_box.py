@@ -42,8 +42,7 @@ def known() -> dict[str, Any]:
         "weights": search.weights_of(patterns),
         "common": sorted(name for name in search.COMMON if name.endswith(("Error", "Exception", "Warning"))),
         "met_first": search.MET_FIRST,
-        "advice": [
-            {"kinds": one.kinds, "text": one.text, "file": one.file, **one.advice._asdict()}
-            for one in common_errors.ERRORS
-        ],
+        **common_errors.table(),
+        "patched": sorted(common_errors.PATCHED),
+        "called": sorted(common_errors.CALLED),
     }

@@ -13,7 +13,7 @@ from typing import Any
 
 from gemma4_compat._adapter_tools.merge import weights
 from gemma4_compat._adapter_tools.merge.weights import DTYPES, Start, Weights
-from gemma4_compat._engine.io import json_files
+from gemma4_compat._engine.io import address, json_files
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.checkpoint import shards
 from gemma4_compat._gemma4.checkpoint.shards import Entry, Output
@@ -39,7 +39,7 @@ def target(model: Any, name: Any, skip: Any, start: Start) -> Start | None:
     if name not in QUANTIZATIONS:
         raise Gemma4CompatError(f"quantize_result must be 4bit, 4bit-double or 8bit, not {name!r}")
     if not versions.installed("bitsandbytes"):
-        raise Gemma4CompatError("a result in 4 or 8 bits needs bitsandbytes: pip install 'gemma4-compat[stack]'")
+        raise Gemma4CompatError(f"a result in 4 or 8 bits needs bitsandbytes: {address.install('stack')}")
     skipped = list(skip) if skip is not None else list(start.skip) or configs.default_skip_modules(model)
     if "lm_head" not in skipped:
         skipped.append("lm_head")  # it shares the embedding's weight, or was given its own by the merge

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gemma4_compat._engine import versions
+from gemma4_compat._engine.io import address
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.checkpoint import shards
 from gemma4_compat._gemma4.checkpoint.shards import Entry
@@ -76,7 +77,7 @@ def choose(model: Any, name: str, quantize: Any, skip_modules: Sequence[str] | N
             )
         return Start(name)
     if not versions.installed("bitsandbytes"):
-        raise Gemma4CompatError("--start dequantized needs bitsandbytes: pip install 'gemma4-compat[stack]'")
+        raise Gemma4CompatError(f"--start dequantized needs bitsandbytes: {address.install('stack')}")
     if stored is not None:
         quantization = _quantization_of(stored)
         requested = given if given is None or isinstance(given, str) else _quantization_of(given)

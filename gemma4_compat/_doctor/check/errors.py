@@ -61,7 +61,7 @@ def sentence(error: dict[str, Any]) -> str:
 def _told(text: str) -> dict[str, Any]:
     """What ``explain`` answers: patches that certainly concern it, those that may and are off, or what else to do."""
     try:
-        found, _ = explanation.look_up(text, _shim.patches(), _shim.status())
+        found, _ = explanation.look_up(explanation.read(text), _shim.patches(), _shim.status())
     except Gemma4CompatError:  # there is no error in the text
         return _NOTHING
     statuses = _shim.status()

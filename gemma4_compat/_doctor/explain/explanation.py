@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemma4_compat import _shim
-from gemma4_compat._doctor.explain import answers, common_errors, messages, search
+from gemma4_compat._doctor.explain import answers, messages, search
+from gemma4_compat._doctor.explain.messages import Said
 from gemma4_compat._engine.io import arguments
 from gemma4_compat._engine.patch import Patch, PatchStatus
 from gemma4_compat._errors import Gemma4CompatError
@@ -22,7 +23,7 @@ class Explanation:
         error: the error that was recognized, its class and message.
         patches: the patches it may concern, the most probable first.
         certain: those of them whose error no other program raises.
-        advice: what to do about a common error that no patch is about; None if it is not one.
+        advice: what a common error or symptom is, and what to do about it, with patches or without; else None.
         text: all of it, for a reader.
     """
 
@@ -37,7 +38,7 @@ class Explanation:
 
 
 def explain(error: BaseException | str) -> Explanation:
-    """Find the patch that repairs an error, or what else to do about it.
+    """Find the patch that repairs an error or a symptom, or what else to do about it.
 
     >>> try:
     ...     model = PeftModel.from_pretrained(model, "my-adapter")
@@ -49,7 +50,7 @@ def explain(error: BaseException | str) -> Explanation:
 
     Args:
         error: an exception that was caught, whose traceback and causes count as well; or the text of an error, of a
-            traceback or of a log, of which the last 256 Ki characters are read.
+            traceback or of a log, of which the last 256 Ki characters are read; or what is wrong, in words.
 
     Raises:
         Gemma4CompatError: the text is empty, or ``error`` is neither an exception nor a text.
@@ -61,18 +62,11 @@ def explain(error: BaseException | str) -> Explanation:
         )
     pasted = isinstance(error, str)
     text = error if isinstance(error, str) else "".join(traceback.format_exception(error))
-    return look_up(text, _shim.patches(), _shim.status(), pasted=pasted)[0]
+    return look_up(read(text, pasted=pasted), _shim.patches(), _shim.status())[0]
 
 
-def look_up(
-    text: str,
-    patches: Sequence[Patch],
-    statuses: Mapping[str, PatchStatus],
-    width: int | None = None,
-    *,
-    pasted: bool = True,
-) -> tuple[Explanation, dict[str, Any]]:
-    """The explanation of a text, which may be ``pasted``, and the same as plain data without the patches.
+def read(text: str, *, pasted: bool = True) -> Said:
+    """What a text, which may be ``pasted``, says.
 
     Raises:
         Gemma4CompatError: there is no error in the text.
@@ -80,8 +74,14 @@ def look_up(
     said = messages.read(text, pasted=pasted)
     if not said.messages:
         raise Gemma4CompatError("there is no error in this text; give the error or the whole traceback")
-    of_an_import = common_errors.advice(said) in common_errors.IMPORTS
-    answer = answers.sorted_answer(search.search(said, () if of_an_import else patches), statuses)
+    return said
+
+
+def look_up(
+    said: Said, patches: Sequence[Patch], statuses: Mapping[str, PatchStatus], width: int | None = None
+) -> tuple[Explanation, dict[str, Any]]:
+    """The explanation of a text, and the same as plain data without the patches."""
+    answer = answers.sorted_answer(search.answer(said, patches), said, statuses)
     data = answers.answer_data(said, answer)
     explanation = Explanation(
         error=data["error"],

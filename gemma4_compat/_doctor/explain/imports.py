@@ -12,6 +12,7 @@ from importlib import metadata
 
 from gemma4_compat._doctor.explain import common_errors, messages
 from gemma4_compat._engine import versions
+from gemma4_compat._engine.io import address
 
 _TORCH = re.compile(r"torch\s*\(?\s*(==[^);,\s]+)\)?\s*$")
 
@@ -47,7 +48,7 @@ def torchvision() -> str | None:
 def advice(text: str) -> str:
     """What to do about the failed import in a text, as a sentence to append; "" if there is none."""
     known = common_errors.advice(messages.read(text)) if text else None
-    if known not in common_errors.IMPORTS:
+    if known is None or not known.of_an_import:
         return ""
     return f" {torchvision() or f'{known.what} {known.to_do}'}"
 
@@ -56,9 +57,10 @@ def failed(error: BaseException, needs: str) -> str | None:
     """One line about an import that failed; None for any other error. ``needs`` says what needed it."""
     said = messages.read("".join(traceback.format_exception(error)), pasted=False)
     known = common_errors.advice(said) if isinstance(error, ImportError) or "torchvision" in str(error) else None
-    if isinstance(error, ModuleNotFoundError) and error.name and known not in common_errors.IMPORTS:
-        return f"{error.name} is not installed; {needs} needs it: pip install 'gemma4-compat[stack]'"
-    if not isinstance(error, ImportError) and known is None:
+    of_an_import = known is not None and known.of_an_import
+    if isinstance(error, ModuleNotFoundError) and error.name and not of_an_import:
+        return f"{error.name} is not installed; {needs} needs it: {address.install('stack')}"
+    if not isinstance(error, ImportError) and not of_an_import:
         return None
     first = error
     while (cause := first.__cause__ or first.__context__) is not None:

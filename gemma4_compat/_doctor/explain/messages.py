@@ -5,7 +5,8 @@ from __future__ import annotations
 import builtins
 import itertools
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 #: How many characters are read, from the end: a traceback ends with its error.
@@ -20,11 +21,13 @@ _NARROWEST, _WIDEST, _BROKEN = 60, 240, 2
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]{0,16}[ -/]?[@-~]")
 # "[rank0]: ", "E   " (pytest), "(worker pid=12) ", "> " (a reply), a box of rich, "trainer-1  | " (Docker Compose),
-# the time of a log, with the stream (Kubernetes) or the level; each at most a few times.
+# the time of a log, with the stream (Kubernetes) or the level, "04-23 12:00:01 [core.py:1108] " after it (vLLM),
+# "ERROR:hf-to-gguf:"; each at most a few times.
 _PREFIX = re.compile(
     r"(?:\[(?:rank|default)?\d{1,5}\]:? ?|E {2,6}|\(\w{1,40} pid=\d{1,9}\) ?|\| {1,9}|(?:> ?){1,4}|[│┃] ?"
     r"|[\w.-]{1,60} {1,20}\| |\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]{0,10}(?:Z|[+-]\d\d:?\d\d)?\]? "
-    r"|std(?:out|err) [FP] |(?:ERROR|CRITICAL|WARNING|INFO)(?::|\b) ){1,4}"
+    r"|\[?\d\d:\d\d:\d\d[.,\d]{0,10}\] |\d\d-\d\d (?:\d\d:\d\d:\d\d )?\[?[\w./]{1,60}:\d{1,6}\] ?"
+    r"|std(?:out|err) [FP] |(?:ERROR|CRITICAL|WARNING|INFO)(?::[\w.-]{1,40}:|(?::|\b) )){1,4}"
 )
 _BORDERS = ("╭", "╰", "┏", "┗")
 #: What a box of rich has at the end of a line.
@@ -40,9 +43,15 @@ _GROUP, _BETWEEN = re.compile(r" {2,40}\| ?"), re.compile(r" {2,40}\+[-+]{2,20}[
 _INSIDE = re.compile(r"\b([A-Z]\w{0,120}(?:Error|Exception|Warning)): (.{1,4000})$")
 #: A Gemma 4 checkpoint: ``google/gemma-4-E2B-it``.
 _MODEL = re.compile(r"(?:[\w.-]{1,60}/)?gemma-4-[\w.-]{0,60}\w", re.IGNORECASE)
+#: A release: of a path (``transformers-5.6.2``), of a list of packages, or as people write it.
+_RELEASE = re.compile(
+    r"\b(transformers|accelerate|peft|bitsandbytes)[`'\"]?(?: version)?(?:==|[-:@ ]) ?v?"
+    r"(\d{1,3}\.\d{1,3}(?:\.\d{1,3})?)\b",
+    re.IGNORECASE,
+)
 _FRAME = re.compile(
-    r'(?:File "?|^)([^"\n]{1,400}?\.py)"?(?:, line |:)\d{1,9}(?:, |\)?:? ?)'
-    r"(?:in (?:[\w<>]{1,80}\.){0,6}(<module>|\w{1,120}))?"
+    r'(?:File "?|^)([^"\n]{1,400}?\.py)"?(?:(?:, line |:|\()\d{1,9}(?:, |\)?:? ?)'
+    r"(?:in (?:[\w<>]{1,80}\.){0,6}(<module>|\w{1,120}))?| in (<module>|\w{1,120})\()"
 )
 
 
@@ -74,11 +83,15 @@ class Message:
 
 @dataclass(frozen=True)
 class Said:
-    """The content of a text: errors, the last one first, the frames of all tracebacks, and the checkpoint it names."""
+    """The content of a text: errors, the last one first, the frames of all tracebacks, and the checkpoint it names.
+
+    ``releases`` are those of libraries that the text names, by distribution.
+    """
 
     messages: tuple[Message, ...]
     frames: tuple[Frame, ...]
     model: str = ""
+    releases: Mapping[str, str] = field(default_factory=dict)
 
 
 def looks_like_an_error(text: str) -> bool:
@@ -96,14 +109,16 @@ def read(text: str, *, pasted: bool = True) -> Said:
     lines = [_plain(line) for line in text[-LONGEST:].splitlines()]
     lines = _unwrapped(lines) if pasted else lines
     seen = (_FRAME.search(line[:1000]) for line in lines if ".py" in line)
-    frames = tuple(Frame(match[1].replace("\\", "/"), match[2] or "") for match in seen if match)
+    frames = tuple(Frame(match[1].replace("\\", "/"), match[2] or match[3] or "") for match in seen if match)
     inside = (_INSIDE.search(line[-5000:]) for line in lines)
     found = _errors(lines) or [Message(match[1], match[2]) for match in inside if match]
     if not found:
         shown = " ".join(" ".join(lines)[:LONGEST_MESSAGE].split())
         found = [Message("", shown)] if shown else []
     model = next((match[0] for line in reversed(lines) if (match := _MODEL.search(line[-5000:]))), "")
-    return Said(tuple(dict.fromkeys(reversed(found[-_MOST:]))), frames, model)
+    named = (match for line in lines for match in _RELEASE.finditer(line[-5000:]))
+    releases = {match[1].lower(): match[2] for match in named}
+    return Said(tuple(dict.fromkeys(reversed(found[-_MOST:]))), frames, model, releases)
 
 
 def _errors(lines: list[str]) -> list[Message]:

@@ -5,7 +5,8 @@ reproductions raised in the measured releases (``RAISED``). Numbers, shapes, dev
 compared. Other programs may also raise a text that names nothing of these libraries, so it is
 only a possible match, unless the traceback goes through code that the patch replaces. If a message was cut short, a
 class that only these libraries raise is enough. If nothing else is found, a name that only one patch has is a possible
-match.
+match, unless it is a layer's or a model's. Where other software raises an error, only its class, or such a name in
+its message, is evidence.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
+from gemma4_compat._doctor.explain import common_errors
+from gemma4_compat._doctor.explain.common_errors import Advice
 from gemma4_compat._doctor.explain.messages import Frame, Message, Said
 from gemma4_compat._engine.patch import Patch
 from gemma4_compat.patches.registry import RAISED
@@ -61,8 +64,20 @@ MET_FIRST = (
     "transformers-reentrant-checkpointing",
     "accelerate-paged-layers",
 )
+#: Parts and classes of models, which other software names as well.
+_PART = re.compile(
+    r"(?:.*_)?(?:proj\w*|norm|attn|mlp|tower|embed\w*|layers?|model|experts?|scal\w*|bias\w*|weights?)|gemma\w*(?:generation|lm|model|config|attention|layer)"
+)
+#: Words of a description have more letters, or are not compared; and there are as many of them.
+_SHORT = 3
 #: Names that occur in errors of any program.
-_ANYBODYS = frozenset(dir(builtins)) | {"NoneType", "Parameter", "Tensor", "FloatTensor", "Float", "BFloat16", "Half"}
+_ANYBODYS = frozenset(dir(builtins)).union(
+    ("NoneType", "Parameter", "Tensor", "FloatTensor", "Float", "BFloat16", "Half", "ModuleList"),
+    ("Conv1d", "Conv2d", "Conv3d", "state_dict", "load_state_dict", "input_ids", "inputs_embeds", "in_features"),
+    ("out_features", "model_kwargs", "padding_idx", "pin_memory", "device_map", "base_model", "github", "lm_head"),
+    ("ignore_mismatched_sizes",),
+    ("index_copy_", "masked_scatter", "embed_tokens", "language_model", "self_attn", "q_proj", "k_proj"),
+)
 #: Error classes, beside Python's own, that other programs raise.
 COMMON = _ANYBODYS | {"OutOfMemoryError", "HFValidationError", "SafetensorError", "JSONDecodeError"}
 _SAME = frozenset({"RuntimeError", "NotImplementedError"})  # torch raises one or the other, depending on the release
@@ -89,10 +104,14 @@ class Match:
 
 @dataclass(frozen=True)
 class Answer:
-    """Matches, best first; if there are none, the ids of patches with the most similar messages."""
+    """Matches, best first; if there are none, the ids of patches with the most similar messages.
+
+    ``advice`` is about a common error: that of the matches, or one that no patch is about.
+    """
 
     matches: tuple[Match, ...]
-    nearest: tuple[str, ...]
+    nearest: tuple[str, ...] = ()
+    advice: Advice | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +123,40 @@ class _Pattern:
     quoted: bool
     names: frozenset[str]  # words of these libraries, which no other program's errors have
     shape: re.Pattern[str] | None  # of a message that is one name with a part left out: ``KeyError: 'model...weight'``
+
+
+def answer(said: Said, patches: Sequence[Patch]) -> Answer:
+    """The patches that a text concerns, and what else is known about it.
+
+    Certain patches are the answer. A common error comes before patches that are only possible, with those that the
+    table names for it first.
+    """
+    advice = common_errors.advice(said)
+    found = Answer(()) if advice is not None and advice.alone else search(said, patches)
+    certain = [match.patch.id for match in found.matches if match.certain]
+    if advice is not None and advice.symptom and found.matches:
+        return found  # the words have a name of one patch
+    if advice is None or (certain and not set(certain) & set(advice.patches)):
+        return found if found.matches or not common_errors.is_a_description(said) else described(said, patches)
+    if certain:
+        return replace(found, advice=advice)
+    known = {patch.id: patch for patch in patches}
+    named = [Match(known[name], said.messages[0], "", False, True) for name in advice.patches if name in known]
+    others = [match for match in found.matches if match.patch.id not in advice.patches]
+    return Answer((*named, *others), advice=advice)
+
+
+def described(said: Said, patches: Sequence[Patch]) -> Answer:
+    """The silent failures whose symptoms have most of the words of a text, as the nearest."""
+    words = {word for word in _words(said.messages[0].text) if len(word) > _SHORT}
+    if len(words) < _SHORT:
+        return Answer(())
+    has = {patch.id: words & {*_words(f"{patch.id} {patch.symptom} {patch.summary}")} for patch in patches}
+    count = Counter(word for found in has.values() for word in found)
+    weight = {word: math.log(1 + len(patches) / (1 + count[word])) for word in words}
+    scores = {name: sum(weight[word] for word in found) for name, found in has.items()}
+    near = [name for name in sorted(scores, key=lambda name: -scores[name]) if scores[name] > sum(weight.values()) / 2]
+    return Answer((), tuple(near[:3]))
 
 
 def search(
@@ -121,9 +174,11 @@ def search(
     weights = weights_of(patterns)
     near = dict.fromkeys((patch.id for patch in patches), 0.0)
     place = place_of(said.frames)
+    elsewhere = common_errors.raised_by(said) is not None
     for message in said.messages:
         found: dict[str, tuple[tuple[float, ...], Match]] = {}
         words = _words(message.text)
+        present = set(words)
         for pattern in patterns:
             own = pattern.kind == message.kind and pattern.kind not in COMMON | {""}
             shaped = pattern.shape is not None and pattern.shape.fullmatch(message.text) is not None
@@ -133,8 +188,10 @@ def search(
                 near[pattern.patch.id] = max(near[pattern.patch.id], covered * (0.5 + 0.5 * _same(pattern, message)))
             if covered < _ENOUGH or not _same(pattern, message) or not (shaped or _fits(pattern, words)):
                 continue
-            seen = _seen(pattern.patch, said.frames)
-            there = _is_there(pattern.patch, place)
+            if elsewhere and not own and (shaped or not any(_is_telling(name) for name in pattern.names & present)):
+                continue
+            seen = 0 if elsewhere else _seen(pattern.patch, said.frames)
+            there = not elsewhere and _is_there(pattern.patch, place)
             if not message.text and not own and not (there or seen) and (said.frames or pattern.kind != message.kind):
                 continue  # without a message, only its traceback tells a common error from others
             certain = own or shaped or there or seen > 0 or not pattern.names.isdisjoint(words)
@@ -146,9 +203,10 @@ def search(
                 found[pattern.patch.id] = (rank, match)
         if found:
             ordered = sorted(found.values(), key=lambda item: item[0], reverse=True)
-            return Answer(tuple(match for _, match in ordered), ())
-    if possible := _on_the_way(said, patterns) or (_named(said, patterns) if by_name else []):
-        return Answer(tuple(possible), ())
+            return Answer(tuple(match for _, match in ordered))
+    possible = _on_the_way(said, patterns) or (_named(said, patterns) if by_name else [])
+    if possible and not elsewhere:
+        return Answer(tuple(possible))
     closest = sorted(near, key=lambda name: -near[name])[:3]
     return Answer((), tuple(name for name in closest if near[name] >= _NEAR))
 
@@ -173,10 +231,14 @@ def _named(said: Said, patterns: Sequence[_Pattern]) -> list[Match]:
     for message in said.messages:
         present = {*_words(message.text)}
         for pattern in patterns:
-            only = [name for name in pattern.names & present if len(owners[name]) == 1]
+            only = [name for name in pattern.names & present if len(owners[name]) == 1 and _is_telling(name)]
             if only and _same(pattern, message):
                 return [Match(pattern.patch, message, pattern.text, False, pattern.quoted)]
     return []
+
+
+def _is_telling(name: str) -> bool:
+    return _PART.fullmatch(name) is None
 
 
 def patterns_of(patch: Patch, raised: Sequence[str]) -> list[_Pattern]:

@@ -115,8 +115,7 @@ def stack(what: str = "the reproductions need") -> dict[str, str]:
     missing = [name for name, version in versions.items() if version is None]
     if missing:
         raise Gemma4CompatError(
-            f"{', '.join(missing)} not installed; {what} {', '.join(STACK)}. "
-            "Install them: pip install 'gemma4-compat[stack]'"
+            f"{', '.join(missing)} not installed; {what} {', '.join(STACK)}. Install them: {address.install('stack')}"
         )
     found = {name: str(version) for name, version in versions.items()}
     if too_old := [text for item in found.items() if (text := _versions.too_old(*item)) is not None]:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from gemma4_compat._doctor.explain import imports
 from gemma4_compat._doctor.reproductions import children
 from gemma4_compat._doctor.reproductions.scenes import SCENES
 from gemma4_compat._engine.patch import Patch
@@ -47,6 +48,8 @@ class Shown:
         return f"{self.patch.id}: {self.patch.summary}\n\n{table}\n\n{self._verdict()}"
 
     def _verdict(self) -> str:
+        if not self.good and (advice := imports.advice(self.with_shim.get("error") or "")):
+            return f"The model was not asked.{advice}"
         if not self.good:
             state, reason = self.with_shim["state"], self.with_shim["reason"]
             return f"The answer is wrong with the shim: the patch is {state}. {reason}"

@@ -21,6 +21,7 @@ _FEWEST = 1 << 20
 _MOST = 1 << 63
 #: The least characters of a column of a table, and of text beside the other columns.
 _NARROWEST, _NARROWEST_TEXT = 12, 28
+_CODE, _SPACE = re.compile(r"(`+)[^`]+\1"), "\0"
 _NAMES = {1000: ("B", "kB", "MB", "GB"), 1024: ("B", "KiB", "MiB", "GiB")}
 
 
@@ -178,8 +179,21 @@ def _wrapped(text: str, width: int) -> list[str]:
     return wrapped(text, width).split("\n")
 
 
+def paragraphs(text: str, width: int | None) -> str:
+    """A docstring's paragraphs as :func:`wrapped`; those with an indented line, or a list, stay as they are."""
+    if width is None:
+        return text
+    parts = text.split("\n\n")
+    plain = [not re.search(r"^(?: |[*-] |\d\. )", part, re.MULTILINE) for part in parts]
+    return "\n\n".join(wrapped(" ".join(part.split()), width) if one else part for part, one in zip(parts, plain))
+
+
 def wrapped(text: str, width: int | None) -> str:
-    """One line of text as lines no longer than ``width`` (None: unchanged); longer words stay whole."""
+    """One line of text as lines no longer than ``width`` (None: unchanged).
+
+    Longer words stay whole. So does what is between backquotes, which a reader pastes.
+    """
     if width is None or len(text) <= width:
         return text
-    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+    kept = _CODE.sub(lambda code: code[0].replace(" ", _SPACE), text)
+    return textwrap.fill(kept, width, break_long_words=False, break_on_hyphens=False).replace(_SPACE, " ")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gemma4_compat._engine.io import address
-from gemma4_compat._engine.io.text import counts_text, table_text, wrapped
+from gemma4_compat._engine.io.text import counts_text, paragraphs, table_text, wrapped
 from gemma4_compat._engine.patch import Patch, PatchState, PatchStatus
 from gemma4_compat._engine.reports import words
 
@@ -122,6 +122,16 @@ def patches_text(patches: tuple[Patch, ...], width: int | None = None) -> str:
     return table_text(rows, width=width)
 
 
+def index_text(name: str, patches: Sequence[Patch], width: int | None = None) -> str:
+    """The ids of patches in columns, as a screen shows them; ``name`` is what they have in common."""
+    widest = max(len(patch.id) for patch in patches) + 2
+    columns = max(1, (width or 80) // widest)
+    rows = -(-len(patches) // columns)
+    lines = ["".join(f"{patch.id:{widest}}" for patch in patches[at::rows]).rstrip() for at in range(rows)]
+    head = wrapped(f"{len(patches)} patches of {name}; one by itself: gemma4-compat explain ID", width)
+    return "\n".join([head, *lines])
+
+
 def explanation_text(patch: Patch, status: PatchStatus, width: int | None = None) -> str:
     """Everything known about one patch, for a reader."""
     rows = [
@@ -137,7 +147,8 @@ def explanation_text(patch: Patch, status: PatchStatus, width: int | None = None
     ]
     # A value of several lines is several rows, the first with the name.
     fields = [(name * (index == 0), line) for name, value in rows for index, line in enumerate(value.split("\n"))]
-    return f"{patch.id} ({patch.area})\n{patch.documentation}\n\n{table_text(fields, width=width)}"
+    head = f"{patch.id} ({patch.area})\n{paragraphs(patch.documentation, width)}"
+    return f"{head}\n\n{table_text(fields, width=width)}"
 
 
 def failure_text(status: PatchStatus, symptom: str) -> str:

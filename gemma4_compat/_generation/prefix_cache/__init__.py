@@ -7,6 +7,7 @@ longest common prefix, gives transformers a cache that holds this prefix, and ke
 * :mod:`session`: what a model keeps; and one ``generate``: whether it may reuse anything, and how much.
 * :mod:`conversation`: a text, the cache that holds it, and how both are cut.
 * :mod:`rows`: the keys and values in the layers of a cache, by position.
+* :mod:`parked`: several conversations of one model, for ``gemma4-compat serve``.
 * :mod:`returned`: the cache that a call returns after ``decode_fast``, with or without ``reuse_prefix``.
 """
 

@@ -42,6 +42,7 @@ class Conversation:
         self._rows = {} if self._cache is not None else rows.of(cache)
         self.copies = copies
         self._values = rows.digest(self._rows) if returned else None
+        self._devices: dict[int, Any] = {}  # of layers, while their rows are in host memory
 
     def is_untouched(self) -> bool:
         """Whether nobody has written to the rows, which the caller may have as well."""
@@ -106,6 +107,29 @@ class Conversation:
             held_rows = own.pop(index)
             rows.fill(fresh, index, copies[index] if index in copies else held_rows.between(0, tokens), tokens)
         return fresh
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its rows."""
+        return sum(
+            one.nbytes for layers in (self._rows or rows.of(self._cache), *self.copies) for one in layers.values()
+        )
+
+    def move_to_host(self) -> None:
+        """Have its rows in host memory, so that its cache is free."""
+        if not self._devices:
+            own = self._rows or rows.of(self._cache)
+            self._devices = {index: one.keys.device for index, one in own.items()}
+            self._rows = {index: one.copied("cpu") for index, one in own.items()}
+            self.copies = [{index: one.copied("cpu") for index, one in layers.items()} for layers in self.copies]
+            self._cache = None
+
+    def move_back(self) -> None:
+        """Have its rows where they were before :meth:`move_to_host`."""
+        devices, self._devices = self._devices, {}
+        if devices:
+            self._rows = {index: one.copied(devices[index]) for index, one in self._rows.items()}
+            self.copies = [{i: one.copied(devices[i]) for i, one in layers.items()} for layers in self.copies]
 
     def _joined(self, own: rows.Layers, index: int, start: int, end: int) -> rows.Rows:
         parts = [layers[index] for layers in (own, *self.copies) if index in layers]

@@ -39,9 +39,14 @@ class Rows(NamedTuple):
         first, last = start - self.start, end - self.start
         return Rows(start, self.keys[..., first:last, :], self.values[..., first:last, :])
 
-    def copied(self) -> Rows:
-        """The same rows in memory of their own."""
-        return Rows(self.start, self.keys.clone(), self.values.clone())
+    def copied(self, device: Any = None) -> Rows:
+        """The same rows in memory of their own, on another device if one is given."""
+        return Rows(self.start, *(tensor.to(device or tensor.device, copy=True) for tensor in self[1:]))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return int(self.keys.nbytes + self.values.nbytes)
 
 
 #: By the index of the layer.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import gemma4_compat
 from gemma4_compat._adapter_tools.scan import job
 from gemma4_compat._adapter_tools.scan.text import scan_text
-from gemma4_compat._doctor.explain import answers, messages, search
+from gemma4_compat._doctor.explain import answers, explanation, search
 from gemma4_compat._engine.io import terminal
 from gemma4_compat._engine.io.text import parse_size
 from gemma4_compat._gemma4.checkpoint import header, shards
@@ -91,8 +91,8 @@ def _sizes(case: Case, _folder: Path, _out: Path) -> Any:
 
 
 def _error(case: Case, _folder: Path, _out: Path) -> Any:
-    said = messages.read(case.options["text"])
-    answer = answers.sorted_answer(search.search(said, _ALL), _STATUSES)
+    said = explanation.read(case.options["text"])
+    answer = answers.sorted_answer(search.answer(said, _ALL), said, _STATUSES)
     commands.valid_json(json.loads(terminal.json_text(answers.answer_data(said, answer))))
     text = answers.answer_text(said, answer, _STATUSES, 80)
     if not text.replace("\n", "").isprintable():

@@ -141,7 +141,15 @@ def _exists(path: str) -> None:
         raise UnknownCommandError(f"there is no {path}")
 
 
+def _others(rest: list[str]) -> None:
+    """A program of the system: of its words, those of ours are checked."""
+    if "gemma4-compat" in rest:
+        _ours(rest[rest.index("gemma4-compat") + 1 :])
+
+
 CHECKS = {
+    "curl": _others,
+    "systemd-run": _others,
     "pip": _pip,
     "gemma4-compat": _ours,
     "gemma4_compat": _ours,

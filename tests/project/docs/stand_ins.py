@@ -11,14 +11,17 @@ Anyone can do the first by hand; CONTRIBUTING.md says so.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 import string
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import gemma4_compat
 from tests.helpers import ROOT
 
 #: The names that pages may use for checkpoints, and what the tiny model in their place has.
@@ -83,6 +86,25 @@ def enter(folder: Path, where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return original(cls, *args, **on_the_cpu(kwargs, where))
 
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
+
+
+@contextlib.contextmanager
+def server() -> Iterator[None]:
+    """What docs/SERVING.md starts in the working folder; its clients find it at another port."""
+    openai = pytest.importorskip("openai", reason="needs the extra [serve]: pip install '.[serve]'")
+    from gemma4_compat.cli.serving import loading
+    from tests.unit.commands import serving
+
+    try:
+        loading.refuse_release()
+    except gemma4_compat.Gemma4CompatError as error:
+        pytest.skip(str(error))
+    adapters, plan = ["pirate=my-adapter"], {"context": 256}
+    served = loading.load(loading.Wanted("google/gemma-4-E4B-it", adapters, plan=plan))
+    with serving.running(served) as found, pytest.MonkeyPatch.context() as patch:
+        made = openai.OpenAI
+        patch.setattr(openai, "OpenAI", lambda base_url, **options: made(base_url=f"{found.address}/v1", **options))
+        yield
 
 
 def on_the_cpu(options: dict[str, Any], folder: Path) -> dict[str, Any]:

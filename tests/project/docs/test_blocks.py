@@ -5,6 +5,7 @@ and a card.
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import json
 import random
@@ -61,9 +62,10 @@ def inside(working_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def run_page(page: Path) -> None:
     """All Python of a page, in order: a block may use the names of those above it."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    for block in reading.blocks(page):
-        if block.language == "python":
-            exec(compile("\n" * block.line + block.code, str(page), "exec"), names)
+    with stand_ins.server() if page.name == "SERVING.md" else contextlib.nullcontext():
+        for block in reading.blocks(page):
+            if block.language == "python":
+                exec(compile("\n" * block.line + block.code, str(page), "exec"), names)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,9 @@ _STARTERS = {
     "_doctor/launch/environment.py",
     "_doctor/launch/program.py",
 }
-#: The one module that downloads, and only if it is told to.
+#: The modules that download and fetch, and only if they are told to.
 _DOWNLOADS = "gemma4_compat/cli/check.py"
+_FETCHES = "gemma4_compat/cli/serving/media.py"
 _NETWORK = {"socket", "ssl", "http", "ftplib", "smtplib", "requests", "httpx", "urllib.request"}
 #: Of the hub's client: what looks into the cache. The last one does so with ``local_files_only`` alone.
 _CACHE = {"HFValidationError", "LocalEntryNotFoundError", "try_to_load_from_cache", "snapshot_download"}
@@ -76,7 +77,10 @@ def test_the_package_makes_no_code() -> None:
     found = {str(file.relative_to(ROOT)): list(made(file.read_text(encoding="utf-8"))) for file in _PACKAGE}
     assert len(found) > 100
     some = {file: [re.sub(" in line .*", "", one) for one in what] for file, what in found.items() if what}
-    assert some == {_DOWNLOADS: ["import of huggingface_hub.errors", "a download"]}  # check --download
+    assert some == {
+        _DOWNLOADS: ["import of huggingface_hub.errors", "a download"],  # check --download
+        _FETCHES: ["import of urllib.request"],  # serve --allow-http
+    }
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
+from gemma4_compat._engine.io import address
 from gemma4_compat._engine.reports import words
 from gemma4_compat.patches import registry
 from tests.collecting import collect_failures
@@ -137,7 +138,11 @@ def test_explain_tells_everything_about_the_patches_of_an_area(area: str) -> Non
     assert {item["area"] for item in data} == {area}
     assert [item["status"]["id"] for item in data] == expected
     text = cli_says("explain", area).stdout
-    assert text == "\n".join(explained(patch_id) for patch_id in expected)
+    index, _, whole = text.partition("\n\n")
+    assert index.split("\n")[0].startswith(f"{len(expected)} patches of {area}; ")
+    assert sorted(" ".join(index.split("\n")[1:]).split()) == sorted(expected)
+    assert len(index.split("\n")) <= 20, "it fits a screen"
+    assert whole == "\n".join(explained(patch_id) for patch_id in expected)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +229,7 @@ def test_doctor_without_the_libraries_exits_2_and_says_how_to_get_them(bare: Pat
     assert done.code == 2
     assert done.stdout == ""
     assert "torch, transformers, accelerate, peft, bitsandbytes not installed" in done.stderr
-    assert "pip install 'gemma4-compat[stack]'" in done.stderr
+    assert address.install("stack") in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -243,7 +248,7 @@ def test_scan_without_the_libraries_reads_an_adapter_and_says_what_a_base_needs(
     done = in_bare(bare, "scan", folder, "E2B")
     assert (done.code, done.stdout) == (2, "")
     assert "torch is not installed" in done.stderr
-    assert "pip install 'gemma4-compat[stack]'" in done.stderr
+    assert address.install("stack") in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -251,12 +256,12 @@ def test_check_without_the_libraries_exits_2_and_says_how_to_get_them(bare: Path
     done = in_bare(bare, "check")
     assert (done.code, done.stdout) == (2, "")
     assert "not installed; a check needs torch, transformers, accelerate, peft, bitsandbytes." in done.stderr
-    assert "pip install 'gemma4-compat[stack]'" in done.stderr
+    assert address.install("stack") in done.stderr
 
 
 def test_plan_without_the_libraries_exits_2_and_says_how_to_get_them(bare: Path) -> None:
     done = in_bare(bare, "plan", "E2B", "--vram", "8GiB")
     assert (done.code, done.stdout) == (2, "")
     assert "torch is not installed" in done.stderr
-    assert "pip install 'gemma4-compat[stack]'" in done.stderr
+    assert address.install("stack") in done.stderr
     assert "Traceback" not in done.stderr

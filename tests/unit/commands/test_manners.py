@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from gemma4_compat import cli
 from gemma4_compat._engine.io import terminal
-from gemma4_compat._engine.io.text import table_text
+from gemma4_compat._engine.io.text import paragraphs, table_text, wrapped
 from tests.unit.commands.helpers import command, started
 
 COMMANDS = sorted(found.name or found.callback.__name__ for found in cli.app.registered_commands)  # type: ignore[union-attr]
@@ -138,3 +138,14 @@ def test_a_slow_command_says_at_once_what_it_does_on_a_terminal_only() -> None:
     code, out, error = command(*arguments)
     assert (code, out) == (2, "")
     assert error.strip() == second
+
+
+def test_code_that_a_reader_pastes_is_not_broken() -> None:
+    text = "Say `pip install torch==2.13.0 torchvision --index-url https://x` or ``import gemma4_compat`` or do not."
+    for width in (20, 40, 60):
+        lines = wrapped(text, width).split("\n")
+        assert len(lines) > 1
+        for code in ("`pip install torch==2.13.0 torchvision --index-url https://x`", "``import gemma4_compat``"):
+            assert any(code in line for line in lines)
+    plain = "one `two` three"
+    assert paragraphs(f"{plain}\n{plain}\n\n    code  stays", 60) == f"{plain} {plain}\n\n    code  stays"

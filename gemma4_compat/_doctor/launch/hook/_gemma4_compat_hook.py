@@ -70,7 +70,7 @@ def _tell(error: ImportError) -> None:
     if sys.stderr is not None:
         sys.stderr.write(
             f"gemma4-compat: nothing is repaired in this process: {error}; {sys.executable} -m pip install "
-            "gemma4-compat, or GEMMA4_COMPAT_STRICT=1 to make this an error\n"
+            f"{error.name}, or GEMMA4_COMPAT_STRICT=1 to make this an error\n"
         )
 
 

@@ -225,9 +225,10 @@ def test_here_says_which_release_has_the_bug() -> None:
         versions={"peft": patch.measured},
     )
     expected = f"peft {patch.measured} has this bug; it is repaired as soon as peft is imported"
-    assert answers.here(patch, status) == expected
+    said = messages.read("KeyError: 1")
+    assert answers.here(patch, said, status) == expected
     newer = dataclasses.replace(status, versions={"peft": "99.0"})
-    assert "may have this bug" in answers.here(patch, newer)
+    assert "may have this bug" in answers.here(patch, said, newer)
 
 
 def test_of_a_chain_the_last_error_counts_and_an_earlier_one_where_the_last_is_unknown() -> None:
@@ -250,11 +251,50 @@ def test_what_to_do_is_the_import_or_the_command_that_starts_a_program() -> None
     patch = {patch.id: patch for patch in PATCHES}["accelerate-hf-initialized"]
     waiting = {"reason_code": Reason.WAITING, "reason": "waiting for an import"}
     pending = PatchStatus(id=patch.id, state=PatchState.PENDING, **waiting)
-    said = answers.remedy(pending)
+    said = answers.remedy(patch, messages.read("KeyError: 1"), pending)
     assert said.startswith(
         "put `import gemma4_compat` at the top of the program, or start it with `gemma4-compat run`."
     )
     assert "`gemma4-compat doctor accelerate-hf-initialized`" in said
+    assert said.endswith("Or upgrade: accelerate 1.14.0 has it repaired.")
+
+
+SHARED = 'KeyError: 22\n  File "/nix/x-transformers-{}/lib/transformers/models/gemma4/modeling_gemma4.py", line 1219'
+
+
+@pytest.mark.parametrize(
+    "text, here, to_do",
+    [
+        (SHARED.format("5.6.2"), "5.6.2, which the text names, has this bug, which transformers 5.23.0", "Or upgrade"),
+        (SHARED.format("5.24.0"), "5.24.0, which the text names, does not have this bug", "this is not its error"),
+        ("KeyError: 22\n- `transformers` version: 5.6.2", "which the text names, has this bug", "gemma4_compat"),
+        ("KeyError: 22\ntransformers==4.57.1", "does not have this bug", "upgrade: pip install 'transformers>="),
+    ],
+)
+def test_the_releases_in_a_text_decide_before_those_installed_here(text: str, here: str, to_do: str) -> None:
+    said = messages.read(text)
+    patch = {patch.id: patch for patch in PATCHES}["transformers-shared-kv"]
+    status = gemma4_compat.status()[patch.id]
+    assert here in answers.here(patch, said, status)
+    assert to_do in answers.remedy(patch, said, status)
+
+
+def test_the_headline_comes_before_the_patches_are_imported() -> None:
+    """The symptoms of patches, which are searched, are in their files: importing them takes most of a second."""
+    program = """
+import sys
+from gemma4_compat._engine.io import terminal
+from gemma4_compat import cli
+written = []
+terminal.write = lambda text, **_: written.append((text, sum(name.startswith("gemma4_compat.patches.") for name in
+    sys.modules)))
+sys.argv = ["gemma4-compat", "explain", "KeyError: 3"]
+try: cli.main()
+except SystemExit: pass
+print(len(written), written[0][0], written[0][1] < 5, written[-1][1] > 100, "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.stdout.split("\n")[0] == "2 KeyError: 3 True True False", done.stderr
 
 
 @pytest.mark.parametrize("text, code", [(PARAMS4BIT, 0), ("ZeroDivisionError: division by zero", 1)])
@@ -294,11 +334,14 @@ def test_an_input_that_never_ends_is_refused() -> None:
         'File "' + ".py" * 90_000,
         "RuntimeError: " + "tensor meta device " * 20_000,
         "A.a" * 100_000,
+        "the model is slow " * 26,
+        "ValueError: Missing 60 parameters: " + "self_attn.k_norm.weight " * 200,
+        "\n".join(f"/x/site-packages/a{number}/b.py:1 in f" for number in range(5000)),
     ],
 )
 def test_any_text_takes_little_time(text: str) -> None:
     started = time.process_time()
-    search.search(messages.read(text), PATCHES)
+    search.answer(messages.read(text), PATCHES)
     assert time.process_time() - started < 3
 
 

@@ -107,14 +107,15 @@ def test_an_error_of_this_package_is_said_to_be_one(text: str) -> None:
 def test_a_patch_that_is_not_needed_here_is_no_verdict_of_an_error_that_is_seen_here() -> None:
     reason = "transformers 5.24.0 is outside <5.18.0"
     status = PatchStatus(id="x", state=PatchState.NOT_NEEDED, reason_code=Reason.OUT_OF_RANGE, reason=reason)
-    said = answers.remedy(status)
+    said = answers.remedy(PATCHES[0], messages.read("KeyError: 1"), status)
     assert said.startswith("if the program runs with the releases installed here, this is not its error")
     assert "not have this defect" not in said
 
 
 def test_what_is_needed_here_comes_before_what_is_not() -> None:
     statuses = gemma4_compat.status()
-    answer = answers.sorted_answer(search.search(messages.read(AMBIGUOUS), PATCHES), statuses)
+    said = messages.read(AMBIGUOUS)
+    answer = answers.sorted_answer(search.search(said, PATCHES), said, statuses)
     needed = [statuses[match.patch.id].state is not PatchState.NOT_NEEDED for match in answer.matches if match.certain]
     assert needed == sorted(needed, reverse=True)
     assert answer.matches[0].patch.id == "transformers-config-reads" or not needed[0]

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._doctor.explain import common_errors, messages, search
+from gemma4_compat._doctor.explain import messages, search
 from tests.collecting import collect_failures
 from tests.helpers import ROOT
 from tests.unit.doctor.explain import pasting
@@ -46,8 +46,8 @@ def test_the_first_answer_is_right_in_other_stacks(case: str) -> None:
 def test_the_first_answer_is_right_for_what_people_pasted(number: int) -> None:
     one = PUBLIC[number]
     said = messages.read("\n".join(one["text"]))
-    matches = search.search(said, PATCHES).matches
-    advice = None if matches else common_errors.advice(said)
+    found = search.answer(said, PATCHES)
+    matches, advice = found.matches, found.advice
     told = matches[0].patch.id if matches else advice.what + advice.to_do if advice else ""
     wanted = one.get("patches") or [one.get("advice", "")]
     if one.get("none"):

@@ -1,0 +1,1 @@
+"""What `gemma4-compat serve` gives to its clients."""

@@ -1,0 +1,210 @@
+"""What a server gives 1, 4 and 16 clients: tokens a second in all, the time to the first token, memory.
+
+python benchmarks/serving/serving.py                                      the trained tiny model, on any machine
+python benchmarks/serving/serving.py --shape E2B --out FILE.json          random weights in the real shape, 4 bits
+python benchmarks/serving/serving.py --address http://127.0.0.1:8080/v1   another server that runs, such as llama.cpp's
+
+`gemma4-compat serve` is started as a process. Each client streams requests one after the other, with other questions
+and lengths than its neighbours; a client's time to the first token includes the wait for its turn. Beside it, one
+`generate` of the same model in a process of its own, without a server: milliseconds a token. At the end, memory of the
+server's process and of the GPU after a tenth of `--requests`, and after all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from benchmarks import common
+from benchmarks.decoding import models
+from gemma4_compat._lab.trained import Trained
+
+CLIENTS = (1, 4, 16)
+QUESTIONS = ("How many legs has a fox?", "Tell of a frog and a mole.", "What colour is snow?", "Why is the sky blue?")
+TEMPLATE = "{% for turn in messages %}<|turn>{{ turn['role'] }} {{ turn['content'] }}<turn|>{% endfor %}<|turn>model "
+
+
+def write_tokenizer(checkpoint: Path) -> None:
+    """A word for each token of a model with random weights."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers import models as kinds
+    from transformers import AutoConfig, PreTrainedTokenizerFast
+
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
+    count = AutoConfig.from_pretrained(checkpoint).get_text_config().vocab_size
+    words = [*special, *(f"w{number}" for number in range(len(special), count))]
+    tokens = Tokenizer(kinds.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=tokens, chat_template=TEMPLATE, **names)
+    made.add_special_tokens({"additional_special_tokens": special[4:]})
+    made.save_pretrained(checkpoint)
+
+
+@contextlib.contextmanager
+def serving(checkpoint: Path, adapter: Path, given: list[str]) -> Iterator[tuple[str, int]]:
+    """A server's address, and its process."""
+    words = [sys.executable, "-m", "gemma4_compat", "serve", str(checkpoint), "--adapter", f"adapted={adapter}"]
+    environment = dict(os.environ, PYTHONPATH=str(common.ROOT), HF_HUB_OFFLINE="1")
+    process = subprocess.Popen(
+        [*words, "--port", "0", *given], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stderr is not None
+    said = ""
+    try:
+        for line in process.stderr:
+            said += line
+            if found := re.search(r"running on (http://\S+)", line):
+                break
+        else:
+            raise SystemExit(f"the server did not start: {said[-2000:]}")
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield f"{found[1]}/v1", process.pid
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def asked(client: Any, model: str, number: int, most: int) -> dict[str, float]:
+    """One streamed answer: seconds to its first token and to its end, and its tokens."""
+    begun, first, used = time.perf_counter(), 0.0, None
+    messages = [{"role": "user", "content": f"{QUESTIONS[number % len(QUESTIONS)]}"}]
+    length = max(most * (1 + number % 4) // 4, 1)
+    options = {"model": model, "messages": messages, "temperature": 0, "max_tokens": length}
+    for part in client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **options):
+        if not first and part.choices and part.choices[0].delta.content:
+            first = time.perf_counter() - begun
+        used = part.usage or used
+    return {"first": first, "all": time.perf_counter() - begun, "tokens": used.completion_tokens if used else 0}
+
+
+def load(client: Any, names: list[str], clients: int, each: int, most: int) -> dict[str, Any]:
+    """What so many clients get that send so many requests each."""
+
+    def one(index: int) -> list[dict[str, float]]:
+        return [asked(client, names[index % len(names)], index + clients * turn, most) for turn in range(each)]
+
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        answers = [answer for found in pool.map(one, range(clients)) for answer in found]
+    seconds, tokens = time.perf_counter() - begun, sum(answer["tokens"] for answer in answers)
+    firsts = [1000 * answer["first"] for answer in answers if answer["first"]]
+    found = {"clients": clients, "requests": len(answers), "tokens": tokens, "tokens_s": tokens / seconds}
+    return found | {"first_ms": common.spread(firsts), "ms_token": 1000 * seconds / max(tokens, 1)}
+
+
+def memory(process: int) -> dict[str, float | None]:
+    """MiB of a process, in the host and on GPUs."""
+    import psutil
+
+    found: dict[str, float | None] = {
+        "host_mib": psutil.Process(process).memory_info().rss / (1 << 20),
+        "gpu_mib": None,
+    }
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        found["gpu_mib"] = sum(map(float, subprocess.run(query, capture_output=True, check=True).stdout.split()))
+    return found
+
+
+def bare(checkpoint: Path, adapter: Path, context: int, most: int) -> dict[str, Any]:
+    """One `generate` after the other in this process: milliseconds a token, without a streamer."""
+    import torch
+
+    from gemma4_compat.cli.serving import answers, loading, media, requests
+
+    wanted = loading.Wanted(str(checkpoint), [f"adapted={adapter}"], plan={"context": context})
+    served = loading.load(wanted)
+    preparation = answers.Preparation(served, media.Limits())
+    said = [{"role": "user", "content": QUESTIONS[1]}]
+    asked = {"messages": said, "temperature": 0, "max_tokens": most}
+    prompt = preparation.prompt(requests.read(json.dumps(asked).encode()))
+    times: list[float] = []
+    for _ in range(6):
+        begun = time.perf_counter()
+        with torch.no_grad(), served.model.disable_adapter():
+            tokens = served.model.generate(**prompt.inputs, generation_config=prompt.config)
+        times.append(1000 * (time.perf_counter() - begun) / (tokens.shape[1] - prompt.tokens))
+    return {
+        "ms_token": statistics.median(times[2:]),
+        "first_ms_token": times[0],
+        "tokens": tokens.shape[1] - prompt.tokens,
+    }
+
+
+def measured(address: str, process: int | None, options: argparse.Namespace, result: dict[str, Any]) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=600)
+    names = [model.id for model in client.models.list()]
+    asked(client, names[0], 3, options.answer)  # its first answer captures and compiles
+    for clients in CLIENTS:
+        result["loads"].append(found := load(client, names[:1], clients, options.each, options.answer))
+        print(json.dumps(common.rounded(found)), flush=True)
+    if process is not None and options.requests:
+        done, result["memory"] = 0, []
+        for share in (options.requests // 10, options.requests):
+            load(client, names, 4, max((share - done) // 4, 1), options.answer)
+            done = share
+            result["memory"].append({"requests": share, **memory(process)})
+            print(json.dumps(common.rounded(result["memory"][-1])), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--shape", choices=sorted(models.SHAPES), help="random weights; default: the trained tiny model"
+    )
+    parser.add_argument("--address", help="of another server that runs, in place of ours")
+    parser.add_argument("--context", type=int, default=512, help="tokens (default: 512)")
+    parser.add_argument("--answer", type=int, default=64, help="tokens of the longest answers (default: 64)")
+    parser.add_argument("--each", type=int, default=4, help="requests of each client (default: 4)")
+    parser.add_argument("--requests", type=int, default=500, help="after which memory is read (default: 500)")
+    parser.add_argument("--bare", nargs=2, type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="a file for the results, in JSON")
+    options = parser.parse_args()
+    if options.bare:
+        print(json.dumps(bare(*options.bare, options.context, options.answer)))
+        return 0
+    given = {name: value for name, value in vars(options).items() if name not in ("out", "bare")}
+    result: dict[str, Any] = {"options": given, "loads": []}
+    with contextlib.ExitStack() as stack:
+        if options.address:
+            measured(options.address, None, options, result)
+        else:
+            trained = Trained.find() if options.shape is None else None
+            if trained is not None:
+                checkpoint, adapter = trained.checkpoint, trained.adapter
+            else:
+                folder = stack.enter_context(common.temporary("serving-", models.work_folder(options.shape)))
+                result["machine"] = models.build(options.shape, folder)
+                checkpoint, adapter = folder / "checkpoint", folder / "adapter"
+                write_tokenizer(checkpoint)
+            words = [sys.executable, __file__, "--bare", str(checkpoint), str(adapter)]
+            words += ["--context", str(options.context), "--answer", str(options.answer)]
+            done = subprocess.run(words, capture_output=True, text=True, env=dict(os.environ, HF_HUB_OFFLINE="1"))
+            result["bare"] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr[-500:]
+            print(json.dumps(result["bare"]), flush=True)
+            address, process = stack.enter_context(serving(checkpoint, adapter, ["--context", str(options.context)]))
+            measured(address, process, options, result)
+    if options.out:
+        options.out.write_text(json.dumps(common.rounded(result), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
