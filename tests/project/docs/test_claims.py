@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tools import claims
+from tools.claims.form import Claim
 
 
 @pytest.mark.parametrize("claim", claims.CLAIMS, ids=lambda claim: f"{claim.page}: {claim.text:.40}")
-def test_pages_say_what_is_computed(claim: claims.Claim) -> None:
+def test_pages_say_what_is_computed(claim: Claim) -> None:
     assert claim.page in claims.PAGES
     assert claim.said in claims.prose(claim.page)
 
