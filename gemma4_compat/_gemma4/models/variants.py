@@ -30,7 +30,7 @@ def _text(hidden: int, inner: int, heads: int, kv_heads: int, **others: Any) -> 
 
 
 #: What the text models of the two largest have in common.
-_LARGE = {
+_LARGE_TEXT = {
     "hidden_size_per_layer_input": 0,
     "attention_k_eq_v": True,
     "use_bidirectional_attention": "vision",
@@ -61,13 +61,13 @@ _SHAPES: dict[str, dict[str, Any]] = {
     },
     "26B-A4B": {
         "layer_types": _FIVE_TO_ONE * 5,
-        "text": _text(2816, 2112, 16, 8, num_global_key_value_heads=2, **_LARGE, **_EXPERTS),
+        "text": _text(2816, 2112, 16, 8, num_global_key_value_heads=2, **_LARGE_TEXT, **_EXPERTS),
         "vision": _VISION_LARGE,
         "audio": None,
     },
     "31B": {
         "layer_types": _FIVE_TO_ONE * 10,
-        "text": _text(5376, 21504, 32, 16, num_global_key_value_heads=4, **_LARGE),
+        "text": _text(5376, 21504, 32, 16, num_global_key_value_heads=4, **_LARGE_TEXT),
         "vision": _VISION_LARGE,
         "audio": None,
     },
