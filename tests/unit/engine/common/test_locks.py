@@ -95,6 +95,7 @@ def test_every_other_lock_of_the_package_guards_a_few_lines() -> None:
         "_lab/stand_ins/tape.py": "a stand-in for a capture",
         "_generation/prefix_cache/session.py": "one attribute",
         "patches/generation/transformers_early_exit.py": "which threads see fewer layers",
+        "cli/serving/answers.py": "a processor, and the places in a queue",
     }
     made = re.compile(r"threading\.(R?Lock|Condition|Semaphore|Event|Barrier)\(")
     package = ROOT / "gemma4_compat"
