@@ -41,7 +41,12 @@ def urls(repository: str | None) -> dict[str, str]:
 
 
 def for_an_index(text: str, repository: str | None) -> str:
-    """``text`` with links to files of the repository made absolute, or into plain text where it has no address."""
+    """``text`` with links to files of the repository made absolute, or into plain text where it has no address.
+
+    Without an address, there are no pictures.
+    """
     text = re.sub(r"<!--.*?-->\n?", "", text)
+    picture = "" if repository is None else rf"![\1]({repository}/raw/main/\2)"
+    text = re.sub(r"!\[([^\]]+)\]\((?![a-z]+:)([^)]+)\)", picture, text)
     replacement = r"\1" if repository is None else rf"[\1]({repository}/blob/main/\2)"
     return re.sub(r"(?<!!)\[([^\]]+)\]\((?![a-z]+:|#)([^)]+)\)", replacement, text)

@@ -127,10 +127,10 @@ def test_with_an_address_everything_names_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(address, "REPOSITORY", here)
     assert address.report_request() == f"report it at {here}/issues"
     assert all(url.startswith(here) for url in hatch_build.urls(here).values())
-    text = "[a `b`](docs/A.md#b) [c](https://example.org) [d](#d) <!-- x -->"
+    text = "[a `b`](docs/A.md#b) [c](https://example.org) [d](#d) ![e](docs/e.svg)<!-- x -->"
     assert (
         hatch_build.for_an_index(text, here)
-        == f"[a `b`]({here}/blob/main/docs/A.md#b) [c](https://example.org) [d](#d) "
+        == f"[a `b`]({here}/blob/main/docs/A.md#b) [c](https://example.org) [d](#d) ![e]({here}/raw/main/docs/e.svg)"
     )
     assert hatch_build.for_an_index(text, None) == "a `b` [c](https://example.org) [d](#d) "
 
