@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import http.client
 import io
+import re
 import time
 import urllib.request
 import wave
@@ -23,6 +25,8 @@ from gemma4_compat.cli.serving.requests import Refused
 #: What PIL may read: other formats start programs, or are large in a few bytes.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _PIXELS = 40_000_000
+#: How WAV, FLAC, OGG and MP3 begin. FFmpeg also reads playlists, whose entries are files and addresses.
+_AUDIO = re.compile(rb"RIFF....WAVE|fLaC|OggS|\xff[\xe0-\xff]", re.DOTALL)
 _SECONDS = 15.0
 _CHUNK = 1 << 16
 
@@ -103,28 +107,31 @@ def _decoded(data: str, limits: Limits) -> bytes:
         raise Refused(400, "An image or a sound is not in base64.") from None
 
 
-class _SameScheme(urllib.request.HTTPRedirectHandler):
+class _Redirects(urllib.request.HTTPRedirectHandler):
     max_redirections = 3
+
+
+#: Without one for file: or ftp:, so no redirect leads there.
+_HANDLERS = (
+    urllib.request.ProxyHandler,
+    urllib.request.HTTPHandler,
+    urllib.request.HTTPSHandler,
+    urllib.request.HTTPDefaultErrorHandler,
+    urllib.request.HTTPErrorProcessor,
+    _Redirects,
+)
 
 
 def _fetched(address: str, limits: Limits) -> bytes:
     """What a machine answers, within a limit of bytes and of time; redirects stay http."""
     opener = urllib.request.OpenerDirector()
-    for handler in (
-        *(
-            urllib.request.ProxyHandler,
-            urllib.request.HTTPHandler,
-            urllib.request.HTTPSHandler,
-            urllib.request.HTTPDefaultErrorHandler,
-        ),
-        *(urllib.request.HTTPErrorProcessor, _SameScheme),
-    ):
+    for handler in _HANDLERS:
         opener.add_handler(handler())
     until = time.monotonic() + _SECONDS
     try:
         with opener.open(address, timeout=_SECONDS) as answer:
             return b"".join(_chunks(answer, until, limits))
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, http.client.HTTPException) as error:
         raise Refused(400, f"An address could not be fetched: {type(error).__name__}.") from None
 
 
@@ -161,8 +168,10 @@ def _sound(content: bytes, rate: int) -> Any:
             if (file.getsampwidth(), file.getframerate()) == (2, rate):
                 samples = numpy.frombuffer(file.readframes(file.getnframes()), "<i2").astype("float32") / 32768
                 return samples.reshape(-1, file.getnchannels()).mean(axis=1)
-    except (wave.Error, EOFError, ValueError):
+    except (wave.Error, EOFError, RuntimeError, ValueError):
         pass  # another format: transformers reads it, where a library for that is installed
+    if not _AUDIO.match(content, _after_tags(content)):
+        raise Refused(400, "A sound could not be read; it may be WAV, MP3, FLAC or OGG.")
     from transformers.audio_utils import load_audio
 
     try:
@@ -170,3 +179,14 @@ def _sound(content: bytes, rate: int) -> Any:
     except (ImportError, RuntimeError, ValueError, OSError) as error:
         sentence = str(error).strip().partition("\n")[0]
         raise Refused(400, f"A sound could not be read ({type(error).__name__}): {sentence[:200]}") from None
+
+
+def _after_tags(content: bytes) -> int:
+    """Where a sound begins, after ID3 tags."""
+    start = 0
+    while content[start : start + 3] == b"ID3" and len(content) >= start + 10:
+        size = 0
+        for byte in content[start + 6 : start + 10]:
+            size = size << 7 | byte & 0x7F
+        start += 10 + size
+    return start

@@ -347,11 +347,59 @@ def test_an_image_that_unpacks_to_too_much(monkeypatch: pytest.MonkeyPatch, trai
         media.messages(asked, media.Limits(), pictures=True, rate=None)
 
 
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"#EXTM3U\nfile:///etc/passwd", "may be WAV"),
+        (b"ID3\4\0\0\0\0\0\4tags#EXTM3U\nhttp://127.0.0.1:9/a.mp3", "may be WAV"),
+        (b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\xff\1\0\1\0", "could not be read"),
+    ],
+)
+def test_a_playlist_is_no_sound(content: bytes, said: str) -> None:
+    from gemma4_compat.cli.serving import media, requests
+
+    with pytest.raises(requests.Refused, match=said):
+        media._sound(content, 16000)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/a b", "http://127.0.0.1:x/", "http://[::1"])
+def test_a_bad_address_is_refused(url: str) -> None:
+    from gemma4_compat.cli.serving import media, requests
+
+    with pytest.raises(requests.Refused, match="could not be fetched"):
+        media._fetched(url, media.Limits(http=True))
+
+
 # ----- faults -----
 
 
+def test_a_body_that_does_not_arrive(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gemma4_compat.cli.serving import server as module
+
+    monkeypatch.setattr(module, "_SLOW", 0.2)
+    with serving.running(served) as server, socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        assert b" 408 " in connection.recv(100)
+
+
+def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    from gemma4_compat.cli.serving import server as module
+
+    async def application(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def never(_message: Any = None) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(module, "_SLOW", 0.05)
+    with pytest.raises(TimeoutError):
+        asyncio.run(module._Guard(application)({"type": "http", "path": "/", "headers": []}, never, never))
+
+
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_row(server: Server, endless: None, stream: bool) -> None:
+def test_a_client_that_goes_away_frees_its_place(server: Server, endless: None, stream: bool) -> None:
     asked: list[Any] = []
     submit = server.app.state.worker.submit
     server.app.state.worker.submit = lambda prompt, streamer: (asked.append(streamer), submit(prompt, streamer))
