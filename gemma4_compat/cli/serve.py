@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from gemma4_compat._engine.io import temporary
 from gemma4_compat._engine.io.text import parse_size
 from gemma4_compat.cli.app import app, command, fail, tell, working
 
 #: What transformers' server imports.
 _EXTRA = ("fastapi", "openai", "pydantic", "uvicorn")
+_PREFIX, _SIGNALLED = "gemma4-compat-", 128
 
 _Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="E2B, E4B, 12B, 26B-A4B, 31B, a checkpoint folder, or a model id.")
@@ -23,33 +29,26 @@ _Adapters = Annotated[
     typer.Option("--adapter", metavar="[NAME=]PATH", help="An adapter, which requests choose by name; repeatable."),
 ]
 _Assistant = Annotated[
-    str | None, typer.Option("--assistant", help="A model that drafts tokens: a folder or an id. Keeps no prefixes.")
+    str | None, typer.Option(help="A model that drafts tokens: a folder or an id. Keeps no prefixes.")
 ]
-_Card = Annotated[str | None, typer.Option("--card", help="Fit this card, such as 'RTX 3060'.")]
+_Card = Annotated[str | None, typer.Option(help="Fit this card, such as 'RTX 3060'.")]
 _Vram = Annotated[
     list[str] | None,
     typer.Option(
-        "--vram",
         help="What PyTorch may allocate, such as 8GiB; repeat it for each GPU. Default: what --card has, or what is "
         "free on this machine's GPUs. Without a GPU, the CPU computes.",
     ),
 ]
-_Context = Annotated[int, typer.Option("--context", help="Tokens per conversation, prompt and answer together.")]
+_Context = Annotated[int, typer.Option(help="Tokens per conversation, prompt and answer together.")]
 _Quantize = Annotated[
-    str | None, typer.Option("--quantize", help="4bit, 4bit-double, 8bit or none; default: 4bit, and none on a CPU.")
+    str | None, typer.Option(help="4bit, 4bit-double, 8bit or none; default: 4bit, and none on a CPU.")
 ]
-_Cpu = Annotated[
-    str | None, typer.Option("--cpu", help="Host memory for offloaded modules; default: as much as they need.")
-]
-_DeviceMap = Annotated[
-    Path | None, typer.Option("--device-map", help="A JSON file with a device map, in place of the plan's.")
-]
+_Cpu = Annotated[str | None, typer.Option(help="Host memory for offloaded modules; default: as much as they need.")]
+_DeviceMap = Annotated[Path | None, typer.Option(help="A JSON file with a device map, in place of the plan's.")]
 _Vision = Annotated[bool, typer.Option("--vision", help="Leave room for images.")]
 _Audio = Annotated[bool, typer.Option("--audio", help="Leave room for sounds.")]
 _Exact = Annotated[bool, typer.Option("--exact", help="PyTorch's bits, which are slower; keeps no prefixes.")]
-_Conversations = Annotated[
-    str, typer.Option("--conversations", help="Host memory for conversations; the last one stays on the GPU.")
-]
+_Conversations = Annotated[str, typer.Option(help="Host memory for conversations; the last one stays on the GPU.")]
 
 
 @app.command()
@@ -60,16 +59,13 @@ def serve(
     card: _Card = None,
     vram: _Vram = None,
     context: _Context = 8192,
-    port: Annotated[
-        int, typer.Option("--port", help="TCP port; 0: any free one.", min=0, max=65535, metavar="NUMBER")
-    ] = 8000,
+    port: Annotated[int, typer.Option(help="TCP port; 0: any free one.", min=0, max=65535, metavar="NUMBER")] = 8000,
     host: Annotated[
-        str, typer.Option("--host", help="The address to listen on; one that other machines reach needs --key.")
+        str, typer.Option(help="The address to listen on; one that other machines reach needs --key.")
     ] = "127.0.0.1",
     key: Annotated[
         str | None,
         typer.Option(
-            "--key",
             envvar="GEMMA4_COMPAT_KEY",
             show_envvar=False,
             help="What clients must send as api_key; better in GEMMA4_COMPAT_KEY, a variable that others cannot see.",
@@ -78,15 +74,11 @@ def serve(
     allow_http: Annotated[
         bool, typer.Option("--allow-http", help="Fetch images and sounds from addresses in requests.")
     ] = False,
-    waiting: Annotated[
-        int, typer.Option("--waiting", help="Requests that may wait for their turn.", min=0, metavar="NUMBER")
-    ] = 64,
+    waiting: Annotated[int, typer.Option(help="Requests that may wait for their turn.", min=0, metavar="NUMBER")] = 64,
     patience: Annotated[
-        float, typer.Option("--patience", help="Seconds that a request may wait.", min=0.1, metavar="NUMBER")
+        float, typer.Option(help="Seconds that a request may wait.", min=0.1, metavar="NUMBER")
     ] = 120.0,
-    grace: Annotated[
-        int, typer.Option("--grace", help="Seconds for running requests at SIGTERM.", min=1, metavar="NUMBER")
-    ] = 20,
+    grace: Annotated[int, typer.Option(help="Seconds for running requests at SIGTERM.", min=1, metavar="NUMBER")] = 20,
     assistant: _Assistant = None,
     quantize: _Quantize = None,
     cpu: _Cpu = None,
@@ -105,12 +97,12 @@ def serve(
         fail(f"{', '.join(missing)}: not installed, and serve needs it; in a checkout: pip install '.[serve]'")
     if not (host in ("localhost", "::1") or host.startswith("127.") or key):
         fail(f"on {host}, everyone who reaches this machine could ask; give --key, or a variable GEMMA4_COMPAT_KEY")
-    served = _load(locals())
-    from gemma4_compat.cli.serving import media, server
+    with _loaded(locals()) as served:
+        from gemma4_compat.cli.serving import media, server
 
-    limits = server.Limits(waiting=waiting, patience=patience, grace=grace, media=media.Limits(http=allow_http))
-    tell(f"serving {', '.join(served.names)}")
-    server.run(served, limits, host=host, port=port, key=key or None)
+        limits = server.Limits(waiting=waiting, patience=patience, grace=grace, media=media.Limits(http=allow_http))
+        tell(f"serving {', '.join(served.names)}")
+        server.run(served, limits, host=host, port=port, key=key or None)
 
 
 @app.command()
@@ -121,9 +113,9 @@ def chat(
     card: _Card = None,
     vram: _Vram = None,
     context: _Context = 8192,
-    system: Annotated[str | None, typer.Option("--system", help="What the model is told first.")] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
     temperature: Annotated[
-        float | None, typer.Option("--temperature", help="0: the likeliest tokens; default: the checkpoint's.", min=0)
+        float | None, typer.Option(help="0: the likeliest tokens; default: the checkpoint's.", min=0)
     ] = None,
     assistant: _Assistant = None,
     quantize: _Quantize = None,
@@ -135,13 +127,15 @@ def chat(
 
     Ctrl-C ends an answer, /reset begins anew, /use NAME asks the adapter or the model of that name, /quit ends.
     """
-    served = _load(locals())
-    from gemma4_compat.cli.serving import terminal
+    with _loaded(locals()) as served:
+        from gemma4_compat.cli.serving import terminal
 
-    terminal.Chat(served, system, temperature=temperature).run()
+        terminal.Chat(served, system, temperature=temperature).run()
 
 
-def _load(given: dict[str, Any]) -> Any:
+@contextlib.contextmanager
+def _loaded(given: dict[str, Any]) -> Iterator[Any]:
+    """The model. Its weights on disk are removed at the end, also at SIGTERM, which still ends the process."""
     from gemma4_compat.cli.serving import loading
 
     loading.refuse_release()
@@ -157,7 +151,13 @@ def _load(given: dict[str, Any]) -> Any:
         device_map=None if given["device_map"] is None else _map(given["device_map"]),
         plan=plan,
     )
-    return loading.load(wanted)
+    try:
+        with temporary.terminable(), tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder:
+            yield loading.load(wanted, folder)
+    except SystemExit as ended:
+        if isinstance(ended.code, int) and ended.code > _SIGNALLED:
+            signal.raise_signal(ended.code - _SIGNALLED)
+        raise
 
 
 def _map(file: Path) -> dict[str, Any]:

@@ -217,7 +217,7 @@ class Worker:
         """Take a place in the queue, which :meth:`leave` or the end of an answer gives back.
 
         Raises:
-            Refused: there is none (503).
+            Refused: the queue is full (503).
         """
         with self._lock:
             if self._here >= self._most:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import gemma4_compat
 from gemma4_compat._engine import versions
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.adapters.saved import CONFIG, WEIGHTS
 from gemma4_compat._generation.prefix_cache.parked import Conversations
 from gemma4_compat._offload import host_room
 from gemma4_compat._plan import assistants, budgets
@@ -19,7 +19,6 @@ from gemma4_compat._plan.result import Plan
 
 #: The releases of transformers whose server this is: from 5.15 on it parses what a model writes.
 RELEASES = ">=5.15,<6"
-_WEIGHTS = "adapter_model.safetensors"
 #: Tokens that an assistant drafts whose checkpoint does not say so; transformers has no other default for it.
 _DRAFTS = 4
 
@@ -98,21 +97,27 @@ class Served:
             yield
 
 
-def load(wanted: Wanted) -> Served:
+def load(wanted: Wanted, folder: str) -> Served:
     """Plan, load and prepare a model.
+
+    Args:
+        wanted: the model, and how.
+        folder: for weights that are offloaded to disk.
 
     Raises:
         Gemma4CompatError: transformers has another server, nothing fits, or two names are the same.
     """
     refuse_release()
     named = dict(map(_named, wanted.adapters))
-    if len(named) < len(wanted.adapters):
-        raise Gemma4CompatError("two adapters have the same name; name one yourself: --adapter NAME=FOLDER")
+    if len(set(map(_in_peft, named))) < len(wanted.adapters):
+        raise Gemma4CompatError(
+            "two adapters have the same name (. and - are alike); name one yourself: --adapter NAME=FOLDER"
+        )
     plan = _planned(wanted, list(named.values()))
     base_name = Path(plan.model).name if Path(plan.model).is_dir() else plan.model
     if base_name in named:
         raise Gemma4CompatError(f"an adapter and the model are both named {base_name!r}; use --adapter NAME=FOLDER")
-    base = _base(plan, wanted.device_map or plan.device_map)
+    base = _base(plan, wanted.device_map or plan.device_map, folder)
     model = _with_adapters(base, named)
     fast = plan.fast or (wanted.device_map is not None and base.device.type == "cuda")
     keeps = not wanted.exact and wanted.assistant is None
@@ -149,10 +154,8 @@ def _named(adapter: str) -> tuple[str, Path]:
     name, given, folder = adapter.partition("=")
     if not given or Path(adapter).is_dir():
         name, folder = Path(adapter).resolve().name, adapter
-    if not (Path(folder) / "adapter_config.json").is_file():
-        raise Gemma4CompatError(
-            f"there is no adapter_config.json in the folder {folder!r}; give the folder of an adapter"
-        )
+    if not (Path(folder) / CONFIG).is_file():
+        raise Gemma4CompatError(f"there is no {CONFIG} in the folder {folder!r}; give the folder of an adapter")
     return name, Path(folder)
 
 
@@ -161,7 +164,7 @@ def _planned(wanted: Wanted, adapters: list[Path]) -> Plan:
     import torch
 
     options = dict(wanted.plan)
-    sizes = sorted(((folder / _WEIGHTS).stat().st_size, folder) for folder in adapters if (folder / _WEIGHTS).exists())
+    sizes = sorted(((folder / WEIGHTS).stat().st_size, folder) for folder in adapters if (folder / WEIGHTS).exists())
     if sizes:
         options["adapter"] = sizes[-1][1]
     asked = options.get("vram") is not None or options.get("card") is not None
@@ -175,7 +178,7 @@ def _planned(wanted: Wanted, adapters: list[Path]) -> Plan:
     return gemma4_compat.plan_device_map(wanted.model, assistant=wanted.assistant is not None, **options)
 
 
-def _base(plan: Plan, device_map: dict[str, Any]) -> Any:
+def _base(plan: Plan, device_map: dict[str, Any], folder: str) -> Any:
     import torch
     import transformers
 
@@ -191,7 +194,7 @@ def _base(plan: Plan, device_map: dict[str, Any]) -> Any:
             llm_int8_skip_modules=list(source.skip),
         )
     if "disk" in places:
-        options["offload_folder"] = tempfile.mkdtemp(prefix="gemma4-compat-")
+        options["offload_folder"] = folder
     away = source.quantization is not None and len(places) > 1 and not places.isdisjoint(("cpu", "disk"))
     more = {"offloaded": away, "experts": source.experts is not None and not source.stored_experts}
     with gemma4_compat.quantize(**more) if any(more.values()) else contextlib.nullcontext():

@@ -110,7 +110,7 @@ class Chat(msgspec.Struct, forbid_unknown_fields=True):
     tools: list[_Tool] | None = None
     chat_template_kwargs: _TemplateOptions | None = None
     reasoning_effort: str | None = None
-    # Only the value that asks for nothing; any other would be ignored silently.
+    # Only the default: any other value would be ignored silently.
     n: Literal[1] | None = None
     logprobs: Literal[False] | None = None
     presence_penalty: Literal[0] | None = None

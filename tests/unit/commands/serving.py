@@ -54,12 +54,12 @@ def turns(*said: str) -> list[dict[str, Any]]:
     return [{"role": "assistant" if index % 2 else "user", "content": text} for index, text in enumerate(said)]
 
 
-def load(trained: Trained, **options: Any) -> Any:
+def load(trained: Trained, folder: str = "", **options: Any) -> Any:
     """The trained model with its pirate, as ``serve`` loads it, and a template that knows OpenAI's roles."""
     from gemma4_compat.cli.serving import loading
 
     options = {"plan": {"context": 512}, "adapters": [f"pirate={trained.adapter}"]} | options
-    served = loading.load(loading.Wanted(str(trained.checkpoint), **options))
+    served = loading.load(loading.Wanted(str(trained.checkpoint), **options), folder)
     role = "{{ 'model' if turn['role'] == 'assistant' else turn['role'] }}"
     template = served.tokenizer.chat_template.replace("{{ turn['role'] }}", role)
     served.processor.chat_template = served.tokenizer.chat_template = template

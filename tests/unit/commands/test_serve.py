@@ -517,7 +517,7 @@ def test_other_placements_answer_the_same(
         options["plan"] = {"context": 512, "vram": "35MiB"}
     else:
         options["assistant"] = str(trained.assistant)
-    served = serving.load(trained, **options)
+    served = serving.load(trained, str(tmp_path), **options)
     if how == "planned":
         assert (served.plan.quantization, served.plan.prefill_chunk) == ("4bit", 128)
         assert served.plan.quantize_offloaded  # a tower and the table of embeddings

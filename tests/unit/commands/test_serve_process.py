@@ -53,10 +53,13 @@ class Lines:
 
 
 @pytest.fixture
-def process() -> Iterator[Any]:
+def process(tmp_path: Path) -> Iterator[Any]:
     openai = pytest.importorskip("openai", reason="needs the extra [serve]: pip install '.[serve]'")
     pytest.importorskip("uvicorn", reason="needs the extra [serve]: pip install '.[serve]'")
-    found = started(*words("serve", "--port", "0", "--grace", "2"), environment={"GEMMA4_COMPAT_KEY": "s3cret"})
+    found = started(
+        *words("serve", "--port", "0", "--grace", "2"),
+        environment={"GEMMA4_COMPAT_KEY": "s3cret", "TMPDIR": str(tmp_path)},
+    )
     said = Lines(found)
     try:
         port = said.found(r"running on http://127\.0\.0\.1:(\d+)")[1]
@@ -68,7 +71,7 @@ def process() -> Iterator[Any]:
 
 
 @needs_the_server
-def test_sigterm_ends_answers_within_a_limit(process: Any) -> None:
+def test_sigterm_ends_answers_within_a_limit(process: Any, tmp_path: Path) -> None:
     found, said, client = process
     assert [model.id for model in client.models.list()] == ["model", "pirate"]
     asked = {"model": "pirate", "messages": turns(FOX), "temperature": 2.0, "max_tokens": 460}
@@ -76,10 +79,12 @@ def test_sigterm_ends_answers_within_a_limit(process: Any) -> None:
     parts = iter(client.chat.completions.create(stream=True, **asked))
     next(parts)
     next(parts)
+    assert list(tmp_path.glob("gemma4-compat-*"))
     begun = time.monotonic()
     found.send_signal(signal.SIGTERM)
     assert found.wait(30) == -signal.SIGTERM  # as uvicorn's own command ends
     assert time.monotonic() - begun < 20
+    assert not list(tmp_path.glob("gemma4-compat-*"))
     assert "s3cret" not in said.text
 
 
@@ -120,6 +125,7 @@ def test_another_transformers_is_one_sentence(name: str) -> None:
         (["--adapter", "nowhere"], "there is no adapter_config.json in the folder 'nowhere'"),
         (["--device-map", "nowhere.json"], "nowhere.json is no JSON object"),
         (["--conversations", "many"], "many"),
+        (["--adapter", "a.b={adapter}", "--adapter", "a-b={adapter}"], "two adapters have the same name"),
     ],
 )
 def test_a_wrong_option_is_one_line_before_anything_is_loaded(
@@ -131,7 +137,8 @@ def test_a_wrong_option_is_one_line_before_anything_is_loaded(
     from gemma4_compat import cli
 
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(cli.app, words("serve", *options)[2:])
+    given = [option.format(adapter=Trained.find().adapter) for option in options]
+    done = CliRunner().invoke(cli.app, words("serve", *given)[2:])
     assert done.exit_code == 2
     assert said in done.stderr
     assert done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Several conversations of one model, in host memory while another one is had."""
+"""Several conversations with one model: host memory holds all but the last."""
 
 from __future__ import annotations
 
