@@ -85,7 +85,7 @@ class _Chat(chat_completion.ChatCompletionHandler):  # type: ignore[misc]
             raise
         self.worker.submit(prompt, streamer)
         reply = _Reply(self, http.state.request_id, name, prompt, streamer, queue)
-        gone = asyncio.create_task(self._gone(http, reply))
+        gone = asyncio.create_task(_gone(http, queue))
         try:
             await self._turn(queue, streamer)
             first = await reply.item()  # what fails before it has a status of its own
@@ -107,13 +107,6 @@ class _Chat(chat_completion.ChatCompletionHandler):  # type: ignore[misc]
             raise self.worker.late() from None
         if isinstance(begun, Refused):
             raise begun
-
-    async def _gone(self, http: Request, reply: _Reply) -> None:
-        """End an answer if its client goes away."""
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-        self.worker.drop(reply.streamer)
-        reply.queue.put_nowait(Refused(499, "The client went away."))
 
 
 @dataclass
@@ -202,6 +195,13 @@ class _Stream(StreamingResponse):  # type: ignore[misc]
             await super().__call__(scope, receive, send)
         finally:
             self._streamer.cancel()
+
+
+async def _gone(http: Request, queue: asyncio.Queue[Any]) -> None:
+    """Refuse an answer if its client goes away, which ends it."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+    queue.put_nowait(Refused(499, "The client went away."))
 
 
 async def _body(http: Request, most: int) -> bytes:
