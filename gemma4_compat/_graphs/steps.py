@@ -176,7 +176,7 @@ class Step(Call):
         import torch
 
         with torch.inference_mode(False), torch.no_grad():
-            static = exchanged(self.inputs, CACHE, None, copies=True)
+            static = _copied(self.inputs)
         recording, outputs = self.record(static, pool)
         if self.added:  # or somebody else keeps it
             self.decoding.keep_memory(self.cache)
@@ -276,6 +276,18 @@ def without_token_types(inputs: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(inputs.get("attention_mask"), dict):
         return inputs
     return {name: None if name in _OF_THE_PROMPT else value for name, value in inputs.items()}
+
+
+def _copied(value: Any) -> Any:
+    """An input with copies of the tensors that each replay gets: see :func:`signatures.tensors`. It reads others, as
+    in tuples, where they are.
+    """
+    import torch
+
+    if isinstance(value, dict):
+        parts = {name: _copied(part) for name, part in value.items()}
+        return parts if type(value) is dict else type(value)(parts)
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 #: Stands for the cache in the inputs and outputs of a captured step, which must not keep it alive.

@@ -234,11 +234,15 @@ def _as_it_is(kept: Any) -> Any:
 @contextlib.contextmanager
 def adding(module: Any, name: str, add: Callable[[Any], Any]) -> Iterator[None]:
     """Inside, ``add`` is applied to the values of the 4-bit parameter ``name`` in forwards of ``module``."""
-    before = added_to(module)
-    vars(module)[_ADDED] = before | {name: (*before.get(name, ()), add)}
+    added = added_to(module)
+    vars(module)[_ADDED] = added | {name: (*added.get(name, ()), add)}
     try:
         yield
-    finally:
-        vars(module)[_ADDED] = before
-        if not before:
-            del vars(module)[_ADDED]
+    finally:  # forwards of several threads end in any order: each removes its own
+        added = added_to(module)
+        left = tuple(one for one in added.get(name, ()) if one is not add)
+        rest = {key: found for key, found in (added | {name: left}).items() if found}
+        if rest:
+            vars(module)[_ADDED] = rest
+        else:
+            vars(module).pop(_ADDED, None)

@@ -167,7 +167,7 @@ class _Empty:
 
 
 def _written(layer: Any, cache: Any) -> Any:
-    """The cache, an empty dynamic one, if the layer writes into it; None if it leaves it alone.
+    """The cache if the layer writes to it: an empty dynamic one. None if the layer does not touch it.
 
     Raises:
         UnknownArgumentError: the layer may read what it holds.

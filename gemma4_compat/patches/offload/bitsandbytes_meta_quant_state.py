@@ -8,12 +8,12 @@ Cause: ``Params4bit.to("meta")`` calls ``QuantState.to("meta")``, which moves th
 parameter, the new one and the module share that state, and what moved to meta is lost: scales, code book and nested
 offset.
 
-Fix: A move to meta gives the new parameter its own state with all tensors on the host, the *pristine copy*, and
-leaves the shared state alone. A move back to a real device makes a fresh copy that remembers it. When that copy
-moves to meta again, the pristine copy itself is used and nothing is copied back. So nothing accumulates on the
-device, and a state that bitsandbytes repacks for the CPU during a forward (hosts with AVX512-BF16) never becomes the
-pristine copy. ``as_dict`` on an offloaded layer reads true values because they are there. Offloaded parameters can
-be deep-copied.
+Fix: A move to meta gives the new parameter its own state with all tensors on the host, the *pristine copy*; the
+shared state stays as it is. A move back to a real device makes a fresh copy of the pristine one and links it to that.
+If the fresh copy moves to meta, the pristine one is used again and nothing is copied back. So nothing accumulates on
+the device, and a state that bitsandbytes repacks for the CPU during a forward (hosts with AVX512-BF16) never becomes
+the pristine copy. ``as_dict`` on an offloaded layer reads true values because they are there. Offloaded parameters
+can be deep-copied.
 
 A state that was destroyed before the patch was active cannot be restored: using it raises an error that says so.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._engine import versions
-from gemma4_compat._gemma4.quantization import expert_storage, experts
+from gemma4_compat._gemma4.quantization import expert_forward, expert_storage, experts
 from gemma4_compat._lab import tiny, tiny_models
 from gemma4_compat._lab.workspace import difference
 from gemma4_compat.patches.adapters.peft_quantized_experts import PATCH
@@ -231,3 +232,14 @@ def test_other_parameters_are_left_to_peft(workspace: Any, load: Callable[..., A
         finally:
             gemma4_compat.install()
     assert difference(*found) == 0.0
+
+
+def test_forwards_that_overlap_remove_their_own() -> None:
+    module, functions = SimpleNamespace(), [lambda x: x + 1, lambda x: x + 2]
+    first, second = (expert_forward.adding(module, "down_proj", add) for add in functions)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert expert_forward.added_to(module) == {"down_proj": (functions[1],)}
+    second.__exit__(None, None, None)
+    assert vars(module) == {}
