@@ -29,7 +29,7 @@ _Adapters = Annotated[
     typer.Option("--adapter", metavar="[NAME=]PATH", help="An adapter, which requests choose by name; repeatable."),
 ]
 _Assistant = Annotated[
-    str | None, typer.Option(help="A model that drafts tokens: a folder or an id. Keeps no prefixes.")
+    str | None, typer.Option(help="A model that drafts tokens: a folder or an id. Keeps no conversations.")
 ]
 _Card = Annotated[str | None, typer.Option(help="Fit this card, such as 'RTX 3060'.")]
 _Vram = Annotated[
@@ -47,7 +47,7 @@ _Cpu = Annotated[str | None, typer.Option(help="Host memory for offloaded module
 _DeviceMap = Annotated[Path | None, typer.Option(help="A JSON file with a device map, in place of the plan's.")]
 _Vision = Annotated[bool, typer.Option("--vision", help="Leave room for images.")]
 _Audio = Annotated[bool, typer.Option("--audio", help="Leave room for sounds.")]
-_Exact = Annotated[bool, typer.Option("--exact", help="PyTorch's bits, which are slower; keeps no prefixes.")]
+_Exact = Annotated[bool, typer.Option("--exact", help="PyTorch's bits, which are slower; keeps no conversations.")]
 _Conversations = Annotated[str, typer.Option(help="Host memory for conversations; the last one stays on the GPU.")]
 
 
