@@ -9,8 +9,8 @@ parameter, the new one and the module share that state, and what moved to meta i
 offset.
 
 Fix: A move to meta gives the new parameter its own state with all tensors on the host, the *pristine copy*, and
-leaves the shared state alone. A move back to a real device makes a fresh copy that remembers it. When that copy
-moves to meta again, the pristine copy itself is used and nothing is copied back. So nothing accumulates on the
+does not touch the shared state. A move back to a real device copies the pristine copy and keeps a reference to it. On
+the next move to meta, that reference is used again, and nothing is copied back. So nothing accumulates on the
 device, and a state that bitsandbytes repacks for the CPU during a forward (hosts with AVX512-BF16) never becomes the
 pristine copy. ``as_dict`` on an offloaded layer reads true values because they are there. Offloaded parameters can
 be deep-copied.
