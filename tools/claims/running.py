@@ -157,7 +157,7 @@ def experts() -> tuple[int, int]:
 CLAIMS = (
     Claim(
         "README.md",
-        "in host memory {:.1f} GiB more are free for long chats, and {} % of the speed stay",
+        "in host memory {:.1f} GiB more are free for long chats, at {} % of the speed",
         lambda: (saved("E4B"), *percent(kept("E4B"))),
     ),
     Claim("README.md", "takes {} to {} minutes on two cores", lambda: minutes("doctor cold")),
@@ -170,7 +170,7 @@ CLAIMS = (
     ),
     Claim(
         "docs/SMALL_CARD.md",
-        "that saves {:.1f} GiB (E2B) and {:.1f} GiB (E4B), and {} and {} % of the speed stay with decode_fast,",
+        "that saves {:.1f} GiB (E2B) and {:.1f} GiB (E4B), and keeps {} and {} % of the speed with decode_fast,",
         lambda: (*both(saved), *percent(*both(kept))),
     ),
     Claim(
@@ -180,12 +180,12 @@ CLAIMS = (
     ),
     Claim(
         "docs/SMALL_CARD.md",
-        "with decode_fast {:.0f} tokens a second are left of {:.0f} (E2B), {:.0f} of {:.0f} (E4B)",
+        "with decode_fast {:.0f} of {:.0f} tokens a second (E2B), {:.0f} of {:.0f} (E4B)",
         lambda: tuple(speed(shape, case) for shape in ("E2B", "E4B") for case in ("streamed", "gpu")),
     ),
     Claim(
         "docs/SMALL_CARD.md",
-        "{} and {} % of a much lower speed stay",
+        "{} and {} % of a much lower speed",
         lambda: percent(*both(lambda shape: share(shape, "everything"))),
     ),
     Claim("docs/LIMITS.md", "whose bus moves {:.0f} GiB/s", lambda: (bus(),)),

@@ -268,7 +268,7 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
         "an adapter of rank 16",
         "must be 0",
     ),
-    _FLOAT16: (  # but for the last four, what others have published
+    _FLOAT16: (  # published by others, except for the last four
         "2,080",
         "100 steps of",
         "loss of 3.048",

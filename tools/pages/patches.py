@@ -107,7 +107,7 @@ def _with_example(patch: gemma4_compat.Patch) -> Iterator[str]:
 
 def _seen(patch: gemma4_compat.Patch) -> tuple[str, ...]:
     """What the trained model says without the patch and with it, or what the reproduction found in the first stack
-    that it repairs; nothing if there is none.
+    that it repairs. Empty if neither was recorded.
     """
     for file in sorted((ROOT / "docs" / "evidence" / "show").glob("*.json")):
         run = json.loads(file.read_text(encoding="utf-8"))
