@@ -155,9 +155,10 @@ def tell(message: str) -> None:
 
 
 def working(on: str) -> None:
-    """Say on a terminal what the command does next; a pipe or a file gets only the answer."""
+    """Say on a terminal what the command does next, and for how long; a pipe or a file gets only the answer."""
     if terminal.width(error=True) is not None:
         tell(f"{on} ...")
+        terminal.overwrite("at work")
 
 
 def say(text: str, as_json: bool = False, *, coloured: bool = False) -> None:

@@ -160,7 +160,7 @@ def test_explain_tells_everything_about_the_patches_of_an_area(area: str) -> Non
         (
             ["explain", "F2000"],
             "no patch and no area is called 'F2000'; areas are adapters, checkpoints, generation, multimodal, "
-            "offload, placement, quantization, training, and `gemma4-compat list` shows every id.",
+            "offload, placement, quantization, training, and `gemma4-compat list --verbose` shows every id.",
         ),
     ],
 )
