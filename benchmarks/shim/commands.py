@@ -2,11 +2,10 @@
 
 python benchmarks/shim/commands.py [--only plan,scan] [--where terminal,pipe] [--out FILE]
 
-Each command runs in a process of its own, once on a terminal of 80 columns and 24 lines, and once with pipes. A silence
-is the time without a byte on either stream, that before the first byte and that after the last one included. CPU seconds
-are those of the process and of all children that it waited for. `wrong` has options and values that are refused. The
-models are tiny and trained (tests/data); nothing is downloaded, and no GPU is used. `serve` ends with SIGTERM once it
-listens.
+Each command runs in a process of its own, once on a terminal of 80 columns and 24 lines, and once with pipes. A silence is
+the time without a byte on either stream, that before the first byte and that after the last one included. CPU seconds are
+those of the process and of all children that it waited for. `wrong` has options and values that are refused. The models
+are tiny and trained (tests/data); nothing is downloaded, and no GPU is used. `serve` ends with SIGTERM once it listens.
 """
 
 from __future__ import annotations
@@ -174,7 +173,7 @@ def main() -> None:
     arguments = parser.parse_args()
     chosen = [name for name in COMMANDS if any(part in name for part in arguments.only.split(","))]
     rows = []
-    print(f"{'command':<28} {'where':<8} {'exit':>4} {'first byte':>10} {'silence':>8} {'wall':>7} {'CPU':>7} {'lines':>5}")
+    print(f"{'command':<28} {'where':<8} exit first byte  silence    wall     CPU lines")
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         for number, name in enumerate(chosen):
@@ -191,7 +190,8 @@ def main() -> None:
                 )
     if arguments.out:
         written = {"question": common.question(sys.modules[__name__]), "date": datetime.date.today().isoformat()}
-        written |= {"python": platform.python_version(), "cores": os.cpu_count(), "versions": stack(), "commands": rows}
+        written |= {"python": platform.python_version(), "cores": os.cpu_count(), "versions": stack()}
+        written |= {"commands": rows}
         arguments.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 

@@ -125,6 +125,7 @@ def plan_training(
 def planned(request: Request) -> TrainingPlan:
     """The plan for a request: see :func:`plan_training`."""
     shadowed.refuse("torch", "transformers", "peft")
+    training_step.check(request.step)
     model, experts = request.model, request.quantize_experts
     device, budget = _budget(request.vram, request.card)
     quantization = None if request.quantize == "none" else request.quantize
@@ -133,6 +134,8 @@ def planned(request: Request) -> TrainingPlan:
     step = request.step
     if experts and quantization is None:
         raise Gemma4CompatError("quantize_experts quantizes to 4 bits, and quantize is 'none'; use '4bit'")
+    host = None if request.cpu is None else parse_size(request.cpu)
+    build.refuse_unknown(model)
     cut, source = _described(model, quantization, experts=bool(experts))
     if experts is None and quantization is not None and _experts_leave(cut, budget):
         cut, source = _described(model, quantization, experts=True)
@@ -143,7 +146,6 @@ def planned(request: Request) -> TrainingPlan:
     free = [switch for switch in _SWITCHES if getattr(request, switch) is None]
     step, reasons = switches.chosen((cut, device, budget), step, free, measured)
     memory, changes = measured(step), _changes(step, measured)
-    host = None if request.cpu is None else parse_size(request.cpu)
     placed = _placed(cut, device, budget, memory, changes, cpu=host)
     use = placed.use[device]
     return TrainingPlan(

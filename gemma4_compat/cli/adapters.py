@@ -83,7 +83,10 @@ def export(
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A saved adapter's folder, or a cached id.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist, or be empty.")],
     target: Annotated[
-        str, typer.Option("--for", metavar="vllm|sglang|mlx|gguf|peft", help="What reads it; gguf is llama.cpp.")
+        str,
+        typer.Option(
+            "--for", metavar="vllm|sglang|mlx|gguf|peft", help="What reads it; llama.cpp, or ollama, is gguf."
+        ),
     ],
     base: Annotated[
         str | None,

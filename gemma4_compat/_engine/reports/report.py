@@ -123,7 +123,13 @@ def patches_text(patches: tuple[Patch, ...], width: int | None = None) -> str:
 
 
 def areas_text(areas: Mapping[str, str], about: Mapping[str, str], width: int | None = None) -> str:
-    """A screen: each area of ``areas``, which has that of each patch, how many patches it has, and what they are for."""
+    """A screen: each area, how many patches it has, and what they are for.
+
+    Args:
+        areas: the area of each patch.
+        about: what those of an area are for.
+        width: characters of a line; None: any.
+    """
     count = Counter(areas.values())
     rows = [("area", "patches", "for"), *((area, str(count[area]), about[area]) for area in sorted(count))]
     end = f"{len(areas)} patches. Those of an area: `gemma4-compat list AREA`; all: `gemma4-compat list --verbose`."

@@ -14,7 +14,7 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.adapters.saved import CONFIG, WEIGHTS
 from gemma4_compat._generation.prefix_cache.parked import Conversations
 from gemma4_compat._offload import host_room
-from gemma4_compat._plan import assistants, budgets
+from gemma4_compat._plan import assistants, budgets, requests
 from gemma4_compat._plan.result import Plan
 
 #: The releases of transformers whose server this is: from 5.15 on it parses what a model writes.
@@ -138,6 +138,18 @@ def load(wanted: Wanted, folder: str) -> Served:
         conversations=Conversations(base, wanted.conversations) if keeps else None,
         assistant=None if wanted.assistant is None else _assistant(plan, wanted.assistant),
     )
+
+
+def refuse(wanted: Wanted) -> None:
+    """Refuse what can be refused before torch is imported.
+
+    Raises:
+        Gemma4CompatError: transformers has another server, something is not there, or a value is impossible.
+    """
+    refuse_release()
+    for adapter in wanted.adapters:
+        _named(adapter)
+    requests.refuse(requests.Request(model=wanted.model, assistant=wanted.assistant is not None, **wanted.plan))
 
 
 def refuse_release() -> None:
