@@ -2,10 +2,11 @@
 
 python benchmarks/shim/commands.py [--only plan,scan] [--where terminal,pipe] [--out FILE]
 
-Each command runs in a process of its own, once on a terminal of 80 columns and 24 lines, and once with pipes. A silence is
-the time without a byte on either stream, that before the first byte and that after the last one included. CPU seconds are
-those of the process and of all children that it waited for. `wrong` has options and values that are refused. The models
-are tiny and trained (tests/data); nothing is downloaded, and no GPU is used. `serve` ends with SIGTERM once it listens.
+Each command runs in a process of its own, once on a terminal of 80 columns and 24 lines, and once with pipes. A
+silence is the time without a byte on either stream, that before the first byte and that after the last one included.
+CPU seconds are those of the process and of all children that it waited for. `wrong` has options and values that are
+refused. The models are tiny and trained (tests/data); nothing is downloaded, and no GPU is used. `serve` ends with
+SIGTERM once it listens.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ COMMANDS = {
     "repair": "repair MODEL OUT --from MODEL",
     "chat": "chat MODEL",
     "serve": "serve MODEL --port 0",
-    "check --quick": "check --quick --json -",
-    "check --quick MODEL": "check MODEL --quick --json -",
+    "check --quick": "check --quick",
+    "check --quick MODEL": "check MODEL --quick",
     "doctor ID": "doctor peft-keep-dispatch",
     "doctor --show": "doctor --show peft-adapter-keys",
     "doctor": "doctor",

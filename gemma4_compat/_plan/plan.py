@@ -163,6 +163,7 @@ def planned(request: Request) -> Plan:
         stored_experts=stored,
         chosen_experts=choose and experts is not None,
         assumed=assumed,
+        capability=capability,
     )
     limit = int(built.config.get_text_config().max_position_embeddings)
     timed = _measured(cut, placed, load, cards)
@@ -316,6 +317,8 @@ def _modelled(
     """Tokens per second by card, and why they are unknown; empty if they are known."""
     if why := "no step is replayed" if not load.fast else speed.unknown(cut, batch=load.batch):
         return {}, why
+    if any(card.capability is not None and card.capability < speed.BFLOAT16 for card in cards.values()):
+        return {}, "no card before compute capability 8.0 was measured"
     done = speed.work(cut, context=load.context)
     found = {}
     for name, card in cards.items():

@@ -18,7 +18,7 @@ from gemma4_compat._memory import blueprint, layout
 from gemma4_compat._memory.blueprint import Blueprint
 from gemma4_compat._memory.formulas import TrainingLoad
 from gemma4_compat._memory.layout import Layout
-from gemma4_compat._plan import budgets, code, switches, training_step
+from gemma4_compat._plan import budgets, code, prompt_kernels, switches, training_step
 from gemma4_compat._plan.result import Source, TrainingPlan
 from gemma4_compat._plan.training_step import Step, StepMemory
 from gemma4_compat._training.parts import MARGIN
@@ -128,6 +128,7 @@ def planned(request: Request) -> TrainingPlan:
     training_step.check(request.step)
     model, experts = request.model, request.quantize_experts
     device, budget = _budget(request.vram, request.card)
+    capability = prompt_kernels.capability(request.vram, request.card)
     quantization = None if request.quantize == "none" else request.quantize
     if quantization not in (None, "4bit", "4bit-double"):
         raise Gemma4CompatError(f"quantize is {quantization!r}; training plans know 4bit, 4bit-double and none")
@@ -139,6 +140,7 @@ def planned(request: Request) -> TrainingPlan:
     cut, source = _described(model, quantization, experts=bool(experts))
     if experts is None and quantization is not None and _experts_leave(cut, budget):
         cut, source = _described(model, quantization, experts=True)
+    source = replace(source, capability=capability)
     measure: Callable[[Step], StepMemory] = functools.partial(_measure, model, quantization)
     if source.experts is not None:
         measure = functools.partial(_measure, model, quantization, quantized_experts=True)
@@ -168,7 +170,7 @@ def planned(request: Request) -> TrainingPlan:
         cpu=placed.cpu,
         streamed=placed.streamed,
         changes=changes,
-        reasons=reasons | switches.others(step),
+        reasons=reasons | switches.others(step) | ({"fp16": why} if (why := code.without_bfloat16(source)) else {}),
         warning=switches.warning(use),
         assumed=source.assumed,
         code=code.training_code(source, placed, step),

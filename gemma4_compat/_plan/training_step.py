@@ -42,8 +42,7 @@ _SMALLEST_8BIT = 4096
 _BLOCK = 256
 _WIDEST_IN_REGISTERS = 128
 #: Keys of a block of that kernel, and how many blocks of all heads it works on at once, at most.
-_KEYS = 64
-_BLOCKS = 200
+_KEYS, _BLOCKS = 64, 200
 NO_GRAPHS = Kept()
 #: What QLoRA trains: every linear layer of the decoder, and nothing in the towers.
 TARGETS = r"(?!.*tower).*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
@@ -345,7 +344,7 @@ def _attention_workspace(queries: Sequence[int], keys: Sequence[int]) -> int:
 
 
 def check(step: Step) -> None:
-    """Refuse settings that contradict each other (:class:`Gemma4CompatError`)."""
+    """Refuse settings that contradict each other (`Gemma4CompatError`)."""
     for name in ("max_length", "batch", "r"):
         if getattr(step, name) < 1:
             raise Gemma4CompatError(f"{name} is {getattr(step, name)}; it must be at least 1")
