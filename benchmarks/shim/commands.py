@@ -115,6 +115,9 @@ def streams(where: str) -> Iterator[tuple[int, int, int]]:
 
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    settings = termios.tcgetattr(theirs)
+    settings[3] &= ~termios.ECHO  # what is typed is not what the command says
+    termios.tcsetattr(theirs, termios.TCSANOW, settings)
     yield ours, theirs, ours
 
 
@@ -185,7 +188,7 @@ def main() -> None:
                 row = measured(given, where, chats=name == "chat", serves=name == "serve", limit=arguments.limit)
                 rows.append({"name": name, "arguments": COMMANDS[name], "where": where, **row})
                 print(
-                    f"{name:<28} {where:<8} {row['exit']:>4} {row['first_byte_s'] or '-':>10} "
+                    f"{name:<28} {where:<8} {row['exit']:>4} {row['first_byte_s']!s:>10} "
                     f"{row['longest_silence_s']:>8} {row['wall_s']:>7} {row['cpu_s']:>7} {row['lines']:>5}",
                     flush=True,
                 )
