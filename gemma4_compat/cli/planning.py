@@ -76,10 +76,10 @@ def plan(
     `plan-training` plans a training.
     """
     options = _options(locals(), vram or None)
-    from gemma4_compat._plan.plan import PATCHES
-
     working(f"planning {model}: importing torch and transformers first")
     imports_less()
+    from gemma4_compat._plan.plan import PATCHES
+
     if _startup.is_command_line():  # nothing else runs in this process, and it ends with the answer
         _shim.engine.narrow(PATCHES)
     _show(gemma4_compat.plan_device_map(**options), as_json=as_json)
