@@ -220,5 +220,6 @@ def repair(
     """
     from gemma4_compat._adapter_tools.repair import report_text
 
+    working(f"comparing {checkpoint} with {original}")
     report = gemma4_compat.repair_checkpoint(checkpoint, original, out, max_shard_size=max_shard_size)
     answer(report, report_text, as_json=as_json)
