@@ -137,7 +137,8 @@ class _NoEnd:
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
-        self._ends = self._mask = None
+        self._ends: Any = None
+        self._mask: Any = None
 
     def _length(self) -> int:
         found = self._processor
