@@ -74,7 +74,7 @@ COMMANDS = {
     "wrong: scan ADAPTER": "scan no-such-folder E2B",
     "wrong: scan BASE": "scan ADAPTER no-such-folder",
     "wrong: scan --quantize": "scan ADAPTER E2B --quantize 3bit",
-    "wrong: export --for": "export ADAPTER OUT --for ollama",
+    "wrong: export --for": "export ADAPTER OUT --for tgi",
     "wrong: export ADAPTER": "export no-such-folder OUT --for vllm",
     "wrong: merge BASE": "merge no-such-folder ADAPTER OUT",
     "wrong: merge --start": "merge MODEL ADAPTER OUT --start somewhere",
