@@ -243,6 +243,14 @@ def test_a_slow_command_says_at_once_what_it_does_on_a_terminal_only() -> None:
     assert error.strip() == second
 
 
+def test_the_heading_of_a_report_that_is_pasted_stays_a_line() -> None:
+    lines = on_a_terminal("reproduce", "peft-keep-dispatch", "--report").splitlines()
+    assert lines[0].startswith("### ")
+    assert len(lines[0]) > 80
+    assert lines[1] == ""
+    assert max(len(line) for line in lines[2:] if "`" not in line) <= 80
+
+
 def test_code_that_a_reader_pastes_is_not_broken() -> None:
     text = "Say `pip install torch==2.13.0 torchvision --index-url https://x` or ``import gemma4_compat`` or do not."
     for width in (20, 40, 60):
