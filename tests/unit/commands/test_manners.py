@@ -235,7 +235,7 @@ def test_what_is_wrong_is_refused_before_torch_is_imported(tmp_path: Path, name:
 
 def test_a_slow_command_says_at_once_what_it_does_on_a_terminal_only() -> None:
     arguments = ("plan", "E2B", "--vram", "8 apples")
-    first, second = on_a_terminal(*arguments).splitlines()
+    first, second = (line.rpartition("\r")[2] for line in on_a_terminal(*arguments).strip().split("\n"))
     assert first == "gemma4-compat: planning E2B: importing torch and transformers first ..."
     assert "'8 apples' is not a size" in second
     code, out, error = command(*arguments)
