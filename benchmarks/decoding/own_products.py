@@ -150,7 +150,7 @@ class Products:
 
     def launches(self, wanted: Sequence[dict[str, Any]], *, bits: bool = False) -> list[Any]:
         """The fewest kernels for weights with one input; with ``bits`` those with bitsandbytes' bits."""
-        return [kernel for kernel, _ in self._kernels_of(wanted, bits)]
+        return [kernel for kernels, _ in self._kernels_of(wanted, bits) for kernel in kernels]
 
     def texts(
         self, dtype: Any, outputs: Sequence[int], inputs: int, *, rows: int = 1, bits: bool = False
@@ -172,13 +172,14 @@ class Products:
                 together.append([one])
         for several in together:
             results = [one.empty() for one in several]
-            yield products.kernel_of((several, results)), results
+            yield products.kernels_of((several, results)), results
 
     def computed(self, wanted: dict[str, Any], *, bits: bool = False) -> Any:
         """One product."""
-        ((kernel, (result,)),) = self._kernels_of([wanted], bits)
-        self.prepare([kernel.text])
-        self._kernels.launch(kernel)
+        ((kernels, (result,)),) = self._kernels_of([wanted], bits)
+        self.prepare([kernel.text for kernel in kernels])
+        for kernel in kernels:
+            self._kernels.launch(kernel)
         return result
 
     def theirs(self, wanted: dict[str, Any]) -> Any:

@@ -101,7 +101,8 @@ class CustomKernels(Repeats):
 
     Args:
         device: whose tensors they may read.
-        tokens: of each sequence. Up to eight in all have the bits that each would have in a forward of its own.
+        tokens: of each sequence. Up to ``products.MAX_ROWS`` in all have the bits that each would have in a forward of
+            its own.
     """
 
     def __init__(self, device: Any, tokens: int = 1) -> None:
@@ -138,10 +139,10 @@ class CustomKernels(Repeats):
 
     def _means(self, given: Any, *args: Any, **kwargs: Any) -> Any:
         """The means of norms, each as for one token: PyTorch's order of additions depends on how many there are."""
-        if given.device != self._device or given.ndim < 3 or given.shape[1] != self._tokens:
+        if given.device != self._device or given.ndim < 2 or (given.ndim > 2 and given.shape[1] != self._tokens):
             return None
-        rows = given.shape[0] * self._tokens
-        if not 1 < rows <= dense.MAX_ROWS or (args, kwargs) != ((-1,), {"keepdim": True}):
+        rows = given.shape[0] * (1 if given.ndim == 2 else self._tokens)  # experts and their router see flat rows
+        if not 1 < rows <= products.MAX_ROWS or (args, kwargs) != ((-1,), {"keepdim": True}):
             return None
         return self._computed(torch.ops.gemma4_compat.means, given, rows)
 
@@ -267,7 +268,7 @@ def _dense(given: Any, weight: Any, bias: Any) -> Any:
         return value.memory
     product = dense.product(given, weight, bias)
     result = product.empty()
-    launch(given.device, products.kernel_of(([product], [result])))
+    launch(given.device, *products.kernels_of(([product], [result])))
     return result
 
 
@@ -275,7 +276,7 @@ def _product(*args: Any, **kwargs: Any) -> Any:
     product = nf4_gemv.match(*args, **kwargs)
     assert product is not None  # or CustomKernels would not have asked
     result = product.empty()
-    launch(result.device, products.kernel_of(([product], [result])))
+    launch(result.device, *products.kernels_of(([product], [result])))
     return result
 
 

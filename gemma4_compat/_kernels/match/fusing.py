@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -118,13 +118,18 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             deferred.clear()
         self._results.clear()
         for launched in [groups] if together else [[group] for group in groups]:
-            self._launch(products.kernel_of(*launched), [wanted[0].signature for wanted, _ in launched])
+            signatures = [wanted[0].signature for wanted, _ in launched]
+            for kernel in self._apart(products.kernels_of, *launched):
+                self._launch(kernel, signatures)
 
     def _launch(self, kernel: Kernel, signatures: list[tuple[Any, ...]]) -> None:
-        """Hand a kernel to the sink: what that does with tensors is not part of the step."""
+        self._apart(self._sink.kernel, kernel, signatures)
+
+    def _apart(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call what makes or launches kernels: what that does with tensors is not part of the step."""
         self._launching = True
         try:
-            self._sink.kernel(kernel, signatures)
+            return call(*args)
         finally:
             self._launching = False
 

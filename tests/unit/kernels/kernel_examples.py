@@ -98,7 +98,7 @@ def _nf4_exact() -> Iterator[Kernel]:
 
     for operation, dtype, inputs, more in CASES:
         one = asked(operation, dtype, inputs, 37, **more)
-        yield products.kernel_of(([one], [one.empty()]))
+        yield from products.kernels_of(([one], [one.empty()]))
 
 
 def _nf4_gemv() -> Iterator[Kernel]:
@@ -117,9 +117,9 @@ def _nf4_gemv() -> Iterator[Kernel]:
         one = nf4_gemv.match(**given)
         assert one is not None
         many = [one] * count, [one.empty()] * count
-        yield products.kernel_of(many)
+        yield from products.kernels_of(many)
         low = dense.product(given["given"], torch.zeros(16, inputs, dtype=torch.float32 if rows == 1 else dtype))
-        yield products.kernel_of(many, ([low] * count, [low.empty()] * count))
+        yield from products.kernels_of(many, ([low] * count, [low.empty()] * count))
 
 
 def _expert_rows() -> Iterator[Kernel]:
@@ -160,7 +160,7 @@ def _dense() -> Iterator[Kernel]:
     ):
         weight, bias = torch.zeros(shape, dtype=dtype), torch.zeros(shape[0], dtype=dtype) if rows == 3 else None
         one = dense.product(torch.zeros(rows, shape[1], dtype=dtype), weight, bias)
-        yield products.kernel_of(([one] * count, [one.empty()] * count))
+        yield from products.kernels_of(([one] * count, [one.empty()] * count))
 
 
 def _plain_attention() -> Iterator[Kernel]:
