@@ -7,12 +7,13 @@ import contextlib
 import logging
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._engine.runtime import locks
 from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._gemma4.models import walk
+from gemma4_compat._gemma4.quantization import expert_forward
 from gemma4_compat._graphs import deferred_stop, static_caches, steps, unsupported
 from gemma4_compat._graphs.captured_calls import REMEMBERED, CapturedCalls, Pool, State
 from gemma4_compat._graphs.guards.model import ModelGuards
@@ -184,10 +185,11 @@ class Decoding:
         if not self.custom:
             return contextlib.nullcontext()
         from gemma4_compat._kernels.match import custom
+        from gemma4_compat._kernels.specs import products
 
         reason = custom.unsupported_reason(device)
         if reason is None:
-            return custom.CustomKernels(device, tokens)
+            return _alone(custom.CustomKernels(device, tokens), products.MAX_ROWS)
         self.reason_not_fused(reason, "with PyTorch's bits")
         return contextlib.nullcontext()
 
@@ -264,6 +266,13 @@ class Decoding:
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
         self._stream = stream
+
+
+@contextlib.contextmanager
+def _alone(kernels: contextlib.AbstractContextManager[Any], most: int) -> Iterator[None]:
+    """Inside, up to so many rows have the bits that each would have in a step of its own, experts included."""
+    with kernels, expert_forward.each_token_alone(most):
+        yield
 
 
 def of(model: Any) -> Decoding:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._engine.runtime.views import PlainView
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.accelerate import attached, module_hooks
@@ -17,10 +19,28 @@ from gemma4_compat._gemma4.quantization.experts import NAMES, quantized_paramete
 from gemma4_compat._gemma4.state import checkpointing
 
 _ADDED = attached.ADDED
+_alone: contextvars.ContextVar[int] = contextvars.ContextVar("gemma4_compat_experts_alone", default=0)
+
+
+def each_token_alone(most: int) -> contextlib.AbstractContextManager[None]:
+    """Inside, the experts of up to so many tokens compute each as if it were the only one: PyTorch's bits, and which
+    weights are dequantized, depend on how many there are.
+    """
+    return in_place.bound(_alone, most)
+
+
+def by_token(run: Callable[..., Any], hidden_states: Any, *rest: Any) -> Any:
+    """What ``run`` returns for a forward's arguments, one token after the other inside :func:`each_token_alone`."""
+    import torch
+
+    if torch.compiler.is_compiling() or not 1 < len(hidden_states) <= _alone.get():
+        return run(hidden_states, *rest)
+    return torch.cat([run(*one) for one in zip(*(given.split(1) for given in (hidden_states, *rest)))])
 
 
 def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-    """``Gemma4TextExperts.forward`` by upstream's own code, over the dequantized weights of the experts that are hit.
+    """``Gemma4TextExperts.forward`` by upstream's own code, over the dequantized weights of the experts that are hit;
+    :func:`by_token`.
 
     The backward pass keeps the packed weights and dequantizes them again. ``torch.compile`` must be able to trace this
     as one graph.
@@ -28,6 +48,10 @@ def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_i
     Raises:
         Gemma4CompatError: the packed weights have lost their scales.
     """
+    return by_token(functools.partial(_forward, original, self), hidden_states, top_k_index, top_k_weights)
+
+
+def _forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
     if not any(hasattr(getattr(self, name, None), "quant_state") for name in NAMES):
         refuse_packed(self)
         return original(self, hidden_states, top_k_index, top_k_weights)

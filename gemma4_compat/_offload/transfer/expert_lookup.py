@@ -73,7 +73,8 @@ class ExpertLookup:
                 read_ahead.rows(tensor, numbers)
         values = {name: self._values(weight, chosen, added.get(name, ())) for name, weight in self._weights.items()}
         substitute = PlainView(self._module, num_experts=len(chosen), **values)
-        return self._forward(substitute, hidden_states, found, top_k_weights)
+        run = functools.partial(self._forward, substitute)  # the weights are read once for all tokens
+        return expert_forward.by_token(run, hidden_states, found, top_k_weights)
 
     def _values(self, weight: Any, chosen: Any, added: Iterable[Callable[[Any], Any]]) -> Any:
         if hasattr(weight, "quant_state"):

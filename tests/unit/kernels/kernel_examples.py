@@ -112,6 +112,10 @@ def _nf4_gemv() -> Iterator[Kernel]:
         (torch.bfloat16, 12288, 1536, 1, 1),
         (torch.bfloat16, 15360, 4000, 1, 1),
         (torch.bfloat16, 21504, 4000, 8, 1),
+        (torch.bfloat16, 1536, 37, 9, 3),
+        (torch.float16, 3840, 4000, 17, 2),
+        (torch.bfloat16, 12288, 1536, 32, 1),
+        (torch.bfloat16, 2560, 4000, 64, 2),
     ):
         given = asked(dtype, inputs, outputs, rows=rows, bias=rows == 1)
         one = nf4_gemv.match(**given)
@@ -157,6 +161,8 @@ def _dense() -> Iterator[Kernel]:
         (torch.bfloat16, 1, (700, 1536), 1),
         (torch.float16, 8, (700, 2560), 1),
         (torch.float32, 3, (700, 5376), 1),
+        (torch.bfloat16, 9, (16, 1536), 3),
+        (torch.bfloat16, 32, (700, 1536), 1),
     ):
         weight, bias = torch.zeros(shape, dtype=dtype), torch.zeros(shape[0], dtype=dtype) if rows == 3 else None
         one = dense.product(torch.zeros(rows, shape[1], dtype=dtype), weight, bias)

@@ -69,17 +69,17 @@ def test_every_format_is_near_float64(on_host: kernels.Kernels, more: dict[str, 
 
 
 @pytest.mark.parametrize(("inputs", "rows"), [
-    (512, 8), (15360, 8), (512, 9), (4160, 16), (512, 17), (512, 32), (15360, 32), (192, 64),
+    (512, 8), (15360, 8), (192, 9), (4160, 16), (192, 17), (192, 32), (192, 64),
 ])  # fmt: skip
 def test_a_row_has_the_same_bits_in_every_batch(on_host: kernels.Kernels, inputs: int, rows: int) -> None:
     wanted = asked(torch.bfloat16, inputs, 24, rows=rows)
     (together,) = computed(on_host, [understood(wanted)])
-    for row in {0, 5, 7, rows // 2, rows - 1}:
+    for row in {0, 5, 7, rows - 1}:
         (alone,) = computed(on_host, [understood(wanted | {"given": wanted["given"][row : row + 1].contiguous()})])
         assert torch.equal(alone[0], together[row])
 
 
-@pytest.mark.parametrize("rows", [1, 20, 40])
+@pytest.mark.parametrize("rows", [1, 40])
 def test_weights_in_one_launch_have_the_bits_that_they_have_alone(on_host: kernels.Kernels, rows: int) -> None:
     several = [asked(torch.bfloat16, 512, outputs, rows=rows, seed=outputs) for outputs in (70, 16, 3)]
     several = [one | {"given": several[0]["given"]} for one in several]
