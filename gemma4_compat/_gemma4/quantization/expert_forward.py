@@ -128,8 +128,8 @@ _MOSTLY_DISTINCT = 0.25
 def numbers(top_k_index: Any, number: int) -> Any:
     """The indices in ``top_k_index``, ascending, or unsorted if a :class:`expert_storage.Reader` accepts that.
 
-    For one or a few tokens: one entry per pair, including duplicates. This needs no synchronization and can be
-    captured in a CUDA graph. For more tokens: each index once. :func:`positions` finds the first of equal entries, so
+    For one or a few tokens, and inside :func:`each_token_alone`: one entry per pair, including duplicates. This needs
+    no synchronization and can be captured in a CUDA graph. For more tokens: each index once. :func:`positions` finds the first of equal entries, so
     duplicates are dequantized for nothing.
 
     Args:
@@ -140,7 +140,8 @@ def numbers(top_k_index: Any, number: int) -> Any:
 
     if _in_order(top_k_index) is not None:
         return top_k_index.flatten()
-    if len(top_k_index) == 1 or top_k_index.numel() <= _MOSTLY_DISTINCT * number:
+    few = top_k_index.numel() <= _MOSTLY_DISTINCT * number
+    if few or len(top_k_index) <= max(1, _alone.get()):
         return top_k_index.flatten().sort().values
     return torch.unique(top_k_index)
 
