@@ -1,7 +1,7 @@
 """How many tokens a second do batches decode, by their rows, and is each row what it is alone?
 
 python benchmarks/decoding/rows.py --shape E2B [--out FILE.json] [--rows 1,2,4,8,16,32] [--where gpu] [--tokens 128]
-    [--rounds 3] [--checked 24] [--limit SECONDS]
+    [--rounds 3] [--checked 24] [--limit SECONDS] [--own ROWS]
 
 Random weights in the real shape, 4-bit with double quantization unless `--where bf16`, after `decode_fast`, greedy.
 Batches of more than eight rows are also measured "before": PyTorch and bitsandbytes compute what has more than eight
@@ -11,6 +11,7 @@ tokens between the 32nd and the last of a call: the difference of two calls.
 Then some rows of the largest batch are decoded alone. PyTorch reads prompts, and its bits depend on the batch, so each
 row gets keys, values and a first token of its own after it. Logits and tokens are compared bit by bit.
 
+`--own 4` has products with 4-bit weights of five to eight rows use the kernels of more rows (`nf4_gemv.OWN_ROWS`).
 `--limit` begins no case later than that after the start, and lists those that are left out. Exit code 1: a row
 differs, or speed falls by more than 2 % when rows are added. Without a GPU a tape stands in for graphs, and speeds
 mean nothing.
@@ -226,6 +227,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--checked", type=int, default=24, help="tokens of the rows that are decoded alone")
     parser.add_argument("--limit", type=float, default=0.0, help="seconds; no limit without")
+    parser.add_argument("--own", type=int, default=8, help="rows of which each block turns the input into float16")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     given = {name: value for name, value in vars(options).items() if name != "out"}
@@ -242,6 +244,9 @@ def main() -> int:
         weights.clear()
         found["load_s"] = time.perf_counter() - begun
         write("built, loaded", (found["built"]["build_s"], found["load_s"]))
+        from gemma4_compat._kernels.specs import nf4_gemv
+
+        nf4_gemv.OWN_ROWS = options.own
         with rounds.stand_in():  # transformers has been imported
             found |= run(model, options, write)
     found["memory"] = small_card_device.memory()

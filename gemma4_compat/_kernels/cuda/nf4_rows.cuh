@@ -2,7 +2,8 @@
 // weight is looked up once for up to 32 rows.
 //
 // `prepare` turns the input into float16 and its factors, in the order in which lanes hand it over, where nf4_gemv does
-// that for every tile. The warps of a block take the chunks of the same tile in turns, as there.
+// that for every tile; of few inputs it takes longer than it saves. The warps of a block take the chunks of a tile in
+// turns, as there.
 // Launched by specs/nf4_gemv.py; proved by tests/unit/kernels/test_nf4_gemv.py.
 #pragma once
 #include "nf4_gemv.cuh"
@@ -34,8 +35,8 @@ __global__ void __launch_bounds__(THREADS) prepare(const Word16* input, Word16* 
 }
 }  // namespace gemv
 
-// As nf4_gemv; `input` is what `prepare` has written.
-template <typename T, typename Values, int INPUTS, int ROWS, int WARPS, int SHIFT, bool NESTED, bool BIAS>
+// As nf4_gemv. PREPARED: `input` is what `prepare` has written.
+template <typename T, typename Values, int INPUTS, int ROWS, int WARPS, int SHIFT, bool NESTED, bool BIAS, bool PREPARED>
 __device__ __forceinline__ void nf4_rows(unsigned int block, const Word16* input, const FourBit<T>& own) {
   using Eights = gemv::Eights<ROWS>;
   constexpr int K = INPUTS, CHUNKS = K / 64, OF_A_WARP = (CHUNKS + WARPS - 1) / WARPS, EACH = Eights::EACH;
@@ -114,10 +115,19 @@ __device__ __forceinline__ void nf4_rows(unsigned int block, const Word16* input
         float2 factor[EACH];
         #pragma unroll
         for (int t = 0; t < EACH; ++t) {
-          const int at = (eight + t) * CHUNKS + chunk;
-          x[t][0] = input[at * 64 + lane];
-          x[t][1] = input[at * 64 + 32 + lane];
-          factor[t] = *(const float2*)(factors + at * 8 + col * 2);
+          if constexpr (PREPARED) {
+            const int at = (eight + t) * CHUNKS + chunk;
+            x[t][0] = input[at * 64 + lane];
+            x[t][1] = input[at * 64 + 32 + lane];
+            factor[t] = *(const float2*)(factors + at * 8 + col * 2);
+          } else {
+            const Word16* const at = input + (min((eight + t) * 8 + row, ROWS - 1) * (K / 8) + chunk * 8 + col * 2);
+            x[t][0] = at[0];
+            x[t][1] = at[1];
+            const float one = gemv::halves<T>(x[t], 2, 4);
+            factor[t].x = __shfl_sync(0xffffffffu, one, col * 8);
+            factor[t].y = __shfl_sync(0xffffffffu, one, col * 8 + 4);
+          }
         }
         float c[EACH][4];
         #pragma unroll

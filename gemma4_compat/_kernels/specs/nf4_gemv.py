@@ -25,6 +25,8 @@ from gemma4_compat._kernels.specs.nf4_exact import Format
 OPERATION = "4-bit product by tensor cores"
 #: Rows of the weight that a warp multiplies at once, and inputs: a chunk has one scale.
 TILE, CHUNK = 16, 64
+#: Up to so many rows, each block turns the input into float16 itself, for every tile; of more, up to so many inputs.
+OWN_ROWS, _OWN_INPUTS = 8, 512
 #: Multiplications by tensor cores, of eight rows each, that a block makes with what it looks up.
 _EIGHTS = 4
 _PREPARING = 128  # threads of a block that prepares an input: a warp for eight rows and a chunk
@@ -55,7 +57,7 @@ class Product(nf4_exact.Product):
         import torch
 
         rows, inputs = self.format.rows, self.format.inputs
-        if rows <= products.FEW_ROWS:
+        if not _is_prepared(self.format):
             return None
         parts, each = _parts_of(rows)
         pieces = parts * each * (inputs // CHUNK)  # of eight rows and a chunk
@@ -81,6 +83,11 @@ def _warps_of(inputs: int, outputs: int) -> int:
     return 16 if inputs > _LONG and outputs <= _FEW else 8
 
 
+def _is_prepared(layout: Format) -> bool:
+    """Whether a kernel before turns the input into float16."""
+    return layout.rows > OWN_ROWS and layout.inputs > _OWN_INPUTS
+
+
 def _parts_of(rows: int) -> tuple[int, int]:
     """How many blocks share the rows of an input, and how many times eight each takes."""
     eights = -(-rows // products.FEW_ROWS)
@@ -93,8 +100,10 @@ def _code(layout: Format, warps: int) -> products.Code:
     name, shift = kinds()[layout.dtype].name, layout.blocksize.bit_length() - 1
     values = layout.quant_type.capitalize()
     arguments = name, values, layout.inputs, layout.rows, warps, shift, layout.nested, layout.bias
-    function = "nf4_gemv" if layout.rows <= products.FEW_ROWS else "nf4_rows"
-    return products.Code(function, arguments, "Word16", layout.fields, warps * 32, 16 // warps)
+    if layout.rows <= OWN_ROWS:
+        return products.Code("nf4_gemv", arguments, "Word16", layout.fields, warps * 32, 16 // warps)
+    arguments = *arguments, _is_prepared(layout)
+    return products.Code("nf4_rows", arguments, "Word16", layout.fields, warps * 32, 16 // warps)
 
 
 @functools.cache

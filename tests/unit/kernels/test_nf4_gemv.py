@@ -69,7 +69,7 @@ def test_every_format_is_near_float64(on_host: kernels.Kernels, more: dict[str, 
 
 
 @pytest.mark.parametrize(("inputs", "rows"), [
-    (512, 8), (15360, 8), (192, 9), (4160, 16), (192, 17), (192, 32), (192, 64),
+    (512, 8), (15360, 8), (192, 9), (4160, 16), (576, 17), (192, 32), (576, 64),
 ])  # fmt: skip
 def test_a_row_has_the_same_bits_in_every_batch(on_host: kernels.Kernels, inputs: int, rows: int) -> None:
     wanted = asked(torch.bfloat16, inputs, 24, rows=rows)
