@@ -1,7 +1,7 @@
 """How many tokens a second do batches decode, by their rows, and is each row what it is alone?
 
 python benchmarks/decoding/rows.py --shape E2B [--out FILE.json] [--rows 1,2,4,8,16,32] [--where gpu] [--tokens 128]
-    [--rounds 3] [--checked 24] [--limit SECONDS] [--own ROWS]
+    [--rounds 3] [--checked 24] [--limit SECONDS] [--own ROWS] [--profile]
 
 Random weights in the real shape, 4-bit with double quantization unless `--where bf16`, after `decode_fast`, greedy.
 Batches of more than eight rows are also measured "before": PyTorch and bitsandbytes compute what has more than eight
@@ -12,9 +12,9 @@ Then some rows of the largest batch are decoded alone. PyTorch reads prompts, an
 row gets keys, values and a first token of its own after it. Logits and tokens are compared bit by bit.
 
 `--own 4` has products with 4-bit weights of five to eight rows use the kernels of more rows (`nf4_gemv.OWN_ROWS`).
-`--limit` begins no case later than that after the start, and lists those that are left out. Exit code 1: a row
-differs, or speed falls by more than 2 % when rows are added. Without a GPU a tape stands in for graphs, and speeds
-mean nothing.
+`--profile` lists the kernels of a step of one row, of eight, and of the most. `--limit` begins no case later than that
+after the start, and lists those that are left out. Exit code 1: a row differs, or speed falls by more than 2 % when
+rows are added. Without a GPU a tape stands in for graphs, and speeds mean nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import statistics
 import sys
@@ -35,7 +36,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Data
-from benchmarks.decoding import measure, models, rounds
+from benchmarks.decoding import kernel_times, measure, models, rounds
 from benchmarks.small_card import device as small_card_device
 
 PROMPT = 64
@@ -148,6 +149,24 @@ class Case:
             taken.append(time.perf_counter() - begun)
         self.speeds.append(self.rows * tokens / (taken[1] - taken[0]))
 
+    def profiled(self) -> Data:
+        """The kernels of a step."""
+        import torch
+
+        def decode(start: Callable[[], None]) -> None:
+            left = SETTLED
+
+            def begin(ids: Any, _scores: Any, **_more: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if not left:
+                    start()
+                return torch.zeros(ids.shape[:1], dtype=torch.bool, device=ids.device)
+
+            self.generate(SETTLED + kernel_times.TOKENS, stopping_criteria=[begin])
+
+        return kernel_times.recorded(decode)
+
     def text(self, rows: list[int], tokens: int) -> Any:
         """Tokens and logits of these rows, all of the batch or one."""
         global _rows
@@ -185,7 +204,6 @@ def run(model: Any, options: Any, write: Callable[[str, Any], None]) -> Data:
     """All cases."""
     begun = time.perf_counter()
     base = models.base(model)
-    base.generation_config.cache_implementation = None
     base.generation_config.max_cache_len = PROMPT + SETTLED + options.tokens
     read_alike(type(base))
     kinds = [(rows, before) for rows in options.rows for before in (False, True)[: 1 + (rows > BEFORE)]]
@@ -207,10 +225,16 @@ def run(model: Any, options: Any, write: Callable[[str, Any], None]) -> Data:
     found["tokens_s"] = {case.name: statistics.median(case.speeds) for case in cases}
     found["turns"] = {case.name: case.speeds for case in cases}
     after = [found["tokens_s"][case.name] for case in cases if not case.before]
-    found["never_falls"] = all(more >= _FALLS * fewer for fewer, more in zip(after, after[1:]))
+    found["never_falls"] = all(more >= _FALLS * fewer for fewer, more in itertools.pairwise(after))
     for case in cases:
         speed = found["tokens_s"][case.name]
         write(case.name, f"{speed:,.0f} tokens/s, {1000 * case.rows / speed:.2f} ms a step")
+    for case in cases if options.profile else ():
+        if case.rows in (1, BEFORE, max(options.rows)):
+            profile = found.setdefault("profiles", {})[case.name] = case.profiled()
+            write(case.name, f"{profile.get('ms_a_token')} ms in {profile.get('kernels_a_token')} kernels a step")
+            for one in profile.get("longest", ())[:14]:
+                print(f"    {one['ms']:.3f} ms  {one['count']:6.1f}  {one['name']}", flush=True)
     own = {case.rows: case for case in cases if not case.before}
     if 1 in own and len(own) > 1:
         found["checked"] = checked(own[1], own[max(own)], options.checked)
@@ -228,6 +252,7 @@ def main() -> int:
     parser.add_argument("--checked", type=int, default=24, help="tokens of the rows that are decoded alone")
     parser.add_argument("--limit", type=float, default=0.0, help="seconds; no limit without")
     parser.add_argument("--own", type=int, default=8, help="rows of which each block turns the input into float16")
+    parser.add_argument("--profile", action="store_true", help="list kernels")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     given = {name: value for name, value in vars(options).items() if name != "out"}

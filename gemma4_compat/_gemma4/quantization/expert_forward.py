@@ -129,8 +129,8 @@ def numbers(top_k_index: Any, number: int) -> Any:
     """The indices in ``top_k_index``, ascending, or unsorted if a :class:`expert_storage.Reader` accepts that.
 
     For one or a few tokens, and inside :func:`each_token_alone`: one entry per pair, including duplicates. This needs
-    no synchronization and can be captured in a CUDA graph. For more tokens: each index once. :func:`positions` finds the first of equal entries, so
-    duplicates are dequantized for nothing.
+    no synchronization and can be captured in a CUDA graph. For more tokens: each index once. :func:`positions` finds
+    the first of equal entries, so duplicates are dequantized for nothing.
 
     Args:
         top_k_index: int64, (tokens, experts per token).
