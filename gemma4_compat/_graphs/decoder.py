@@ -189,7 +189,8 @@ class Decoding:
 
         reason = custom.unsupported_reason(device)
         if reason is None:
-            return _alone(custom.CustomKernels(device, tokens), products.MAX_ROWS)
+            alone = expert_forward.each_token_alone(products.MAX_ROWS, custom.expert_product)
+            return _both(custom.CustomKernels(device, tokens), alone)
         self.reason_not_fused(reason, "with PyTorch's bits")
         return contextlib.nullcontext()
 
@@ -269,9 +270,10 @@ class Decoding:
 
 
 @contextlib.contextmanager
-def _alone(kernels: contextlib.AbstractContextManager[Any], most: int) -> Iterator[None]:
-    """Inside, up to so many rows have the bits that each would have in a step of its own, experts included."""
-    with kernels, expert_forward.each_token_alone(most):
+def _both(
+    one: contextlib.AbstractContextManager[Any], other: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
+    with one, other:
         yield
 
 

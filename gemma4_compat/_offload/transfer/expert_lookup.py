@@ -62,6 +62,10 @@ class ExpertLookup:
     def _compute_with_rows(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         import torch
 
+        given = hidden_states, top_k_index, top_k_weights
+        done = expert_forward.by_products(self._module, self._weights, *given, from_host=True)
+        if done is not None:
+            return done
         chosen = expert_forward.numbers(top_k_index, self._module.num_experts)
         found = expert_forward.positions(chosen, top_k_index)
         added = expert_forward.added_to(self._module)
