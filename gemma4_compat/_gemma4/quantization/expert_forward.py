@@ -30,7 +30,8 @@ class _Alone(NamedTuple):
     product: Product | None = None
 
 
-_alone: contextvars.ContextVar[_Alone] = contextvars.ContextVar("gemma4_compat_experts_alone", default=_Alone())
+_NOT_ALONE = _Alone()
+_alone: contextvars.ContextVar[_Alone] = contextvars.ContextVar("gemma4_compat_experts_alone", default=_NOT_ALONE)
 
 
 def each_token_alone(most: int, product: Product) -> contextlib.AbstractContextManager[None]:

@@ -4,6 +4,7 @@
 * :mod:`dense`: products with weights that are not quantized. :mod:`nf4_gemv`: 4-bit weights, by tensor cores.
   :mod:`nf4_exact`: 4-bit weights, with bitsandbytes' bits. :mod:`products`: what these three have in common.
 * :mod:`nf4_dequantize`, :mod:`expert_rows`: dequantized weights, and those of the experts that a token hits.
+  :mod:`expert_products`: products with the latter.
 """
 
 from __future__ import annotations

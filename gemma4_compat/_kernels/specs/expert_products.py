@@ -1,6 +1,6 @@
 """Products of tokens with the 4-bit weights of the experts that they are sent to, with custom numerics.
 
-PyTorch dequantizes these weights, gathers them for each token, and multiplies, with bits that depend on how many tokens
+PyTorch dequantizes these weights, gathers them for each token, and multiplies. Its bits depend on how many tokens
 there are. Here each pair of a token and an expert has the arithmetic of one row in :mod:`nf4_gemv`, and reads packed
 weights. So a token has the same bits whatever the others are. From pinned host memory packed weights are copied first:
 the bus wants longer reads than a product makes.
@@ -48,12 +48,13 @@ class Weights(NamedTuple):
         import torch
 
         count, *matrix = self.shape
-        rows = [
-            None if one is None or one is self.codes else expert_storage.rows_of(one.view(count, -1), chosen)
-            for one in (self.packed.view(torch.uint8), *self[1:5])
-        ]
-        rows[3] = self.codes
-        return Weights(*rows, [len(chosen), *matrix], self.blocksize, self.quant_type)
+
+        def rows(tensor: Any) -> Any:
+            return None if tensor is None else expert_storage.rows_of(tensor.view(count, -1), chosen)
+
+        packed, scales = rows(self.packed.view(torch.uint8)), (rows(self.absmax), rows(self.quantized))
+        of_type = [len(chosen), *matrix], self.blocksize, self.quant_type
+        return Weights(packed, *scales, self.codes, rows(self.offset), *of_type)
 
 
 def weights_of(parameter: Any, dtype: Any, device: Any) -> Weights | None:
@@ -63,14 +64,11 @@ def weights_of(parameter: Any, dtype: Any, device: Any) -> Weights | None:
     state = getattr(parameter, "quant_state", None)
     if state is None or dtype not in (torch.bfloat16, torch.float16) or state.dtype != dtype:
         return None
-    inner = (state.state2.absmax, state.absmax, state.state2.code, state.offset) if state.nested else None
-    found = Weights(
-        parameter.data,
-        *(inner or (state.absmax, None, None, None)),
-        list(state.shape),
-        state.blocksize,
-        state.quant_type,
-    )
+    inner, of_type = state.nested, (list(state.shape), state.blocksize, state.quant_type)
+    if inner:
+        found = Weights(parameter.data, state.state2.absmax, state.absmax, state.state2.code, state.offset, *of_type)
+    else:
+        found = Weights(parameter.data, state.absmax, None, None, None, *of_type)
     count, height, width = found.shape
     scales = count * height * width // found.blocksize
     expected = [torch.float32, torch.uint8, torch.float32, torch.float32] if inner else [torch.float32]

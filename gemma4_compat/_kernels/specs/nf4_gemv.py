@@ -53,7 +53,7 @@ class Product(nf4_exact.Product):
         return [-(-number // rounds) * parts for number in tiles]
 
     def prepared(self) -> tuple[Kernel, Any] | None:
-        """Of more than eight rows, the numbers in float16 and their factors."""
+        """Writes the numbers of more than eight rows in float16, and their factors."""
         import torch
 
         rows, inputs = self.format.rows, self.format.inputs
@@ -100,10 +100,10 @@ def _code(layout: Format, warps: int) -> products.Code:
     name, shift = kinds()[layout.dtype].name, layout.blocksize.bit_length() - 1
     values = layout.quant_type.capitalize()
     arguments = name, values, layout.inputs, layout.rows, warps, shift, layout.nested, layout.bias
+    rest = "Word16", layout.fields, warps * 32, 16 // warps
     if layout.rows <= OWN_ROWS:
-        return products.Code("nf4_gemv", arguments, "Word16", layout.fields, warps * 32, 16 // warps)
-    arguments = *arguments, _is_prepared(layout)
-    return products.Code("nf4_rows", arguments, "Word16", layout.fields, warps * 32, 16 // warps)
+        return products.Code("nf4_gemv", arguments, *rest)
+    return products.Code("nf4_rows", (*arguments, _is_prepared(layout)), *rest)
 
 
 @functools.cache
