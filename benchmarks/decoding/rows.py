@@ -209,7 +209,8 @@ def run(model: Any, options: Any, write: Callable[[str, Any], None]) -> Data:
     kinds = [(rows, before) for rows in options.rows for before in (False, True)[: 1 + (rows > BEFORE)]]
     # The largest batch and a row alone first, for a limit of time.
     kinds.sort(key=lambda kind: (-kind[0] if kind[0] in (max(options.rows), 1) else 0, kind[1]))
-    cases, found = [], {"prepared": {}, "left_out": []}
+    cases: list[Case] = []
+    found: Data = {"prepared": {}, "left_out": []}
     for rows, before in kinds:
         case = Case(model, rows, before=before)
         if options.limit and time.perf_counter() - begun > options.limit:

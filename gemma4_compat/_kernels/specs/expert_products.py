@@ -52,9 +52,13 @@ class Weights(NamedTuple):
         def rows(tensor: Any) -> Any:
             return None if tensor is None else expert_storage.rows_of(tensor.view(count, -1), chosen)
 
-        packed, scales = rows(self.packed.view(torch.uint8)), (rows(self.absmax), rows(self.quantized))
-        of_type = [len(chosen), *matrix], self.blocksize, self.quant_type
-        return Weights(packed, *scales, self.codes, rows(self.offset), *of_type)
+        return self._replace(
+            packed=rows(self.packed.view(torch.uint8)),
+            absmax=rows(self.absmax),
+            quantized=rows(self.quantized),
+            offset=rows(self.offset),
+            shape=[len(chosen), *matrix],
+        )
 
 
 def weights_of(parameter: Any, dtype: Any, device: Any) -> Weights | None:

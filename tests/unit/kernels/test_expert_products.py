@@ -12,6 +12,7 @@ from bitsandbytes.nn import Params4bit
 
 import gemma4_compat
 from gemma4_compat._gemma4.quantization import expert_storage
+from gemma4_compat._graphs import fused_steps
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.match import custom
 from gemma4_compat._kernels.specs import expert_products, nf4_gemv
@@ -91,15 +92,17 @@ def test_texts_are_the_same_wherever_experts_are(
         return result
 
     monkeypatch.setattr(custom, "expert_product", noted)
+    monkeypatch.setattr(fused_steps.Progress, "after", 2)
     found = []
     for where in ("", "nested"):
         model = loaded(workspace, checkpoint, "4bit-double", experts_implementation="batched_mm")
         model = gemma4_compat.decode_fast(placed(workspace, model, where, "memory") if where else model)
         given = calls.text(model, 5)
-        found.append(calls.generate(model, given, new=4))
-        assert calls.steps(model).replayed
+        found.append(calls.generate(model, given, new=5))
+        assert calls.steps(model).fused
     calls.assert_equal(*found)
     assert set(calls_of) == {(count, where, False) for count in (1, 2) for where in (False, True)}
+    before = calls.steps(model).captured
     many = calls.generate(model, {name: tensor.repeat(6, 1) for name, tensor in given.items()}, new=4)
-    assert calls.steps(model).captured == 2
+    assert calls.steps(model).captured == before + 1
     assert all(torch.equal(row, logits[0]) for logits in many.logits for row in logits)
