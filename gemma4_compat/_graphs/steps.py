@@ -14,6 +14,7 @@ from gemma4_compat._graphs import deferred_stop, fused_steps, signatures, static
 from gemma4_compat._graphs.captured_calls import REMEMBERED, Call, Known, Pool
 from gemma4_compat._graphs.recording import RECORDERS, Recording, capturing
 from gemma4_compat._graphs.statistics import Cause, Recapture
+from gemma4_compat._kernels import noted
 from gemma4_compat._offload.transfer import streaming
 
 #: Grows with the text, and only the prompt reads it (transformers 5.5; later releases leave it out themselves).
@@ -177,11 +178,15 @@ class Step(Call):
 
         with torch.inference_mode(False), torch.no_grad():
             static = _copied(self.inputs)
-        recording, outputs = self.record(static, pool)
+        fused = self._fused_at_once(static, pool)
+        recording, outputs = fused or self.record(static, pool)
         if self.added:  # or somebody else keeps it
             self.decoding.keep_memory(self.cache)
         inputs, own = exchanged(static, self.cache, CACHE), signatures.tensors(static)
-        return Graph(self.signature, self.addresses, recording, inputs, own, outputs, pool, self.progress())
+        graph = Graph(self.signature, self.addresses, recording, inputs, own, outputs, pool, self.progress())
+        if fused is not None:
+            graph.progress.end()
+        return graph
 
     def record(
         self, static: dict[str, Any], pool: Pool, within: fused_steps.Within = contextlib.nullcontext
@@ -231,18 +236,14 @@ class Step(Call):
 
     def _replay_fused(self, graph: Graph) -> bool:
         """Whether this call replayed the step, because its graph is fused from now on."""
-        reason = fused_steps.unsupported_reason(self.device)
-        if reason is not None:
-            _log.debug("gemma4_compat: decoding without fused kernels: %s", reason)
+        if not self._may_be_fused():
             return False
         begun = time.perf_counter()
         try:
             static = exchanged(graph.static, CACHE, self.cache)
             with graph.pool.growing(self.device):
-                found = fused_steps.fused(
-                    *(graph.recording, graph.outputs, self.changes, self.device, graph.progress),
-                    lambda within: self.record(static, graph.pool, within),
-                )
+                step = self._to_be_fused(static, graph.pool)
+                found = fused_steps.fused(step, graph.recording, graph.outputs, graph.progress)
         except Exception as error:  # noqa: BLE001  # whatever it is, the plain graph is there
             self.decoding.reason_not_fused(error_text(error))
             return False
@@ -252,6 +253,41 @@ class Step(Call):
             graph.recording, graph.outputs = found
             self.statistics.fused += 1
         return found is not None
+
+    def _fused_at_once(self, static: dict[str, Any], pool: Pool) -> tuple[Recording, Any] | None:
+        """The fused step and its output, if its kernels are known and the text may be long enough for them."""
+        left = static_caches.length(self.cache) - (static_caches.held(self.cache) or 0)
+        if not (self.decodes and self.fuses and self.progress.may_come(left) and self._may_be_fused()):
+            return None
+
+        def run() -> Any:
+            with static_caches.capturable(self.cache, self.tokens), self.numerics():
+                return exchanged(self.forward(static), self.cache, CACHE)
+
+        if self.device.type == "cuda":
+            self.decoding.follow_stream(self.device)
+        try:
+            found = fused_steps.fused_at_once(self._to_be_fused(static, pool), run)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the step can be captured as it is
+            self.decoding.reason_not_fused(error_text(error), "at first without fused kernels, with the same bits")
+            return None
+        self.statistics.fused += found is not None
+        return found
+
+    def _may_be_fused(self) -> bool:
+        reason = fused_steps.unsupported_reason(self.device)
+        if reason is not None:
+            _log.debug("gemma4_compat: decoding without fused kernels: %s", reason)
+        return reason is None
+
+    def _to_be_fused(self, static: dict[str, Any], pool: Pool) -> fused_steps.Step:
+        full = any(map(static_caches.window_full, self.sliding))
+        kind = f"{type(self).__name__} {tuple(self.inputs[self.reads].shape[:2])} {self.tokens} tokens, "
+        kind += f"custom {self.decoding.custom}, full {full}, {sorted(self.inputs)}"
+        return fused_steps.Step(
+            *(self.device, self.changes, lambda within: self.record(static, pool, within)),
+            *(noted.shapes_of(self.model), kind),
+        )
 
 
 def error_text(error: BaseException) -> str:
