@@ -20,7 +20,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemma4_compat._gemma4.state import contents
-from gemma4_compat._kernels.fuse import pointwise, row_kernels
+from gemma4_compat._kernels.fuse import pointwise, repeated
 from gemma4_compat._kernels.fuse.pointwise import Call, Load, Number, Operand, Part, Value
 from gemma4_compat._kernels.match import custom
 from gemma4_compat._kernels.programs import FAR, Kernel, span
@@ -103,8 +103,8 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         pending, self._pending = self._pending, {}
         values = [value for value in pending.values() if _is_held(value.memory)]
         if values:
-            signatures = [value.signature for value in pointwise.everything(values)]
-            for kernel in row_kernels.kernels_of(values):
+            kernels, signatures = repeated.kernels_of(values)
+            for kernel in kernels:
                 self._launch(kernel, signatures)
         self._read = {}
 
