@@ -210,7 +210,7 @@ def fused_at_once(step: Step, run: Callable[[], Any]) -> tuple[Recording, Any] |
     if not kernels.recall(step.shapes, step.kind):
         return None
     try:
-        recording, found, _ = _captured(step, wait=False)
+        recording, found, texts = _captured(step, wait=False)
         before = _compare(recording, found, step.changes, lambda: _copies(run()))
     except StillCompiling:
         return None
@@ -218,6 +218,7 @@ def fused_at_once(step: Step, run: Callable[[], Any]) -> tuple[Recording, Any] |
         kernels.forget(step.shapes)
         raise
     before.restore()
+    kernels.note(step.shapes, step.kind, texts)
     return recording, found
 
 

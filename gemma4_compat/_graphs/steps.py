@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._graphs import deferred_stop, fused_steps, signatures, static_caches, unsupported
 from gemma4_compat._graphs.captured_calls import REMEMBERED, Call, Known, Pool
@@ -284,10 +285,25 @@ class Step(Call):
         full = any(map(static_caches.window_full, self.sliding))
         kind = f"{type(self).__name__} {tuple(self.inputs[self.reads].shape[:2])} {self.tokens} tokens, "
         kind += f"custom {self.decoding.custom}, full {full}, {sorted(self.inputs)}"
-        return fused_steps.Step(
-            *(self.device, self.changes, lambda within: self.record(static, pool, within)),
-            *(noted.shapes_of(self.model), kind),
-        )
+
+        def capture(within: fused_steps.Within) -> tuple[Recording, Any]:
+            with _in_order(self.model):
+                return self.record(static, pool, within)
+
+        return fused_steps.Step(self.device, self.changes, capture, noted.shapes_of(self.model), kind)
+
+
+@contextlib.contextmanager
+def _in_order(model: Any) -> Iterator[None]:
+    """Inside, a model computes its kinds of rotary embeddings in the same order in every process, and so needs the same
+    kernels. It has them in a set of strings.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            kinds = vars(module).get("unique_layer_types")
+            if isinstance(kinds, set):
+                stack.enter_context(in_place.assigned(module, "unique_layer_types", sorted(kinds)))
+        yield
 
 
 def error_text(error: BaseException) -> str:
