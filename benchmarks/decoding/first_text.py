@@ -1,6 +1,6 @@
 """The first text of a process against a later one, and where its seconds go.
 
-python benchmarks/decoding/first_text.py --shape E2B --out FILE.json [--tokens 300] [--later 3] [--runs empty,noted,...]
+python benchmarks/decoding/first_text.py --shape E2B --out FILE.json [--tokens 300] [--later 3] [--runs RUN,...]
 
 Each run is a process of its own, with random weights in 4 bits, and all runs have the same folder of compiled kernels:
 
@@ -8,8 +8,8 @@ Each run is a process of its own, with random weights in 4 bits, and all runs ha
 * ``noted``: kernels and notes of the runs before.
 * ``kernels``: the kernels, without what was noted of steps.
 
-For every text: its seconds, those to its first token, and those in parts that are timed (a part may be within another).
-Texts are greedy, and all the same: the exit code is 1 if one differs. Without a GPU, a tape stands in for graphs, and
+For every text: its seconds, and those in parts that are timed (a part may be within another). Texts are greedy, and all
+the same: the exit code is 1 if one differs. Without a GPU, a tape stands in for graphs, and
 an emulator for kernels: seconds mean nothing.
 """
 
@@ -126,7 +126,7 @@ def stand_in(*, noted: bool) -> Iterator[None]:
 
             stack.enter_context(mock.patch.dict(kernels.COMPILERS, {"cpu": Kept}))
         if not noted:
-            stack.enter_context(mock.patch.object(notes.Notes, "of", lambda *_: notes.Note()))
+            stack.enter_context(mock.patch.object(notes.Notes, "of", return_value=notes.Note()))
         yield
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gemma4_compat._engine.io import terminal
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._graphs import deferred_stop, fused_steps, signatures, static_caches, unsupported
@@ -20,6 +21,7 @@ from gemma4_compat._offload.transfer import streaming
 
 #: Grows with the text, and only the prompt reads it (transformers 5.5; later releases leave it out themselves).
 _OF_THE_PROMPT = ("mm_token_type_ids", "token_type_ids")
+_FUSING = "fusing the kernels of a CUDA graph, once; what is found is kept for later processes"
 _log = logging.getLogger("gemma4_compat")
 
 
@@ -242,7 +244,7 @@ class Step(Call):
         begun = time.perf_counter()
         try:
             static = exchanged(graph.static, CACHE, self.cache)
-            with graph.pool.growing(self.device):
+            with graph.pool.growing(self.device), terminal.explained(_FUSING):
                 step = self._to_be_fused(static, graph.pool)
                 found = fused_steps.fused(step, graph.recording, graph.outputs, graph.progress)
         except Exception as error:  # noqa: BLE001  # whatever it is, the plain graph is there
@@ -295,8 +297,8 @@ class Step(Call):
 
 @contextlib.contextmanager
 def _in_order(model: Any) -> Iterator[None]:
-    """Inside, a model computes its kinds of rotary embeddings in the same order in every process, and so needs the same
-    kernels. It has them in a set of strings.
+    """Inside, a model computes its kinds of rotary embeddings in the same order in every process, for which it then
+    needs the same kernels: it has these kinds in a set of strings.
     """
     with contextlib.ExitStack() as stack:
         for module in model.modules():

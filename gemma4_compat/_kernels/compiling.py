@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from gemma4_compat._engine.io import terminal
 from gemma4_compat._kernels import kernel_files, launching, noted, programs
 from gemma4_compat._kernels.kernel_files import Compiled
 from gemma4_compat._kernels.programs import Kernel
@@ -167,7 +168,8 @@ class CudaCompiler:
             self._load(self._files.read(by_identity.keys() - self._loaded.keys()))
             new = [text for key, text in by_identity.items() if key not in self._loaded]
             if new:
-                fresh = compiled(self._nvrtc, new, self._options)
+                with terminal.explained("compiling CUDA kernels, which are kept on disk"):
+                    fresh = compiled(self._nvrtc, new, self._options)
                 self._load(fresh)
                 self._keep(fresh)
             return [self._launcher(key, text) for key, text in by_identity.items()]

@@ -39,7 +39,7 @@ class Note:
     inexact: tuple[str, ...] = ()
 
     def with_more(self, texts: Collection[str], kind: str, inexact: Collection[str]) -> Note:
-        """This, and what another step has shown."""
+        """The same, with what another step has shown."""
         return Note(
             tuple(dict.fromkeys((*self.texts, *texts)))[-MOST_TEXTS:],
             tuple(dict.fromkeys((*self.kinds, kind)))[-MOST_KINDS:],

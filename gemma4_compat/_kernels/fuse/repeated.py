@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gemma4_compat._kernels.fuse import row_kernels
-from gemma4_compat._kernels.fuse.pointwise import DOT, Load, Number, Operand, Part, Value
+from gemma4_compat._kernels.fuse.pointwise import DOT, Number, Operand, Part, Value
 from gemma4_compat._kernels.programs import Kernel
 
 _MOST_KNOWN = 1 << 10

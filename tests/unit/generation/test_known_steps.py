@@ -17,8 +17,8 @@ from tests.unit.generation import calls
 from tests.unit.generation.calls import Models
 from tests.unit.kernels.host_kernels import HostCompiler
 
-#: Captures of a first process: the step as it is, which kernels it needs, without an operation that has other bits here
-#: (GELU), and with all kernels.
+#: Captures of a first process: the step as it is, which kernels it needs, without operations that have other bits here
+#: (GELU, means), and with all kernels.
 FIRST = 4
 
 
@@ -112,10 +112,12 @@ def test_a_note_that_lacks_kernels_is_completed(
 ) -> None:
     """As after an update that writes them in another way."""
     process()
-    read = noted.Notes.of
-    monkeypatch.setattr(
-        noted.Notes, "of", lambda self, shapes: dataclasses.replace(read(self, shapes), texts=read(self, shapes).texts[::2])
-    )
+    read = noted._parsed
+
+    def half(data: bytes) -> noted.Note:
+        return dataclasses.replace(read(data), texts=read(data).texts[::2])
+
+    monkeypatch.setattr(noted, "_parsed", half)
     found, captures = process()
     assert (found.captured, found.fused, found.not_fused, captures) == (1, 1, (), 2)
 
