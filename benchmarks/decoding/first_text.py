@@ -8,9 +8,9 @@ Each run is a process of its own, with random weights in 4 bits, and all runs ha
 * ``noted``: kernels and notes of the runs before.
 * ``kernels``: the kernels, without what was noted of steps.
 
-For every text: its seconds, and those in parts that are timed (a part may be within another). Texts are greedy, and all
-the same: the exit code is 1 if one differs. Without a GPU, a tape stands in for graphs, and
-an emulator for kernels: seconds mean nothing.
+For every text: its seconds, and those in parts that are timed (a part may be within another). Texts are greedy, and
+all the same: the exit code is 1 if one differs. Without a GPU, a tape stands in for graphs, and an emulator for
+kernels: seconds mean nothing.
 """
 
 from __future__ import annotations

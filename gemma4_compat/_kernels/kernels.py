@@ -41,7 +41,7 @@ class Compiler(Protocol):
 
     @property
     def notes(self) -> Notes:
-        """Of this device."""
+        """What is known of steps on this device."""
 
 
 #: By device type. Tests add one for the CPU.

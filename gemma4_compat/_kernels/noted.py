@@ -20,7 +20,7 @@ from typing import Any
 
 from gemma4_compat._kernels.kernel_files import Compiled, Files, identity
 
-#: Of a note: more texts, or kinds of steps, make it forget those that it has had for the longest time.
+#: A note with more texts, or kinds of steps, forgets those that it has had for the longest time.
 MOST_TEXTS, MOST_KINDS = 512, 64
 
 
@@ -104,7 +104,7 @@ def environment() -> str:
     """What notes depend on, beside the compiler and the GPU."""
     import torch
 
-    # Whatever wrote the texts, and whoever tried them.
+    # The sources that write texts, and those that try them.
     digest = hashlib.sha256()
     waiting = [resources.files("gemma4_compat._kernels")]
     while waiting:
