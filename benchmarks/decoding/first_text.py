@@ -8,9 +8,9 @@ Each run is a process of its own, with random weights in 4 bits, and all runs ha
 * ``noted``: kernels and notes of the runs before.
 * ``kernels``: the kernels, without what was noted of steps.
 
-For every text: its seconds, and those in parts that are timed (a part may be within another). Texts are greedy, and
-all the same: the exit code is 1 if one differs. Without a GPU, a tape stands in for graphs, and an emulator for
-kernels: seconds mean nothing.
+cuBLAS is set up before the first text, and timed. For every text: its seconds, and those in parts that are timed (a
+part may be within another). Texts are greedy, and all the same: the exit code is 1 if one differs. Without a GPU, a
+tape stands in for graphs, and an emulator for kernels: seconds mean nothing.
 """
 
 from __future__ import annotations
@@ -142,8 +142,11 @@ def child(options: Any) -> int:
             model = gemma4_compat.decode_fast(models.load("gpu", Path(name), weights))
             weights.clear()
             batch = models.text_prompt(model, PROMPT)
-            torch.ones(8, 8, device=models.main_device()).sum().item()  # the GPU is there
+            square = torch.ones(64, 64, device=models.main_device(), dtype=torch.bfloat16)
+            square.sum().item()  # the GPU is there
             loaded = time.perf_counter() - begun
+            (square @ square).sum().item()
+            product = time.perf_counter() - begun - loaded
             texts, tokens = [], []
             for _ in range(1 + options.later):
                 before = vars(gemma4_compat.statistics(model).decoding).copy()
@@ -152,9 +155,9 @@ def child(options: Any) -> int:
                 counted = {key: after[key] - before[key] for key in ("captured", "fused", "capture_seconds", "eager")}
                 texts.append({"seconds": seconds, **counted, "parts": parts.take()})
                 tokens.append(found[0].tolist())
-            counted = gemma4_compat.statistics(model).decoding
-    said = {"machine": built["machine"], "loaded_s": loaded, "texts": texts, "tokens": tokens}
-    said |= {"not_fused": list(counted.not_fused), "reasons": list(counted.reasons)}
+            found = gemma4_compat.statistics(model).decoding
+    said = {"machine": built["machine"], "loaded_s": loaded, "first_product_s": product, "texts": texts}
+    said |= {"tokens": tokens, "not_fused": list(found.not_fused), "reasons": list(found.reasons)}
     print(MARK + json.dumps(said, default=str), flush=True)
     return 0
 
@@ -165,7 +168,8 @@ def shown(name: str, found: Data) -> str:
     usual = min(text["seconds"] for text in later)
     lines = [
         f"{name}: first text {first['seconds']:.2f} s, later {usual:.2f} s, {first['seconds'] / usual:.2f} times; "
-        f"captures {first['capture_seconds']:.2f} s, fused {first['fused']}, loaded in {found['loaded_s']:.0f} s"
+        f"captures {first['capture_seconds']:.2f} s, fused {first['fused']}; before it: loaded in "
+        f"{found['loaded_s']:.0f} s, cuBLAS began in {found['first_product_s']:.2f} s"
     ]
     lines += [f"  {seconds:7.3f} s {int(count):5} x {part}" for part, (count, seconds) in first["parts"].items()]
     return "\n".join([*lines, *(f"  {reason}" for reason in (*found["not_fused"], *found["reasons"]))])
