@@ -204,8 +204,10 @@ def fused_at_once(step: Step, run: Callable[[], Any]) -> tuple[Recording, Any] |
 
     Raises:
         NotFused: bits differ. What was known is forgotten.
-        Exception: the step could not be captured, or run. What was known is forgotten.
+        Exception: the step could not be captured, or run. What was known is forgotten, unless memory ran out.
     """
+    import torch
+
     kernels = kernels_of(step.device)
     if not kernels.recall(step.shapes, step.kind):
         return None
@@ -214,6 +216,8 @@ def fused_at_once(step: Step, run: Callable[[], Any]) -> tuple[Recording, Any] |
         before = _compare(recording, found, step.changes, lambda: _copies(run()))
     except StillCompiling:
         return None
+    except torch.OutOfMemoryError:
+        raise
     except Exception:
         kernels.forget(step.shapes)
         raise
