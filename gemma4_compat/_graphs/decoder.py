@@ -17,6 +17,7 @@ from gemma4_compat._gemma4.quantization import expert_forward
 from gemma4_compat._graphs import deferred_stop, static_caches, steps, unsupported
 from gemma4_compat._graphs.captured_calls import REMEMBERED, CapturedCalls, Pool, State
 from gemma4_compat._graphs.guards.model import ModelGuards
+from gemma4_compat._graphs.recording import without_collection
 from gemma4_compat._graphs.statistics import Cause, DecodingStatistics, PromptStatistics, Recapture
 from gemma4_compat._offload.transfer import idle_hooks, streaming
 
@@ -81,7 +82,8 @@ class AdapterStates:
         self._lost = None
         self.states = [one for one in self.states if one.guards.check_weights() and one.guards.check_all()]
         groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
-        state = State(ModelGuards(unsupported.modules_of_a_step(model), self._forget, groups=groups))
+        with without_collection():
+            state = State(ModelGuards(unsupported.modules_of_a_step(model), self._forget, groups=groups))
         adapters = state.guards.adapters()
         if adapters in self._evicted:
             self._evicted.remove(adapters)
