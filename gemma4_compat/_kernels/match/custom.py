@@ -22,7 +22,7 @@ from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
 from gemma4_compat._kernels.fuse.pointwise import DOT, Load, Value
 from gemma4_compat._kernels.match import top_tokens
-from gemma4_compat._kernels.specs import attention, dense, flash, nf4_gemv, products, shifting
+from gemma4_compat._kernels.specs import attention, dense, flash, head, nf4_gemv, products, shifting
 
 #: Properties of a tensor that its shape, dtype and device decide.
 _PROPERTIES = frozenset({"device", "dtype", "is_cuda", "itemsize", "layout", "ndim", "requires_grad", "shape"})
@@ -102,11 +102,12 @@ class CustomKernels(Repeats):
     Args:
         device: whose tensors they may read.
         tokens: of each sequence. Up to eight in all have the bits that each would have in a forward of its own.
+        head: a :class:`best_words.Head` whose best words are all that matter; None if all do.
     """
 
-    def __init__(self, device: Any, tokens: int = 1) -> None:
+    def __init__(self, device: Any, tokens: int = 1, head: Any = None) -> None:
         super().__init__(device)
-        self._tokens = tokens
+        self._tokens, self._head = tokens, head
         operators()
         gemm_4bit = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)  # bitsandbytes has it since 0.50
         self._gemm_4bit = None if gemm_4bit is None else gemm_4bit.default
@@ -134,6 +135,8 @@ class CustomKernels(Repeats):
     def _linear(self, given: Any, weight: Any, bias: Any = None) -> Any:
         if given.device != self._device or torch.is_grad_enabled() or not dense.supports(given, weight, bias):
             return None
+        if self._head is not None and self._head.is_of(weight):
+            return self._computed(torch.ops.gemma4_compat.best, given, weight, *self._head.asked)
         return self._computed(torch.ops.gemma4_compat.dense, given, weight, bias)
 
     def _means(self, given: Any, *args: Any, **kwargs: Any) -> Any:
@@ -271,6 +274,13 @@ def _dense(given: Any, weight: Any, bias: Any) -> Any:
     return result
 
 
+def _best(given: Any, weight: Any, *asked: Any) -> Any:
+    *copy, most, cap = asked
+    wanted, result = head.best(given, weight, head.Copy(*copy), most, cap)
+    launch(given.device, *wanted)
+    return result
+
+
 def _product(*args: Any, **kwargs: Any) -> Any:
     product = nf4_gemv.match(*args, **kwargs)
     assert product is not None  # or CustomKernels would not have asked
@@ -314,6 +324,8 @@ _OPERATORS: dict[Callable[..., Any], str] = {
     _attend: "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!)? valid, float scale, bool gqa)"
     " -> Tensor",
     _dense: "(Tensor given, Tensor weight, Tensor? bias) -> Tensor",
+    _best: "(Tensor given, Tensor weight, Tensor numbers, Tensor scales, Tensor sizes, Tensor(a!) counts, int most,"
+    " float cap) -> Tensor",
     # As bitsandbytes::gemm_4bit.
     _product: "(Tensor given, Tensor packed, int[] shape, Tensor absmax, int blocksize, str quant_type,"
     " Tensor? bias=None, Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None) -> Tensor",
