@@ -122,6 +122,7 @@ class Decoding:
         self.fuses = True
         self.lock = locks.Lock(locks.DECODING)
         self.memories: list[static_caches.Memory] = []
+        self.head: Any = None  # a `best_words.Kept`
         self.waiting: weakref.ref[Any] | None = None  # the `call.Decoder` that was made last
         self.largest_buckets: dict[tuple[int, int], int] = {}  # of prompts, in tokens, by rows and length of the cache
         self.shapes: Any = None  # of the model and where it is, for `_generation.prompts.chunks`
@@ -176,10 +177,15 @@ class Decoding:
             self.statistics.not_fused += (text,)
             _log.warning("gemma4_compat: decoding %s: %s", how, text)
 
-    def arithmetic(self, device: Any, tokens: int = 1) -> contextlib.AbstractContextManager[Any]:
+    def arithmetic(
+        self, device: Any, tokens: int = 1, head: Any = None
+    ) -> contextlib.AbstractContextManager[Any]:
         """To be entered around each forward of a step: custom kernels compute what they can, or PyTorch's do.
 
-        ``tokens``: of each sequence; each has the bits that it would have in a step of its own.
+        Args:
+            device: of the step.
+            tokens: of each sequence; each has the bits that it would have in a step of its own.
+            head: a ``best_words.Head``, if only its best words matter.
         """
         if not self.custom:
             return contextlib.nullcontext()
@@ -187,7 +193,7 @@ class Decoding:
 
         reason = custom.unsupported_reason(device)
         if reason is None:
-            return custom.CustomKernels(device, tokens)
+            return custom.CustomKernels(device, tokens, head)
         self.reason_not_fused(reason, "with PyTorch's bits")
         return contextlib.nullcontext()
 
@@ -222,11 +228,16 @@ class Decoding:
         with self.lock.held():
             if self._states.states:
                 self._states.lose(Cause.TURNED_OFF)
-            self.memories, self.shapes, self.largest_buckets = [], None, {}
+            self.memories, self.shapes, self.largest_buckets, self.head = [], None, {}, None
             for assistant in self.known_assistants:
                 of(assistant).clear()
             self.known_assistants.clear()
             self.draft_lengths.clear()
+
+    def drop_head(self) -> None:
+        """Release the copy of the head, and the steps that read it."""
+        self.steps.drop(lambda graph: graph.reads_copy)
+        self.head = None
 
     @property
     def captured(self) -> bool:
@@ -237,6 +248,7 @@ class Decoding:
         """Release all graphs where memory is short. The next call captures anew."""
         with self.lock.held():
             self._states.lose(Cause.MEMORY, "a prompt needed what they take")
+            self.head = None
             self.prompts.release()
 
     def run(self, step: steps.Step, *, first: bool) -> Any:
@@ -287,4 +299,8 @@ def statistics(model: Any) -> DecodingStatistics:
     """
     inner = walk.unwrapped(model)
     found: Decoding | None = vars(inner).get(_ATTRIBUTE)
-    return _read_early.setdefault(inner, DecodingStatistics()) if found is None else found.statistics
+    if found is None:
+        return _read_early.setdefault(inner, DecodingStatistics())
+    if found.head is not None:
+        found.statistics.head_words, found.statistics.head_tokens = found.head.counts()
+    return found.statistics

@@ -1,7 +1,7 @@
 """How a token is chosen.
 
 :mod:`fast_processors`: transformers' processors and criteria, called faster. :mod:`sampling_noise`: what tokens are
-drawn with. :mod:`stopping`: where a text ends.
+drawn with. :mod:`stopping`: where a text ends. :mod:`best_words`: which words matter, so that a head computes no others.
 """
 
 from __future__ import annotations

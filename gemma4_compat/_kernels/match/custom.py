@@ -26,6 +26,7 @@ from gemma4_compat._kernels.specs import attention, dense, flash, head, nf4_gemv
 
 #: Properties of a tensor that its shape, dtype and device decide.
 _PROPERTIES = frozenset({"device", "dtype", "is_cuda", "itemsize", "layout", "ndim", "requires_grad", "shape"})
+_TRIED_WORDS = 1024  # of a head
 _defining = threading.Lock()
 _broken: dict[Any, str] = {}  # by device: why these kernels do not run there; decoder.py says it
 
@@ -336,6 +337,25 @@ _OPERATORS: dict[Callable[..., Any], str] = {
     top_tokens.filtered: "(Tensor scores, int k, float p, int least, bool single) -> Tensor",
     top_tokens.drawn: "(Tensor scores, Tensor noise, int k, float p, int least) -> Tensor",
 }
+
+
+def computes_best_words(weight: Any) -> bool:
+    """Whether a head of this dtype and width can be computed in two stages, with the bits of the whole."""
+    own, inputs = kernels.of(weight.device), weight.shape[1]
+    key = "head", weight.dtype, inputs
+
+    def has_same_bits() -> bool:
+        generator = torch.Generator(weight.device).manual_seed(0)
+        options = {"generator": generator, "device": weight.device}
+        tried, given = (torch.randn((rows, inputs), **options).to(weight.dtype) for rows in (_TRIED_WORDS, 1))
+        copy = head.Copy.of(tried)
+        launch(weight.device, copy.made_from(tried))
+        found, expected = _best(given, tried, *copy, 8, 0.0), _dense(given, tried, None)
+        chosen = found != -torch.inf
+        same = torch.equal(found[chosen], expected[chosen])
+        return same and bool(chosen[expected >= expected.topk(8).values[..., -1:]].all())
+
+    return own.selftest(key, "the head in two stages", "the whole head is computed", has_same_bits)
 
 
 def dot(given: Any, weight: Any, bias: Any = None) -> Value:

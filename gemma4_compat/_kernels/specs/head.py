@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from gemma4_compat._kernels.programs import Kernel, instance, kinds
 from gemma4_compat._kernels.specs import dense
 
-#: Best words at most, and the fewest that are asked for: a few more cost less than another graph.
-MOST, FEWEST = 1024, 64
+#: Best words at most, and the fewest that are asked for. A few more cost less than another graph, and are twice as many
+#: as top-k leaves: so the best words of enough groups have logits, and top_tokens.cuh need not look at all words.
+MOST, FEWEST = 1024, 128
 #: Weights of a head at least; a smaller one is read faster than kernels are launched.
 LEAST = 1 << 25
 _FILE = "head.cuh"
@@ -83,7 +84,7 @@ def unsupported_reason(weight: Any) -> str | None:
         return f"the head is {str(weight.dtype).removeprefix('torch.')}"
     if weight.numel() < LEAST:
         return "the head is small"
-    if words > _EACH * _SELECTING * _WORDS or group(inputs) < 16 or weight.data_ptr() % 16:
+    if not dense.is_large(weight) or words > _EACH * _SELECTING * _WORDS or group(inputs) < 16 or weight.data_ptr() % 16:
         return "the head has a shape that its kernels do not know"
     if not weight.is_contiguous() or not dense.supports(weight[:1], weight):
         return "this package's kernels do not compute the head"
