@@ -24,7 +24,7 @@ from tests.unit.generation import calls
 pytestmark = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.17"), reason="transformers-deferred-stop says which words matter"
 )
-WORDS, NEW = 1500, 8
+WORDS, NEW = 600, 5
 Model = Callable[..., Any]
 
 
@@ -58,7 +58,7 @@ def made(plain: Any, kernels_on_host: None, monkeypatch: pytest.MonkeyPatch) -> 
     return make
 
 
-def texts(model: Any, count: int = 2, batch: int = 1, **options: Any) -> list[Any]:
+def texts(model: Any, count: int = 1, batch: int = 1, **options: Any) -> list[Any]:
     """The tokens of some calls, and the state of the random numbers after them."""
     found: list[Any] = []
     torch.manual_seed(0)
@@ -75,7 +75,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
     "sampled": SAMPLED,
     "a batch": {**SAMPLED, "batch": 3},
-    "hidden words": {**GREEDY, "suppress_tokens": [3, 5, 700], "eos_token_id": [11, 12]},
+    "hidden words": {**GREEDY, "suppress_tokens": [3, 5, 500], "eos_token_id": [11, 12]},
 }
 
 
@@ -84,14 +84,14 @@ def test_texts_are_those_of_the_whole_head(made: Model, way: str) -> None:
     model = made()
     found = texts(model, **WAYS[way])
     counted = gemma4_compat.statistics(model).decoding
-    assert (counted.heads_in_two_stages, counted.whole_heads, counted.not_fused) == (2, {}, ()), counted
+    assert (counted.heads_in_two_stages, counted.whole_heads, counted.not_fused) == (1, {}, ()), counted
     assert counted.fused
     rows = WAYS[way].get("batch", 1)
-    assert counted.head_tokens >= 2 * (NEW - 1) * rows
+    assert counted.head_tokens >= (NEW - 1) * rows
     assert counted.head_words < counted.head_tokens * WORDS // 2
     expected = texts(made(whole=True), **WAYS[way])
     assert found == expected
 
 
 def test_float16(made: Model) -> None:
-    assert texts(made(dtype=torch.float16), 1, **SAMPLED) == texts(made(whole=True, dtype=torch.float16), 1, **SAMPLED)
+    assert texts(made(dtype=torch.float16), **SAMPLED) == texts(made(whole=True, dtype=torch.float16), **SAMPLED)
