@@ -105,7 +105,9 @@ def kernels(name: str, kind: str, states: int, *, timed: bool) -> Data:
             "copy": lambda _: known.launch(copy.made_from(weight)),
         }
         names = "given", "scores", "least", "chosen"
-        calls |= {one: lambda _, kernel=kernel: known.launch(kernel) for one, kernel in zip(names, wanted, strict=True)}
+        calls |= {
+            one: lambda _, kernel=kernel: known.launch(kernel) for one, kernel in zip(names, wanted, strict=True)
+        }
         times = {one: spent["median"] for one, spent in graph_times.in_turns(calls).items()}
         found["us"] = times
         found["tb_s"] = {

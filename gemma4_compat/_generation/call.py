@@ -135,7 +135,8 @@ class Decoder:
             return self._embedded_reads(inputs) if merged else self._model_reads(inputs)
         except torch.OutOfMemoryError:
             with self._decoding.lock.held():
-                if not self._decoding.prompts.release() or not again:
+                released = self._decoding.prompts.release()
+                if not (self._decoding.give_back_head() or released) or not again:
                     raise
         static_caches.empty(cache)  # not in the handler: the error holds what the forward had
         return self._model_reads(inputs)

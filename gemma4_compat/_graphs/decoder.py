@@ -123,6 +123,7 @@ class Decoding:
         self.lock = locks.Lock(locks.DECODING)
         self.memories: list[static_caches.Memory] = []
         self.head: Any = None  # a `best_words.Kept`
+        self.has_room_for_head = True  # until a prompt needed what it takes
         self.waiting: weakref.ref[Any] | None = None  # the `call.Decoder` that was made last
         self.largest_buckets: dict[tuple[int, int], int] = {}  # of prompts, in tokens, by rows and length of the cache
         self.shapes: Any = None  # of the model and where it is, for `_generation.prompts.chunks`
@@ -177,9 +178,7 @@ class Decoding:
             self.statistics.not_fused += (text,)
             _log.warning("gemma4_compat: decoding %s: %s", how, text)
 
-    def arithmetic(
-        self, device: Any, tokens: int = 1, head: Any = None
-    ) -> contextlib.AbstractContextManager[Any]:
+    def arithmetic(self, device: Any, tokens: int = 1, head: Any = None) -> contextlib.AbstractContextManager[Any]:
         """To be entered around each forward of a step: custom kernels compute what they can, or PyTorch's do.
 
         Args:
@@ -228,7 +227,8 @@ class Decoding:
         with self.lock.held():
             if self._states.states:
                 self._states.lose(Cause.TURNED_OFF)
-            self.memories, self.shapes, self.largest_buckets, self.head = [], None, {}, None
+            self.memories, self.shapes, self.largest_buckets = [], None, {}
+            self.head, self.has_room_for_head = None, True
             for assistant in self.known_assistants:
                 of(assistant).clear()
             self.known_assistants.clear()
@@ -239,6 +239,15 @@ class Decoding:
         self.steps.drop(lambda graph: graph.reads_copy)
         self.head = None
 
+    def give_back_head(self) -> bool:
+        """Release the copy of the head where memory is short, for good. False if there is none."""
+        with self.lock.held():
+            found = self.head is not None
+            if found:
+                self.drop_head()
+                self.has_room_for_head = False
+            return found
+
     @property
     def captured(self) -> bool:
         """Whether there are graphs."""
@@ -248,7 +257,7 @@ class Decoding:
         """Release all graphs where memory is short. The next call captures anew."""
         with self.lock.held():
             self._states.lose(Cause.MEMORY, "a prompt needed what they take")
-            self.head = None
+            self.give_back_head()
             self.prompts.release()
 
     def run(self, step: steps.Step, *, first: bool) -> Any:

@@ -25,6 +25,7 @@ _HIDING = {
 }
 #: Temperatures that keep different logits different, and finite.
 _TEMPERATURES = 1e-6, 1e6
+_SHORT = "memory is short"
 _ALL = "all logits are asked for"
 _NOT_OURS = "which words matter is not known: a beam search, or transformers before 5.17"
 
@@ -129,6 +130,8 @@ def _made(decoding: Any, model: Any, rows: int, wanted: int) -> Head | str:
     from gemma4_compat._kernels.match import custom
     from gemma4_compat._kernels.specs import dense, head
 
+    if not decoding.has_room_for_head:
+        return _SHORT
     if rows > dense.MAX_ROWS:
         return f"more than {dense.MAX_ROWS} texts"
     asked = max(head.FEWEST, 2 << (wanted - 1).bit_length())
@@ -160,12 +163,12 @@ def _copied(decoding: Any, weight: Any, asked: int, cap: float) -> Head | str:
         decoding.drop_head()
         left = host.free_memory(weight.device, decoding.prompts.nbytes)
         if left is not None and left < 2 * head.nbytes(*weight.shape):
-            return "memory is short"
+            return _SHORT
         try:
             with torch.inference_mode(False):
                 kept = Kept(weight, head.Copy.of(weight))
         except torch.OutOfMemoryError:
-            return "memory is short"
+            return _SHORT
     custom.launch(weight.device, kept.copy.made_from(weight))
     decoding.head = kept
     return Head(kept, asked, cap)

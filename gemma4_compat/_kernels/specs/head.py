@@ -84,7 +84,12 @@ def unsupported_reason(weight: Any) -> str | None:
         return f"the head is {str(weight.dtype).removeprefix('torch.')}"
     if weight.numel() < LEAST:
         return "the head is small"
-    if not dense.is_large(weight) or words > _EACH * _SELECTING * _WORDS or group(inputs) < 16 or weight.data_ptr() % 16:
+    if (
+        not dense.is_large(weight)
+        or words > _EACH * _SELECTING * _WORDS
+        or group(inputs) < 16
+        or weight.data_ptr() % 16
+    ):
         return "the head has a shape that its kernels do not know"
     if not weight.is_contiguous() or not dense.supports(weight[:1], weight):
         return "this package's kernels do not compute the head"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +17,8 @@ from packaging.version import Version
 import gemma4_compat
 from gemma4_compat._generation.sampling import best_words
 from gemma4_compat._graphs import fused_steps
-from gemma4_compat._lab import tiny_configs
 from gemma4_compat._kernels.specs import head
+from gemma4_compat._lab import tiny_configs
 from tests.unit.generation import calls
 
 pytestmark = pytest.mark.skipif(

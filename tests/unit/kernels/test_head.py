@@ -15,7 +15,7 @@ import torch
 from gemma4_compat._engine.io.bits import same_bits
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.match import custom
-from gemma4_compat._kernels.specs import dense, head
+from gemma4_compat._kernels.specs import head
 from tests.unit.kernels.host_kernels import HostCompiler
 
 WORDS, INPUTS, MOST, CAP = 601, 128, 8, 30.0
