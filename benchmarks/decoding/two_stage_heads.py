@@ -2,13 +2,13 @@
 
 python benchmarks/decoding/two_stage_heads.py --shape E2B --out FILE.json [--texts 4] [--tokens 500] [--kernels 40]
 
-First the kernels alone, for heads of an E2B, an E4B, a 12B and a 31B with weights of three kinds: the whole head, both
-stages, each kernel and the copy, in turns; and whether the best word is that of the whole head. Then a 4-bit model with
-random weights in the real shape, everything on the card, after `decode_fast`. Two sets of graphs of it take turns, one
-with the whole head. Texts are greedy and sampled (Gemma's top-k of 64, top-p of 0.95), each with a prompt of its own.
+First the kernels alone, for heads of an E2B, an E4B, a 12B and a 31B with weights of three kinds: the whole head,
+both stages, each kernel and the copy, in turns; and whether the best words are those of the whole head. Then a 4-bit
+model with random weights in the real shape, everything on the card, after `decode_fast`. Two sets of graphs of it take
+turns, one with the whole head. Texts are greedy and sampled (top-k of 64, top-p of 0.95, as Gemma's defaults say).
 
-`--shape tiny` needs no GPU; a stand-in captures, nothing is fused, and its small head is computed whole. Exit code 1: a
-token differs.
+`--shape tiny` needs no GPU; a stand-in captures, nothing is fused, and its small head is computed whole. Exit code 1:
+a token differs.
 """
 
 from __future__ import annotations

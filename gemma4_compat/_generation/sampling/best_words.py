@@ -175,7 +175,7 @@ def _copied(decoding: Any, weight: Any, asked: int, cap: float) -> Head | str:
 
 
 def _seen_by_others(model: Any, linear: Any) -> str | None:
-    """Who could see logits, or change them, beside the model and transformers' loop."""
+    """What could see logits, or change them, beside the model and transformers' loop."""
     import torch
 
     if type(linear) is not torch.nn.Linear or linear.bias is not None:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from gemma4_compat._kernels.programs import Kernel, instance, kinds
 from gemma4_compat._kernels.specs import dense
 
-#: Best words at most, and the fewest that are asked for. A few more cost less than another graph, and are twice as many
-#: as top-k leaves: so the best words of enough groups have logits, and top_tokens.cuh need not look at all words.
+#: Best words at most, and the fewest that are asked for: a few more cost less than another graph. Twice as many as
+#: top-k leaves have logits, so that top_tokens.cuh finds enough groups with a logit, and need not look at all words.
 MOST, FEWEST = 1024, 128
 #: Weights of a head at least; a smaller one is read faster than kernels are launched.
 LEAST = 1 << 25
