@@ -168,3 +168,16 @@ def test_what_is_not_finite_computes_the_whole_head() -> None:
         found, whole, _ = computed(given, weight)
         compare(found[:1], whole[:1])
         assert torch.equal(found[1].view(torch.int16), whole[1].view(torch.int16)), value
+
+
+@pytest.mark.parametrize(
+    "wrong", [("dense::over_lanes(sums[0]);", ""), ("score + bound", "score - bound"), ("all >= k", "all >= 1u")]
+)
+def test_kernels_with_other_bits_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, change_file: Callable[[str, str, str], None], wrong: tuple[str, str]
+) -> None:
+    weight = normal(torch.Generator().manual_seed(0)).bfloat16()
+    assert custom.computes_best_words(weight)
+    monkeypatch.setattr(kernels, "_kernels", {})
+    change_file("head.cuh", *wrong)
+    assert not custom.computes_best_words(weight)
