@@ -21,6 +21,10 @@ _OF_THE_PROMPT = ("mm_token_type_ids", "token_type_ids")
 _log = logging.getLogger("gemma4_compat")
 
 
+def _whole(_rows: int) -> None:
+    """All words matter."""
+
+
 @dataclass(eq=False)
 class Graph:
     """One captured step, or one captured forward of a prompt."""
@@ -88,7 +92,7 @@ class Step(Call):
         self.fuses, self.statistics = decoding.fuses, decoding.statistics
 
     @classmethod
-    def of(cls, decoding: Any, model: Any, inputs: dict[str, Any], head: Callable[[int], Any]) -> Step | None:
+    def of(cls, decoding: Any, model: Any, inputs: dict[str, Any], head: Callable[[int], Any] = _whole) -> Step | None:
         """The step with these inputs; None if it reads several tokens, or has another kind of cache.
 
         ``head``: returns what :class:`Step` gets of a batch with so many rows.

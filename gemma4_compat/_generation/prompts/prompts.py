@@ -70,7 +70,7 @@ class Prompt(steps.Step):
         self.fuses &= inputs[self.reads].shape[:2].numel() <= MAX_FUSED
 
     @classmethod
-    def of(cls, decoding: Decoding, model: Any, inputs: dict[str, Any]) -> Prompt | None:
+    def of(cls, decoding: Decoding, model: Any, inputs: dict[str, Any], *_: Any) -> Prompt | None:
         """The prompt with these inputs; None if it is something else, or too long to be captured."""
         cache, ids = cache_names.cache_in(inputs), inputs.get("input_ids")
         if cache is None or ids is None or ids.ndim != 2 or not 1 < ids.shape[1] <= MAX_TOKENS // len(ids):

@@ -65,16 +65,14 @@ class Kept:
 
     def __init__(self, weight: Any, copy: Any) -> None:
         self.copy = copy
-        self._weight, self._address = weakref.ref(weight), weight.data_ptr()
-        self._layout = weight.shape, weight.dtype
+        self._weight = weakref.ref(weight)
+        self._layout = weight.data_ptr(), weight.shape, weight.dtype
 
     def is_of(self, weight: Any) -> bool:
         """Whether this is the weight, in its place."""
-        return (
-            weight is self._weight()
-            and weight.data_ptr() == self._address
-            and (weight.shape, weight.dtype) == self._layout
-        )
+        if weight is None or weight is not self._weight():
+            return False
+        return (weight.data_ptr(), weight.shape, weight.dtype) == self._layout
 
     def counts(self) -> tuple[int, int]:
         """Words that were computed from the head, and tokens. Waits for the device."""
@@ -113,9 +111,8 @@ def of(decoding: Any, model: Any, rows: int) -> Head | None:
     if not decoding.custom or custom.unsupported_reason(model.device) is not None:
         return None
     running = deferred_stop.current()
-    found = _NOT_OURS if running is None else running.most
-    if not isinstance(found, str):
-        found = _made(decoding, model, rows, found)
+    wanted = _NOT_OURS if running is None else running.most
+    found = wanted if isinstance(wanted, str) else _made(decoding, model, rows, wanted)
     if isinstance(found, str):
         counted = decoding.statistics.whole_heads
         decoding.statistics.whole_heads = {**counted, found: counted.get(found, 0) + 1}
@@ -138,9 +135,10 @@ def _made(decoding: Any, model: Any, rows: int, wanted: int) -> Head | str:
     if asked > head.MOST:
         return f"more than {head.MOST // 2} words matter"
     linear = model.get_output_embeddings()
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 0.0
+    caps = {getattr(one, "final_logit_softcapping", None) for one in (model.config, model.config.get_text_config())}
+    cap = max((one for one in caps if one is not None), default=0.0)
     reason = _seen_by_others(model, linear)
-    if reason is None and not 0.0 <= cap < 1e6:
+    if reason is None and (len(caps - {None}) > 1 or not 0.0 <= cap < 1e6):
         reason = "an unusual soft cap"
     if reason is None:
         with torch.no_grad():
