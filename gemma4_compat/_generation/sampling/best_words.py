@@ -8,7 +8,7 @@ could, and where that runs between two tokens, the whole head is computed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from gemma4_compat._gemma4 import host
@@ -30,7 +30,7 @@ _ALL = "all logits are asked for"
 _NOT_OURS = "which words matter is not known: a beam search, or transformers before 5.17"
 
 
-def most(processors: Iterable[Any], config: Any) -> int | str:
+def most(processors: Collection[Any], config: Any) -> int | str:
     """How many of the best words matter for a token, or why all words do.
 
     What comes after top-k gets the same scores, -inf for all others.
@@ -41,6 +41,8 @@ def most(processors: Iterable[Any], config: Any) -> int | str:
     """
     if config.return_dict_in_generate and (config.output_logits or config.output_scores):
         return _ALL
+    if config.do_sample and not any(type(one).__name__ == "TopKLogitsWarper" for one in processors):
+        return "tokens are sampled without top-k"
     hidden = 0
     for one in processors:
         name = type(one).__name__
@@ -52,7 +54,7 @@ def most(processors: Iterable[Any], config: Any) -> int | str:
             hidden += int(getattr(one, _HIDING[name]).numel())
         elif name != "TemperatureLogitsWarper" or not _TEMPERATURES[0] <= one.temperature <= _TEMPERATURES[1]:
             return f"a logits processor: {name}"
-    return "tokens are sampled without top-k" if config.do_sample else 1 + hidden
+    return 1 + hidden
 
 
 class Kept:
