@@ -67,7 +67,7 @@ class Kept:
 
     def __init__(self, weight: Any, copy: Any) -> None:
         self.copy = copy
-        self._weight = weakref.ref(weight)
+        self._weight: Any = weakref.ref(weight)
         self._layout = weight.data_ptr(), weight.shape, weight.dtype
 
     def is_of(self, weight: Any) -> bool:
