@@ -125,6 +125,8 @@ class Decoding:
         self.fuses = True
         self.lock = locks.Lock(locks.DECODING)
         self.memories: list[static_caches.Memory] = []
+        self.head: Any = None  # a `best_words.Kept`
+        self.has_room_for_head = True  # until a prompt needed what it takes
         self.waiting: weakref.ref[Any] | None = None  # the `call.Decoder` that was made last
         self.largest_buckets: dict[tuple[int, int], int] = {}  # of prompts, in tokens, by rows and length of the cache
         self.shapes: Any = None  # of the model and where it is, for `_generation.prompts.chunks`
@@ -179,10 +181,13 @@ class Decoding:
             self.statistics.not_fused += (text,)
             _log.warning("gemma4_compat: decoding %s: %s", how, text)
 
-    def arithmetic(self, device: Any, tokens: int = 1) -> contextlib.AbstractContextManager[Any]:
+    def arithmetic(self, device: Any, tokens: int = 1, head: Any = None) -> contextlib.AbstractContextManager[Any]:
         """To be entered around each forward of a step: custom kernels compute what they can, or PyTorch's do.
 
-        ``tokens``: of each sequence; each has the bits that it would have in a step of its own.
+        Args:
+            device: of the step.
+            tokens: of each sequence; each has the bits that it would have in a step of its own.
+            head: a ``best_words.Head``, if only its best words matter.
         """
         if not self.custom:
             return contextlib.nullcontext()
@@ -192,7 +197,7 @@ class Decoding:
         reason = custom.unsupported_reason(device)
         if reason is None:
             alone = expert_forward.each_token_alone(products.MAX_ROWS, custom.expert_product)
-            return _both(custom.CustomKernels(device, tokens), alone)
+            return _both(custom.CustomKernels(device, tokens, head), alone)
         self.reason_not_fused(reason, "with PyTorch's bits")
         return contextlib.nullcontext()
 
@@ -228,10 +233,25 @@ class Decoding:
             if self._states.states:
                 self._states.lose(Cause.TURNED_OFF)
             self.memories, self.shapes, self.largest_buckets = [], None, {}
+            self.head, self.has_room_for_head = None, True
             for assistant in self.known_assistants:
                 of(assistant).clear()
             self.known_assistants.clear()
             self.draft_lengths.clear()
+
+    def drop_head(self) -> None:
+        """Release the copy of the head, and the steps that read it."""
+        self.steps.drop(lambda graph: graph.reads_copy)
+        self.head = None
+
+    def give_back_head(self) -> bool:
+        """Release the copy of the head where memory is short, for good. False if there is none."""
+        with self.lock.held():
+            found = self.head is not None
+            if found:
+                self.drop_head()
+                self.has_room_for_head = False
+            return found
 
     @property
     def captured(self) -> bool:
@@ -242,6 +262,7 @@ class Decoding:
         """Release all graphs where memory is short. The next call captures anew."""
         with self.lock.held():
             self._states.lose(Cause.MEMORY, "a prompt needed what they take")
+            self.give_back_head()
             self.prompts.release()
 
     def run(self, step: steps.Step, *, first: bool) -> Any:
@@ -300,4 +321,8 @@ def statistics(model: Any) -> DecodingStatistics:
     """
     inner = walk.unwrapped(model)
     found: Decoding | None = vars(inner).get(_ATTRIBUTE)
-    return _read_early.setdefault(inner, DecodingStatistics()) if found is None else found.statistics
+    if found is None:
+        return _read_early.setdefault(inner, DecodingStatistics())
+    if found.head is not None:
+        found.statistics.head_words, found.statistics.head_tokens = found.head.counts()
+    return found.statistics

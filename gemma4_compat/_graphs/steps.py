@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,10 @@ _FUSING = "fusing the kernels of a CUDA graph, once; what is found is kept for l
 _log = logging.getLogger("gemma4_compat")
 
 
+def _whole(_rows: int) -> None:
+    """All words matter."""
+
+
 @dataclass(eq=False)
 class Graph:
     """One captured step, or one captured forward of a prompt."""
@@ -37,6 +41,7 @@ class Graph:
     outputs: Any  # the same
     pool: Pool
     progress: fused_steps.Progress
+    reads_copy: bool = False  # of the head
 
 
 class Step(Call):
@@ -48,6 +53,7 @@ class Step(Call):
         inputs: of the model's forward, by name.
         cache: the cache among them.
         found: its tensors.
+        head: a ``best_words.Head``, if only its best words matter.
 
     Attributes:
         inputs: with positions of their own.
@@ -69,27 +75,39 @@ class Step(Call):
     decodes, is_expected, reads, progress = True, False, "input_ids", fused_steps.Progress
     following: Any = None
 
-    def __init__(self, decoding: Any, model: Any, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...]) -> None:
-        self.decoding, self.model, self.cache = decoding, model, cache
+    def __init__(
+        self,
+        decoding: Any,
+        model: Any,
+        inputs: dict[str, Any],
+        cache: Any,
+        found: tuple[Any, ...],
+        head: Any = None,
+    ) -> None:
+        self.decoding, self.model, self.cache, self._head = decoding, model, cache, head
         self.inputs = _with_own_positions(inputs)
         self.device = inputs[self.reads].device
         self.tensors = signatures.tensors(self.inputs)
         self.sliding = static_caches.sliding(cache)
         self.addresses = static_caches.addresses(found)
         self.tokens = self.added = int(inputs[self.reads].shape[1])
-        self.signature = self.refused_as = signatures.of(self._update_modes(), self.inputs, self.tensors)
+        named = self.inputs if head is None else {**self.inputs, "best words": head.most}
+        self.signature = self.refused_as = signatures.of(self._update_modes(), named, self.tensors)
         self.fuses, self.statistics = decoding.fuses, decoding.statistics
 
     @classmethod
-    def of(cls, decoding: Any, model: Any, inputs: dict[str, Any]) -> Step | None:
-        """The step with these inputs; None if it reads several tokens, or has another kind of cache."""
+    def of(cls, decoding: Any, model: Any, inputs: dict[str, Any], head: Callable[[int], Any] = _whole) -> Step | None:
+        """The step with these inputs; None if it reads several tokens, or has another kind of cache.
+
+        ``head``: returns what :class:`Step` gets of a batch with so many rows.
+        """
         cache, ids = cache_names.cache_in(inputs), inputs.get("input_ids")
         if cache is None or ids is None or ids.ndim != 2 or ids.shape[1] != 1 or not static_caches.is_static(cache):
             return None
         found = static_caches.tensors(cache)
         if found is None:
             return None
-        return cls(decoding, model, without_token_types(inputs), cache, found)
+        return cls(decoding, model, without_token_types(inputs), cache, found, head(len(ids)))
 
     @property
     def unsupported_reason(self) -> str | None:
@@ -127,7 +145,7 @@ class Step(Call):
 
     def numerics(self) -> Any:
         """To be entered around each forward."""
-        return self.decoding.arithmetic(self.device, self.tokens)
+        return self.decoding.arithmetic(self.device, self.tokens, self._head)
 
     def changes(self) -> list[Any]:
         """The tensors of the cache that it may change, as views."""
@@ -192,7 +210,8 @@ class Step(Call):
         if self.added:  # or somebody else keeps it
             self.decoding.keep_memory(self.cache)
         inputs, own = exchanged(static, self.cache, CACHE), signatures.tensors(static)
-        graph = Graph(self.signature, self.addresses, recording, inputs, own, outputs, pool, self.progress())
+        made = self.signature, self.addresses, recording, inputs, own, outputs, pool, self.progress()
+        graph = Graph(*made, reads_copy=self._head is not None)
         if fused is not None:
             graph.progress.end()
         return graph
@@ -292,7 +311,8 @@ class Step(Call):
     def _to_be_fused(self, static: dict[str, Any], pool: Pool) -> fused_steps.Step:
         full = any(map(static_caches.window_full, self.sliding))
         kind = f"{type(self).__name__} {tuple(self.inputs[self.reads].shape[:2])} {self.tokens} tokens, "
-        kind += f"custom {self.decoding.custom}, full {full}, {sorted(self.inputs)}"
+        words = "all" if self._head is None else self._head.most
+        kind += f"custom {self.decoding.custom}, {words} words, full {full}, {sorted(self.inputs)}"
 
         def capture(within: fused_steps.Within) -> tuple[Recording, Any]:
             with _in_order(self.model):

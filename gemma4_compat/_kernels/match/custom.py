@@ -22,10 +22,11 @@ from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
 from gemma4_compat._kernels.fuse.pointwise import DOT, Load, Value
 from gemma4_compat._kernels.match import top_tokens
-from gemma4_compat._kernels.specs import attention, dense, expert_products, flash, nf4_gemv, products, shifting
+from gemma4_compat._kernels.specs import attention, dense, expert_products, flash, head, nf4_gemv, products, shifting
 
 #: Properties of a tensor that its shape, dtype and device decide.
 _PROPERTIES = frozenset({"device", "dtype", "is_cuda", "itemsize", "layout", "ndim", "requires_grad", "shape"})
+_TRIED_WORDS = 1024  # of a head
 _defining = threading.Lock()
 _broken: dict[Any, str] = {}  # by device: why these kernels do not run there; decoder.py says it
 
@@ -103,11 +104,12 @@ class CustomKernels(Repeats):
         device: whose tensors they may read.
         tokens: of each sequence. Up to ``products.MAX_ROWS`` in all have the bits that each would have in a forward of
             its own.
+        head: a :class:`best_words.Head` whose best words are all that matter; None if all do.
     """
 
-    def __init__(self, device: Any, tokens: int = 1) -> None:
+    def __init__(self, device: Any, tokens: int = 1, head: Any = None) -> None:
         super().__init__(device)
-        self._tokens = tokens
+        self._tokens, self._head = tokens, head
         operators()
         gemm_4bit = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)  # bitsandbytes has it since 0.50
         self._gemm_4bit = None if gemm_4bit is None else gemm_4bit.default
@@ -135,6 +137,8 @@ class CustomKernels(Repeats):
     def _linear(self, given: Any, weight: Any, bias: Any = None) -> Any:
         if given.device != self._device or torch.is_grad_enabled() or not dense.supports(given, weight, bias):
             return None
+        if self._head is not None and self._head.is_of(weight):
+            return self._computed(torch.ops.gemma4_compat.best, given, weight, *self._head.asked)
         return self._computed(torch.ops.gemma4_compat.dense, given, weight, bias)
 
     def _means(self, given: Any, *args: Any, **kwargs: Any) -> Any:
@@ -287,6 +291,13 @@ def _dense(given: Any, weight: Any, bias: Any) -> Any:
     return result
 
 
+def _best(given: Any, weight: Any, *asked: Any) -> Any:
+    *copy, most, cap = asked
+    wanted, result = head.best(given, weight, head.Copy(*copy), most, cap)
+    launch(given.device, *wanted)
+    return result
+
+
 def _product(*args: Any, **kwargs: Any) -> Any:
     product = nf4_gemv.match(*args, **kwargs)
     assert product is not None  # or CustomKernels would not have asked
@@ -336,6 +347,8 @@ _OPERATORS: dict[Callable[..., Any], str] = {
     _attend: "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!)? valid, float scale, bool gqa)"
     " -> Tensor",
     _dense: "(Tensor given, Tensor weight, Tensor? bias) -> Tensor",
+    _best: "(Tensor given, Tensor weight, Tensor numbers, Tensor scales, Tensor sizes, Tensor(a!) counts, int most,"
+    " float cap) -> Tensor",
     # As bitsandbytes::gemm_4bit.
     _product: "(Tensor given, Tensor packed, int[] shape, Tensor absmax, int blocksize, str quant_type,"
     " Tensor? bias=None, Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None) -> Tensor",
@@ -348,6 +361,25 @@ _OPERATORS: dict[Callable[..., Any], str] = {
     top_tokens.filtered: "(Tensor scores, int k, float p, int least, bool single) -> Tensor",
     top_tokens.drawn: "(Tensor scores, Tensor noise, int k, float p, int least) -> Tensor",
 }
+
+
+def computes_best_words(weight: Any) -> bool:
+    """Whether a head of this dtype and width can be computed in two stages, with the bits of the whole."""
+    own, inputs = kernels.of(weight.device), weight.shape[1]
+    key = "head", weight.dtype, inputs
+
+    def has_same_bits() -> bool:
+        generator = torch.Generator(weight.device).manual_seed(0)
+        options = {"generator": generator, "device": weight.device}
+        tried, given = (torch.randn((rows, inputs), **options).to(weight.dtype) for rows in (_TRIED_WORDS, 1))
+        copy = head.Copy.of(tried)
+        launch(weight.device, copy.made_from(tried))
+        found, expected = _best(given, tried, *copy, 8, 0.0), _dense(given, tried, None)
+        chosen = found != -torch.inf
+        same = torch.equal(found[chosen], expected[chosen])
+        return same and bool(chosen[expected >= expected.topk(8).values[..., -1:]].all())
+
+    return own.selftest(key, "the head in two stages", "the whole head is computed", has_same_bits)
 
 
 def dot(given: Any, weight: Any, bias: Any = None) -> Value:

@@ -88,6 +88,12 @@ def supports(given: Any, weight: Any, bias: Any = None) -> bool:
     )
 
 
+def is_large(weight: Any) -> bool:
+    """Whether a warp takes rows of this weight."""
+    outputs, inputs = weight.shape
+    return bool(outputs > _SMALL and inputs > SHORT)
+
+
 def product(given: Any, weight: Any, bias: Any = None) -> Product:
     """The product that :func:`supports`; ``given`` may be what was cast to the weight's dtype."""
     outputs, inputs = weight.shape

@@ -22,6 +22,7 @@ from gemma4_compat._kernels.specs import (
     expert_products,
     expert_rows,
     flash,
+    head,
     nf4_dequantize,
     nf4_gemv,
     products,
@@ -181,6 +182,20 @@ def _dense() -> Iterator[Kernel]:
         yield from products.kernels_of(([one] * count, [one.empty()] * count))
 
 
+def _head() -> Iterator[Kernel]:
+    """Heads of an E2B, an E4B and a 31B, and of a tiny model, without their memory."""
+    for dtype, words, inputs, rows in (
+        (torch.bfloat16, 1 << 18, 1536, 1),
+        (torch.bfloat16, 1 << 18, 2560, 8),
+        (torch.float16, 1 << 18, 5376, 1),
+        (torch.bfloat16, 700, 64, 3),
+    ):
+        weight = torch.zeros((), dtype=dtype).expand(words, inputs)
+        copy = head.Copy(*(torch.zeros(()) for _ in head.Copy._fields))
+        yield copy.made_from(weight)
+        yield from head.best(torch.zeros(rows, inputs, dtype=dtype), weight, copy, 64, 30.0)[0]
+
+
 def _plain_attention() -> Iterator[Kernel]:
     yield from _attention(
         (512, 8, torch.float32, torch.bool, 5000),
@@ -229,6 +244,7 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "nf4_exact": _nf4_exact,
     "nf4_gemv": _nf4_gemv,
     "dense": _dense,
+    "head": _head,
     "attention": _plain_attention,
     "attention_tensor": _matrix_attention,
     "flash": _flash,
