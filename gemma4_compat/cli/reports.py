@@ -35,7 +35,7 @@ def env(as_json: Json = False) -> None:
 @app.command()
 @command("this command")
 def reproduce(
-    patch_id: Annotated[str, typer.Argument(metavar="ID", help="A patch; `list` shows every id.")],
+    patch_id: Annotated[str, typer.Argument(metavar="ID", help="A patch; `list --verbose` shows every id.")],
     as_report: Annotated[
         bool, typer.Option("--report", help="Print the text of a report instead, in Markdown.")
     ] = False,
