@@ -170,8 +170,8 @@ CLAIMS = (
     Claim("docs/SMALL_CARD.md", "for {:,} tokens of context", lambda: (fits.CONTEXT,)),
     Claim(
         "docs/SMALL_CARD.md",
-        "E4B decodes from {:.1f} GiB of VRAM and E2B from {:.1f} GiB, at {:.0f} of {:.0f} tokens a second (E2B) and {:.0f} "
-        "of {:.0f} (E4B).",
+        "E4B decodes from {:.1f} GiB of VRAM and E2B from {:.1f} GiB, at {:.0f} of {:.0f} tokens a second (E2B) and "
+        "{:.0f} of {:.0f} (E4B).",
         lambda: (
             peak("E4B", "streamed"),
             peak("E2B", "streamed"),

@@ -13,7 +13,6 @@ import gemma4_compat
 from gemma4_compat import Plan
 from gemma4_compat._gemma4.models import variants
 from gemma4_compat._plan import speed
-from tools.pages.contexts import RELEASE
 from tools.pages.markers import ROOT, between
 
 PAGE = ROOT / "docs" / "SMALL_CARD.md"
