@@ -45,10 +45,12 @@ class Panel:
     Attributes:
         heading: what the bars show, with the unit.
         line: a value to mark over all bars, or None.
+        kind: of all its bars; empty for those of the rows.
     """
 
     heading: str = ""
     line: float | None = None
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ def chart(title: str, panels: Sequence[Panel], rows: Sequence[Row], total: int =
     label_width = SPACE + LETTER * max(len(line) for label in lines for line in label)
     width = (total - label_width - SPACE * len(panels)) / len(panels)
     heights = [max(BAR_HEIGHT, LINE_HEIGHT * len(label)) + GAP for label in lines]
-    kinds = [kind for kind in COLOURS if any(row.kind == kind for row in rows)]
+    drawn = {panel.kind or row.kind for panel in panels for row in rows}
+    kinds = [kind for kind in COLOURS if kind in drawn]
     top = TITLE_HEIGHT + HEADING_HEIGHT * (1 + any(panel.heading for panel in panels))
     bottom = top + sum(heights)
     parts = [_text(SPACE, 18, title, "title"), *_legend(kinds)]
@@ -149,7 +152,7 @@ def _panel(
             continue
         begin, end = sorted((place(0.0), place(value)))
         parts.append(
-            f'<rect class="{row.kind}" x="{begin:.1f}" y="{middle - BAR_HEIGHT / 2:.1f}" '
+            f'<rect class="{panel.kind or row.kind}" x="{begin:.1f}" y="{middle - BAR_HEIGHT / 2:.1f}" '
             f'width="{max(end - begin, 1):.1f}" height="{BAR_HEIGHT}"/>'
         )
         if pair[0] != pair[1]:

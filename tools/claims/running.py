@@ -222,7 +222,8 @@ CLAIMS = (
     ),
     Claim(
         "docs/MEDIA.md",
-        "An image takes up to {} tokens of the context, a second of sound {}, and a frame of a video up to {}, {}",
+        "An image takes up to {} tokens of the context, a second of sound {}, and a frame of a video up to {}; of a "
+        "video {} frames are read.",
         lambda: (of_transformers("image_processing", "max_soft_tokens"), 1000 // sounds()[0], *reversed(frames())),
     ),
     Claim(
