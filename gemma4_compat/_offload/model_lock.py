@@ -123,24 +123,26 @@ class ModelLock(locks.Lock):
                 lock. A second request for the same pass is ignored.
         """
         task, thread = torch_internals.graph_task(), threading.get_ident()
+        in_engine = isinstance(threading.current_thread(), threading._DummyThread)
+
+        def may_begin(first: bool) -> bool:
+            if others := self._in_backward():
+                return in_engine or thread in others
+            forwards = super(ModelLock, self).holders()
+            if not forwards:
+                return first
+            return thread in forwards or (in_engine and any(map(_waits_for_engine, forwards)))
+
+        def has_begun(first: bool) -> bool:
+            if task not in self._backwards and may_begin(first):
+                torch_internals.queue_callback(_Callback(weakref.ref(self), task))
+                self._backwards[task] = _Backward(thread)
+            return task in self._backwards
+
+        if task not in self._backwards:
+            self._wait(has_begun)
         with locks.mutex:
-            running = self._backwards.get(task)
-            if running is None:
-                in_engine = isinstance(threading.current_thread(), threading._DummyThread)
-
-                def may_begin(first: bool) -> bool:
-                    if others := self._in_backward():
-                        return in_engine or thread in others
-                    forwards = super(ModelLock, self).holders()
-                    if not forwards:
-                        return first
-                    return thread in forwards or (in_engine and any(map(_waits_for_engine, forwards)))
-
-                if not may_begin(not self._queue):
-                    self._wait(may_begin)
-                callback = _Callback(weakref.ref(self), task)
-                torch_internals.queue_callback(callback)
-                running = self._backwards[task] = _Backward(thread)
+            running = self._backwards[task]
             if at_end is not None and at_end not in running.at_end:
                 running.at_end.append(at_end)
 

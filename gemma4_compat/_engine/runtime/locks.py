@@ -20,6 +20,7 @@ for each other in a circle get an error instead.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -36,7 +37,6 @@ POLL = 0.05  # seconds between two looks, for releases that were interrupted bef
 
 #: Guards the attributes of all locks; held for a few lines at a time.
 mutex = threading.RLock()
-_changed = threading.Condition(mutex)
 _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 #: What looks at each lock that a thread gets, with the ranks that it held before; tests check the order.
 watch: Callable[[Lock, list[int]], None] | None = None
@@ -52,7 +52,7 @@ class Lock:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._entries: dict[object, int] = {}  # what holds it, and in which thread
-        self._queue: dict[object, int] = {}  # who waits, in order, and in which thread
+        self._queue: dict[Any, int] = {}  # what wakes those who wait, in order, and in which thread they do
         with mutex:
             _locks.add(self)
 
@@ -95,35 +95,52 @@ class Lock:
     def _take(self, entry: object) -> None:
         thread = threading.get_ident()
         with mutex:
-            if thread not in self._entries.values():
-                if watch is not None:
-                    watch(self, [lock.rank for lock in _held_by(thread)])
-                if self._queue or not self._is_free():
-                    self._wait(lambda first: first and self._is_free())
+            held = thread in self._entries.values()
+            if not held and watch is not None:
+                watch(self, [lock.rank for lock in _held_by(thread)])
+            if held or (not self._queue and self._is_free()):
+                self._entries[entry] = thread
+                return
+        self._wait(functools.partial(self._took, entry, thread))
+
+    def _took(self, entry: object, thread: int, first: bool) -> bool:
+        if first and self._is_free():
             self._entries[entry] = thread
+        return entry in self._entries
 
     def _after_release(self) -> None:
         if self._queue:
             with mutex:
-                _changed.notify_all()
+                for waiter in list(self._queue):
+                    if waiter.locked():
+                        waiter.release()
 
-    def _wait(self, may_go_on: Callable[[bool], bool]) -> None:
-        """Return once ``may_go_on(first)`` is true; ``first`` says that nobody has waited longer.
+    def _wait(self, has_begun: Callable[[bool], bool]) -> None:
+        """Call ``has_begun(first)`` with :data:`mutex` held until it is true; ``first``: nobody has waited longer.
+
+        The mutex is not held around the wait: Ctrl-C between its release and the wait, as in
+        ``threading.Condition.wait``, would leave a ``with`` that gives back what it does not have.
 
         Raises:
             Gemma4CompatError: it never would be, or the thread is in a capture.
         """
-        place, thread = object(), threading.get_ident()
-        if any(lock.rank == CAPTURING for lock in _held_by(thread)):
-            raise Gemma4CompatError("another thread is in a model that is called while a CUDA graph is captured")
+        waiter, thread = threading.Lock(), threading.get_ident()
+        waiter.acquire()
         try:
-            self._queue[place] = thread
-            while not may_go_on(next(iter(self._queue)) is place):
-                self._refuse_deadlock(thread)
-                _changed.wait(POLL)
+            while True:
+                with mutex:
+                    if has_begun(next(iter(list(self._queue)), waiter) is waiter):
+                        return
+                    if any(lock.rank == CAPTURING for lock in _held_by(thread)):
+                        raise Gemma4CompatError(
+                            "another thread is in a model that is called while a CUDA graph is captured"
+                        )
+                    self._queue[waiter] = thread
+                    self._refuse_deadlock(thread)
+                waiter.acquire(timeout=POLL)
         finally:
-            self._queue.pop(place, None)  # as in `run`
-            _changed.notify_all()
+            self._queue.pop(waiter, None)  # as in `run`
+            self._after_release()
 
     def _refuse_deadlock(self, thread: int) -> None:
         found, seen = [self], set()
@@ -155,9 +172,8 @@ def _held_by(thread: int) -> list[Lock]:
 
 
 def _after_fork() -> None:
-    global mutex, _changed
+    global mutex
     mutex = threading.RLock()
-    _changed = threading.Condition(mutex)
     for lock in list(_locks):
         lock._forked(threading.get_ident())
 
