@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.small_card import report
-from gemma4_compat._generation.prefix_cache import rows, session
+from gemma4_compat._generation.prefix_cache import parked, rows, session
 from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._graphs import decoder
 from gemma4_compat._kernels.match import reading
@@ -72,6 +72,18 @@ def as_it_is(shape: str) -> float:
     """Tokens a second of transformers in 4-bit on an H100, from the table of other software."""
     page = "docs/benchmarks/peers.md"
     return float(in_file(page, rf"\| \[{shape}.*? \| transformers, 4-bit, as it is \| ([\d.]+) ")[0])
+
+
+def of_serving(file: str, *names: str) -> tuple[float, ...]:
+    """Bounds of ``gemma4-compat serve``, read without its libraries."""
+    path = f"gemma4_compat/cli/serving/{file}.py"
+    return tuple(float(in_file(path, rf"\n *{name}(?:: \w+)? = (\d[\d_]*)")[0]) for name in names)
+
+
+def clients() -> tuple[int, ...]:
+    """How many ask a server at the same time in a test."""
+    found = in_file("tests/unit/commands/test_serve.py", r'parametrize\("clients", \[([\d, ]+)\]')[0]
+    return tuple(map(int, found.split(", ")))
 
 
 def both(compute: Callable[[str], float]) -> tuple[float, float]:
@@ -238,6 +250,20 @@ CLAIMS = (
     Claim("docs/MEDIA.md", "frames of a video | {},", lambda: (frames()[0],)),
     Claim("docs/MEDIA.md", "it is ignored, and {} frames are read", lambda: (frames()[0],)),
     Claim("docs/MEDIA.md", "{} frames of {} tokens are {:,}", lambda: (*frames(), math.prod(frames()))),
+    Claim("docs/SERVING.md", "the others, {} at most, in host memory", lambda: (parked.MOST,)),
+    Claim(
+        "docs/SERVING.md",
+        "At most {:.0f} requests wait (), each for {:.0f} seconds (). There are at most {:.0f} connections. - A body has "
+        "at most {:.0f} MiB,",
+        lambda: of_serving("server", "waiting", "patience", "connections", "body"),
+    ),
+    Claim(
+        "docs/SERVING.md",
+        "and {:.0f} images and sounds, each with at most {:.0f} MiB and {:.0f} million pixels.",
+        lambda: (*of_serving("media", "count", "size"), of_serving("media", "_PIXELS")[0] / 1e6),
+    ),
+    Claim("docs/SERVING.md", "the connection ends after {:.0f} seconds", lambda: of_serving("server", "_SLOW")),
+    Claim("docs/SERVING.md", "; {}, {} and {} clients whose texts", clients),
     Claim("docs/DECODING.md", "fewer than {} tokens are shared", lambda: (session.LEAST,)),
     Claim("docs/DECODING.md", "caches of {:,} positions or more", lambda: (reading.POSITIONS,)),
     Claim("docs/DECODING.md", "a model keeps {} graphs", lambda: (decoder.MAX_GRAPHS,)),
@@ -270,5 +296,6 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
     "docs/CHECK.md": ("Exit code 0", "1: it is", "2: it could", "leaves 128 of them"),
     "docs/MEDIA.md": ("70, 140, 280, 560 or 1120",),
     "docs/PLACEMENT.md": ("8,192 tokens: benchmarks",),
+    "docs/SERVING.md": ("(0 is greedy)", *(f"| {code}" for code in (400, 401, 404, 413, 422, 503, 500)), "; 403 |"),
     "docs/DECODING.md": ("a quarter of the experts", "4 sequences, 8 of 128 experts"),
 }
