@@ -253,8 +253,8 @@ CLAIMS = (
     Claim("docs/SERVING.md", "the others, {} at most, in host memory", lambda: (parked.MOST,)),
     Claim(
         "docs/SERVING.md",
-        "At most {:.0f} requests wait (), each for {:.0f} seconds (). There are at most {:.0f} connections. - A body has "
-        "at most {:.0f} MiB,",
+        "At most {:.0f} requests wait (), each for {:.0f} seconds (). There are at most {:.0f} connections. - A body "
+        "has at most {:.0f} MiB,",
         lambda: of_serving("server", "waiting", "patience", "connections", "body"),
     ),
     Claim(
