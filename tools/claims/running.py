@@ -212,7 +212,7 @@ CLAIMS = (
     Claim("docs/LIMITS.md", "({:.1f} GB for the 26B-A4B)", lambda: (experts_of_a_layer(),)),
     Claim(
         "docs/DECODING.md",
-        "an E2B gives {:.0f} tokens a second and an E4B {:.0f} in transformers; after one call they give {:.0f} and "
+        "an E2B gives {:.0f} tokens per second and an E4B {:.0f} in transformers; after one call they give {:.0f} and "
         "{:.0f} (",
         lambda: (*both(as_it_is), *both(lambda shape: tokens_at(shape, "64")[0])),
     ),
