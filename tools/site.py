@@ -26,7 +26,7 @@ FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 BOOST = {
     "SETTINGS.md": 30,
     **dict.fromkeys(("MERGING.md", "READERS.md", "SMALL_CARD.md", "TRAINING.md"), 3),
-    "DECODING.md": 10,
+    "DECODING.md": 5,
     **dict.fromkeys(("API.md", "CHANGELOG.md", "FAILURE_POINTS.md", "JSON.md", "VARIANTS.md"), 0.4),
 }
 
