@@ -11,6 +11,8 @@ speed      tokens a second after the first ones, in turns, in several rounds; th
            peak of each way, and the planner's; of streamed layers, what share of the bus that is
 fusing     tokens a second of replays with fused kernels and without them, in turns
 waiting    tokens a second of replays whose stops are read one step late, and with the host waiting for each, in turns
+streamed   after `decode_fast`, milliseconds of a token without a streamer, with a user's, and with transformers' own,
+           greedy and sampled
 bits       tokens and logits of both ways: greedy, sampled, beams, padded, an image, across and past the window, three
            turns on one cache, adapters switched; graphs are fused early in them
 short      seconds of answers of 16, 64 and 256 tokens
@@ -43,7 +45,7 @@ from benchmarks.decoding import (
 )
 from benchmarks.decoding.models import ADAPTED, SECOND, WHERE
 
-PARTS = ("speed", "fusing", "waiting", "bits", "short", "compiled", "endurance")
+PARTS = ("speed", "fusing", "waiting", "streamed", "bits", "short", "compiled", "endurance")
 CASES = tuple(f"{where}{adapter}" for where in WHERE if where != "bf16" for adapter in ("", ADAPTED))
 #: Tokens of a turn, and after how many of them tokens are counted: a replay has to be captured first.
 TOKENS = {"eager": 12, "replayed": 100, "compiled": 100}
@@ -157,6 +159,18 @@ def waiting(run: Run, name: str, entry: Data, rounds: int) -> None:
     in_turns(run, name, entry, "waiting", rounds, orders, report.waiting_summary)
 
 
+def streamed(run: Run, name: str, entry: Data, rounds: int) -> None:
+    """What a streamer costs after ``decode_fast``."""
+    if "error" in run.tell("decode_fast", f"{name} streamed: decode_fast"):
+        return
+    orders = {
+        f"{kind} {'sampled' if sampled else 'greedy'}": {"streamer": kind, "sampled": sampled}
+        for sampled in (False, True)
+        for kind in ("none", "user", "transformers")
+    }
+    in_turns(run, name, entry, "streamed", rounds, orders, report.streamed_summary)
+
+
 def in_turns(
     run: Run,
     name: str,
@@ -166,7 +180,7 @@ def in_turns(
     orders: dict[str, Data],
     summary: Callable[[list[Data]], Data],
 ) -> None:
-    """Two ways of one part, by what each is told; the one that was first in a round is second in the next."""
+    """Some ways of one part, by what each is told; the one that was first in a round is the last in the next."""
     found: Data = {"rounds": []}
     entry[part] = found
     for number in range(rounds):
@@ -260,6 +274,7 @@ def case(run: Run, name: str, arguments: Any) -> None:
         "bits": lambda: bits(run, name, entry),
         "short": lambda: short(run, name, entry, arguments.answers),
         "endurance": lambda: endurance(run, name, entry, arguments.endurance_tokens),
+        "streamed": lambda: streamed(run, name, entry, arguments.rounds),  # the last: the model is another then
     }
     wanted = [part for part in steps if part in arguments.parts]
     if name != lasting(arguments.cases):

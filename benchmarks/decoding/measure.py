@@ -35,6 +35,8 @@ COUNTS = ("replayed", "captured", "fused", "eager", "capture_seconds")
 #: Of each call in "bits", the tokens; a prompt is so much shorter than the window that half of them are past it.
 BITS_TOKENS = 12
 
+#: Tokens before a streamer is measured, and tokens in which it is.
+STREAMED_TOKENS = 20, 300
 #: Tokens of a call after its step was fused.
 FUSED_TOKENS = 24
 
@@ -211,6 +213,47 @@ def waiting(order: Order) -> Data:
     ):
         found = turn(order | {"way": "replayed"})
     return {"tok_s": found["tok_s"], "late": late}
+
+
+class Nothing:
+    """A user's streamer that does nothing."""
+
+    def put(self, value: Any) -> None:
+        """Take the tokens of a step."""
+
+    def end(self) -> None:
+        """The text is over."""
+
+
+class _Letters:
+    """A tokenizer for ``TextStreamer``, whose texts have a letter for each token."""
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return "x" * len(tokens)
+
+
+def streamed(order: Order) -> Data:
+    """Milliseconds of a token with no ``streamer``, with a ``user``'s that does nothing, or with transformers' own.
+
+    ``sampled``: with Gemma's own top-k and top-p.
+    """
+    import contextlib
+    import io
+
+    from transformers import TextStreamer
+
+    kinds: Data = {"none": lambda: None, "user": Nothing, "transformers": lambda: TextStreamer(_Letters())}
+    options = {"do_sample": True, "top_k": 64, "top_p": 0.95} if order["sampled"] else {}
+    seconds = []
+    for tokens in (STREAMED_TOKENS[0], sum(STREAMED_TOKENS)):
+        batch = text_prompt(_model, PROMPT)
+        small_card_device.synchronize()
+        started = time.perf_counter()
+        with contextlib.redirect_stdout(io.StringIO()):
+            generate("replayed", tokens, batch, streamer=kinds[order["streamer"]](), **options)
+        small_card_device.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return {"ms": 1000 * (seconds[1] - seconds[0]) / STREAMED_TOKENS[1]}
 
 
 def answer(order: Order) -> Data:
@@ -435,6 +478,7 @@ ACTIONS: dict[str, Callable[[Order], Data]] = {
     "turn": turn,
     "fusing": fusing,
     "waiting": waiting,
+    "streamed": streamed,
     "answer": answer,
     "bits": bits,
     "endure": endure,

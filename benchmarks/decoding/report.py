@@ -74,6 +74,17 @@ def waiting_summary(rounds: list[Data]) -> Data:
     }
 
 
+def streamed_summary(rounds: list[Data]) -> Data:
+    """Of the rounds so far: milliseconds of a token, and how many times those without a streamer these are."""
+    ms = {way: [turns[way]["ms"] for turns in rounds] for way in rounds[0]}
+    without = {way: ms[f"none{way[way.index(' ') :]}"] for way in ms}
+    ratios = {way: [one / other for one, other in zip(ms[way], without[way])] for way in ms}
+    return {
+        "ms": {way: common.spread(found) for way, found in ms.items()},
+        "ratio": {way: common.spread(found) for way, found in ratios.items() if not way.startswith("none")},
+    }
+
+
 def endurance_summary(calls: list[Data]) -> Data:
     """Tokens, those that were wrong, and what was held after the first quarter of the calls against the last."""
     quarter = max(1, len(calls) // 4)

@@ -229,12 +229,12 @@ class CapturedCalls:
         graph = known.find(call) or self._captured(call, known)
         return None if graph is None else self._replayed(call, known, graph)
 
-    def again(self, call: Call, graph: Any, *, prepared: bool = False) -> Any:
+    def again(self, call: Call, graph: Any, *, prepared: bool = False, no_user_code: bool | None = None) -> Any:
         """Replay a call that was replayed before, with other tensors; None if its graph does not serve it any more.
 
-        Only where no user's code has run since.
+        ``no_user_code``: as for :meth:`Guards.check`.
         """
-        state = self._guards.check(call, no_user_code=True)
+        state = self._guards.check(call, no_user_code=no_user_code)
         known = None if state is None else state.calls[self]
         if known is None or graph not in known.graphs or not call.has_settings():
             return None

@@ -37,15 +37,16 @@ class Sampling:
         streamer: what gets the tokens.
 
     Attributes:
-        no_user_code: no code but transformers' runs in this thread between two steps.
+        pure: no processor or criterion is a user's.
+        no_user_code: nor is the streamer: no code but libraries' runs in this thread between two steps.
         replays: steps are replayed, as far as is known before the first.
         ours: its stop check is deferred because we asked for it.
         deferred: from now on, stops are read one step late.
     """
 
     def __init__(self, functions: list[Any], *, samples: bool, synced: bool = False, streamer: Any = None) -> None:
-        self._pure = all(map(is_pure, functions))
-        self.no_user_code = self._pure and (streamer is None or is_of_libraries(type(streamer).__module__))
+        self.pure = all(map(is_pure, functions))
+        self.no_user_code = self.pure and (streamer is None or is_of_libraries(type(streamer).__module__))
         self.replays = self.ours = self.deferred = False
         self._samples, self._synced = samples, synced
         self._launched: collections.deque[float] = collections.deque(maxlen=_TIMED + 1)
@@ -58,7 +59,7 @@ class Sampling:
         Processors and criteria are called once more than needed. Those of transformers remember nothing; the few that
         call a user's function hold it as an attribute, and rule deferral out.
         """
-        return self.replays and not self._synced and self._pure
+        return self.replays and not self._synced and self.pure
 
     def launched(self) -> None:
         """Note that a step was replayed."""

@@ -81,6 +81,10 @@ class Inputs:
         self._next += 1
         self.left -= 1
 
+    def follows(self, cache: Any) -> bool:
+        """Whether the next token of this cache is the one that they are for."""
+        return static_caches.held(cache) == self._next
+
     def settle(self) -> None:
         """Leave masks alone that no longer change: every key in the window is valid, and so is every later one."""
         self._shifting = [mask for mask in self._shifting if not bool(mask.all())]
@@ -115,6 +119,14 @@ class Following:
     def ready(self) -> bool:
         """Whether the next step may follow from the last one."""
         return self._compared and self._inputs is not None and self._inputs.left > 0
+
+    @property
+    def continues(self) -> bool:
+        """Whether the cache holds what the last step left, in the same memory, and such a step can be replayed."""
+        assert self.last is not None
+        assert self._inputs is not None
+        step = self.last.step
+        return step.unsupported_reason is None and step.is_in_place and self._inputs.follows(step.cache)
 
     def compare(self, graph: Graph, step: Step) -> None:
         """Before a replay of a step that ``generate`` built: whether its inputs are those that would be made here."""
@@ -175,11 +187,12 @@ class Loop(PlainView):
     Args:
         model: :func:`serves` it.
         decoder_class: of calls that can follow.
+        watched: a user's streamer may change the model, its cache or its methods between two tokens.
     """
 
-    def __init__(self, model: Any, decoder_class: type) -> None:
+    def __init__(self, model: Any, decoder_class: type, *, watched: bool = False) -> None:
         super().__init__(model)
-        self._decoder_class = decoder_class
+        self._decoder_class, self._watched = decoder_class, watched
         self._decoder: Any = None
         self._ids: Any = None  # of the step that follows
         self._followed: Any = None  # its output
@@ -205,7 +218,8 @@ class Loop(PlainView):
 
     def prepare_inputs_for_generation(self, input_ids: Any, **given: Any) -> dict[str, Any]:
         """Nothing, if the inputs follow from the last ones."""
-        if self._decoder is not None and self._decoder.following.ready:
+        following = None if self._decoder is None else self._decoder.following
+        if following is not None and following.ready and not (self._watched and self._is_touched(following)):
             self._ids = input_ids
             return {}
         if self._behind:
@@ -215,6 +229,10 @@ class Loop(PlainView):
             given |= self._kwargs
         found: dict[str, Any] = self._of.prepare_inputs_for_generation(input_ids, **given)
         return found
+
+    def _is_touched(self, following: Following) -> bool:
+        """Whether the model builds its inputs otherwise than it did, or from another cache."""
+        return not (serves(self._of) and following.continues)
 
     def _call(self, **inputs: Any) -> Any:
         if self._ids is None:

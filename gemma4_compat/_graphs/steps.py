@@ -103,6 +103,12 @@ class Step(Call):
                 return "the inputs are on several devices"
         return None
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its cache still has the tensors that it had."""
+        found = static_caches.tensors(self.cache) if static_caches.is_static(self.cache) else None
+        return found is not None and static_caches.addresses(found) == self.addresses
+
     def _update_modes(self) -> tuple[Any, ...]:
         """What the update of each sliding layer depends on, which is not in a tensor."""
         return tuple(map(static_caches.window_full, self.sliding))

@@ -1,7 +1,8 @@
 """transformers' logits processors and stopping criteria, with less Python and fewer operations for a token.
 
-The values are the same. ``LogitsProcessorList`` inspects the signature of each processor for every token, and criteria
-make tensors for what the host knows, such as whether the text has reached its limit.
+The values are the same, also if a user's streamer changes a processor between two tokens. ``LogitsProcessorList``
+inspects the signature of each processor for every token, and criteria make tensors for what the host knows, such as
+whether the text has reached its limit.
 """
 
 from __future__ import annotations
@@ -65,8 +66,12 @@ class TopTokens:
         from gemma4_compat._kernels.match import top_tokens
 
         self.top_k, self.top_p = top_k, top_p
-        self._limits = None if top_k is None else top_tokens.limits(top_k, top_p)
-        self._serves = top_tokens.supports
+        self._kernels = top_tokens
+
+    def _limits(self, scores: Any) -> Any:
+        """What the kernels take for these scores; None if they do not serve."""
+        found = None if self.top_k is None else self._kernels.limits(self.top_k, self.top_p)
+        return found if found is not None and self._kernels.supports(scores) else None
 
     def __call__(self, _ids: Any, scores: Any) -> Any:
         return self._filtered(scores, single=False)
@@ -82,15 +87,17 @@ class TopTokens:
             scores: (rows, vocabulary), float32.
             noise: exponentially distributed, as ``scores``.
         """
-        if self._limits is not None and self._serves(scores):
-            return _operator("drawn")(scores, noise, *self._limits)
+        limits = self._limits(scores)
+        if limits is not None:
+            return _operator("drawn")(scores, noise, *limits)
         return (self.rows(scores).softmax(dim=-1) / noise).argmax(dim=-1)
 
     def _filtered(self, scores: Any, *, single: bool) -> Any:
         import torch
 
-        if self._limits is not None and self._serves(scores):
-            return _operator("filtered")(scores, *self._limits, single)
+        limits = self._limits(scores)
+        if limits is not None:
+            return _operator("filtered")(scores, *limits, single)
         if self.top_k is not None:
             scores = self.top_k(None, scores)
         if self.top_p is None:
@@ -129,12 +136,14 @@ class _NoEnd:
     """``MinLengthLogitsProcessor`` or ``MinNewTokensLengthLogitsProcessor``, which finds end tokens once."""
 
     def __init__(self, processor: Any) -> None:
-        self._processor, self._mask = processor, None
-        self._length = (
-            processor.min_length
-            if hasattr(processor, "min_length")
-            else processor.prompt_length_to_skip + processor.min_new_tokens
-        )
+        self._processor = processor
+        self._ends: Any = None
+        self._mask: Any = None
+
+    def _length(self) -> int:
+        found = self._processor
+        length = getattr(found, "min_length", None)
+        return int(found.prompt_length_to_skip + found.min_new_tokens if length is None else length)
 
     @staticmethod
     def serves(processor: Any) -> bool:
@@ -145,11 +154,12 @@ class _NoEnd:
     def __call__(self, ids: Any, scores: Any) -> Any:
         import torch
 
-        if ids.shape[-1] >= self._length:
+        if ids.shape[-1] >= self._length():
             return scores.clone()
-        if self._mask is None:
+        if self._ends is not self._processor.eos_token_id:
+            self._ends = self._processor.eos_token_id
             vocabulary = torch.arange(scores.shape[-1], device=scores.device)
-            self._mask = torch.isin(vocabulary, self._processor.eos_token_id.to(scores.device))
+            self._mask = torch.isin(vocabulary, self._ends.to(scores.device))
         return torch.where(self._mask, -math.inf, scores)
 
 
@@ -178,9 +188,11 @@ _Asked = Callable[[Any, Any], Any]
 
 
 def _length(criterion: Any) -> _Asked:
-    warned = criterion.max_position_embeddings
-    last = criterion.max_length - 1 if warned is None else min(criterion.max_length - 1, warned)
-    return lambda ids, scores: None if ids.shape[1] <= last else criterion(ids, scores)
+    def asked(ids: Any, scores: Any) -> Any:
+        last, warned = criterion.max_length - 1, criterion.max_position_embeddings
+        return None if ids.shape[1] <= (last if warned is None else min(last, warned)) else criterion(ids, scores)
+
+    return asked
 
 
 def _end(criterion: Any) -> _Asked:

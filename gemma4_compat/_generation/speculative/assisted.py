@@ -309,7 +309,7 @@ class Text:
             if last is not None and self._no_user_code:
                 step, graph = last
                 step.renew(inputs)
-                found = step.decoding.steps.again(step, graph)
+                found = step.decoding.steps.again(step, graph, no_user_code=True)
             return self._run_anew(key, make()) if found is None else found
 
         found: dict[str, Any] = self._given.exclusively(run)

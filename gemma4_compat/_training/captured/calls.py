@@ -107,7 +107,8 @@ class LayerCall(Call):
         """Record its forward and backward pass, in the memory of all layers."""
         memory, weights = self._training.memory(self), self._training.weights[self.place]
         role, is_read = getattr(self._layer.self_attn, "is_sliding", None), self._training.is_read
-        return graphs.Graph(self.run, self.tensors, weights, memory, role, self.signature, is_read=is_read)
+        given = self.run, self._layer, self.tensors, weights, memory, role, self.signature
+        return graphs.Graph(*given, is_read=is_read)
 
     def was_captured(self, known: Known) -> None:
         """Other layouts of its masks are counted anew."""

@@ -139,6 +139,7 @@ class Graph:
 
     Args:
         run: calls the layer.
+        layer: that it calls.
         tensors: of a call of this kind.
         weights: those of the layer that are trained.
         memory: of all layers.
@@ -159,6 +160,7 @@ class Graph:
     def __init__(
         self,
         run: Run,
+        layer: Any,
         tensors: Sequence[Any],
         weights: Sequence[Any],
         memory: Memory,
@@ -193,7 +195,7 @@ class Graph:
         self._forward, self._backward = (memory.recorder(memory.device, memory.pool) for _ in range(2))
         with capturing.held():
             self._forward.capture(functools.partial(self._run_forward, run))
-            self._backward.capture(functools.partial(self._run_backward, run, weights))
+            self._backward.capture(functools.partial(self._run_backward, run, layer, weights))
 
     def _leaves(self, tensors: Sequence[Any]) -> list[Any]:
         return [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(tensors, self._asked)]
@@ -206,9 +208,11 @@ class Graph:
         for buffer, one in zip(self._outputs, self._again(run).outputs):
             buffer.tensor.copy_(one.detach())
 
-    def _run_backward(self, run: Run, weights: Sequence[Any]) -> None:
+    def _run_backward(self, run: Run, layer: Any, weights: Sequence[Any]) -> None:
+        """With views: a loss of the last step, while it is kept, keeps weights on the stream of that step."""
         incoming = [buffer.tensor if wanted else None for buffer, wanted in zip(self._incoming, self.expected)]
-        found = self._again(run).gradients(incoming, weights)
+        with modules.as_views(layer, weights) as views:
+            found = self._again(run).gradients(incoming, views)
         for buffer, one in zip(self._gradients, found):
             if buffer is not None:
                 buffer.tensor.copy_(one)

@@ -12,8 +12,9 @@ that ends before its limit runs one extra step; its token is discarded and the R
 wait as before, until waiting has cost this text as much as a step. ``generate`` also waits if anything could notice
 the extra step: logits processors and stopping criteria that are not transformers' own or call a function of the
 user's, a cache of the user's, ``return_dict_in_generate``, ``synced_gpus``. A streamer gets the same tokens, each one
-step later. Where no code of the user's runs between two tokens, the graph's inputs are advanced on the device instead
-of built; the first of them are compared with those that ``generate`` builds.
+step later. Where processors and criteria are transformers' own, the graph's inputs are advanced on the device instead
+of built; the first of them are compared with those that ``generate`` builds. A streamer of the user's may change
+anything, so the model, its cache and its methods are looked at after each token, while the GPU computes the next one.
 
 Remove when: ``DeferredStopCheck.is_supported`` is True on CUDA.
 """
@@ -40,10 +41,10 @@ def sample(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     samples = bool(config.do_sample)
     synced = bool(kwargs.get("synced_gpus"))  # processes have to agree on the number of steps
     with deferred_stop.sampling(functions, samples=samples, synced=synced, streamer=streamer) as running:
-        no_user_code = running.no_user_code and not synced and not config.is_assistant
-        if no_user_code and call.may_replay(self, cache_names.cache_in(kwargs)) and step_inputs.serves(self):
+        follows = running.pure and not synced and not config.is_assistant
+        if follows and call.may_replay(self, cache_names.cache_in(kwargs)) and step_inputs.serves(self):
             kwargs |= fast_processors.quickened(kwargs)
-            self = step_inputs.Loop(self, call.Decoder)
+            self = step_inputs.Loop(self, call.Decoder, watched=not running.no_user_code)
         return original(self, *args, **kwargs)
 
 

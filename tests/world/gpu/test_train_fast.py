@@ -59,6 +59,20 @@ def test_bits(dtype: Any) -> None:
     assert left[3] <= left[1]
 
 
+def test_a_loop_that_keeps_its_loss() -> None:
+    """It keeps the weights' gradient accumulators, which are on the stream of the step before."""
+    model = only(adapted(torch.bfloat16).train(), graphs=True)
+    ids = torch.randint(3, 1024, (2, 256), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    losses = []
+    for _ in range(layers.CAPTURED_AT + 2):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss)
+        losses[-1].backward()
+    counted = gemma4_compat.statistics(model).training
+    assert counted.reasons == ()
+    assert counted.captured == len(layers.decoder_layers(model))
+
+
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("padding", [0, 500])
 def test_bits_of_windows_and_products(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
