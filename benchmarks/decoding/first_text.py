@@ -73,13 +73,15 @@ class Parts:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, calls are counted."""
+        import torch
+
         from gemma4_compat._generation import call
         from gemma4_compat._graphs import captured_calls, decoder, fused_steps, steps
         from gemma4_compat._graphs.recording import RECORDERS
         from gemma4_compat._kernels import kernels
 
-        recorder = RECORDERS[models.main_device()]
-        compiler = kernels.COMPILERS[models.main_device()]
+        kind = torch.device(models.main_device()).type
+        recorder, compiler = RECORDERS[kind], kernels.COMPILERS[kind]
         where: dict[Any, tuple[str, ...]] = {
             call.Decoder: ("_read",),
             captured_calls.CapturedCalls: ("_captured",),
