@@ -136,7 +136,7 @@ def pictures() -> dict[Path, str]:
         for depth in depths
         for way, kind in kinds.items()
     ]
-    title = "Tokens a second by depth of the text (other: llama.cpp, Q4_0)"
+    title = "Tokens a second by depth of text, beside llama.cpp Q4_0"
     peaks = [
         Row(f"{shape}: {what}", "ours", (peak(newest(shape, case)["cases"][case]),))
         for shape in ("E2B", "E4B")
