@@ -95,7 +95,12 @@ def test_a_text_that_ends_before_steps_are_fused_is_not_fused_at_once(process: C
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda data: data[:-3] + b"abc", lambda _: b"", lambda data: data[: len(data) // 2]]
+    "damage",
+    [
+        lambda data: data[:-3] + b"abc",
+        pytest.param(lambda _: b"", marks=pytest.mark.full),
+        pytest.param(lambda data: data[: len(data) // 2], marks=pytest.mark.full),
+    ],
 )
 def test_a_damaged_note_is_written_again(process: Callable[..., Any], folder: Path, damage: Any) -> None:
     process()
