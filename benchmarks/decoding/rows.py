@@ -5,8 +5,9 @@ python benchmarks/decoding/rows.py --shape E2B [--out FILE.json] [--rows 1,2,4,8
 
 Random weights in the real shape, 4-bit with double quantization unless `--where bf16`, after `decode_fast`, greedy.
 Batches of more than eight rows are also measured "before": PyTorch and bitsandbytes compute what has more than eight
-rows, and experts see all rows at once. Each case keeps its own graphs, and they take turns. A speed is that of the
-tokens between the 32nd and the last of a call: the difference of two calls.
+rows, and experts see all rows at once. With experts one row is, too: PyTorch computes those. Each case keeps its own
+graphs, and they take turns. A speed is that of the tokens between the 32nd and the last of a call: the difference of
+two calls.
 
 Then some rows of the largest batch are decoded alone. PyTorch reads prompts, and its bits depend on the batch, so each
 row gets keys, values and a first token of its own after it. Logits and tokens are compared bit by bit.
@@ -103,6 +104,7 @@ class Case:
     def _own(self) -> Iterator[None]:
         import gemma4_compat
         from gemma4_compat._graphs import decoder
+        from gemma4_compat._kernels.match import custom
         from gemma4_compat._kernels.specs import products
 
         base = models.base(self.model)
@@ -114,6 +116,7 @@ class Case:
         with contextlib.ExitStack() as stack:
             if self.before:
                 stack.enter_context(mock.patch.object(products, "MAX_ROWS", BEFORE))
+                stack.enter_context(mock.patch.object(custom, "expert_product", return_value=None))
             stack.enter_context(measure.fused_early())
             yield
 
@@ -206,7 +209,9 @@ def run(model: Any, options: Any, write: Callable[[str, Any], None]) -> Data:
     base = models.base(model)
     base.generation_config.max_cache_len = PROMPT + SETTLED + options.tokens
     read_alike(type(base))
-    kinds = [(rows, before) for rows in options.rows for before in (False, True)[: 1 + (rows > BEFORE)]]
+    experts = bool(getattr(base.config.get_text_config(), "enable_moe_block", False))
+    both = {rows for rows in options.rows if rows > BEFORE or (experts and rows == 1)}
+    kinds = [(rows, before) for rows in options.rows for before in (False, True)[: 1 + (rows in both)]]
     # The largest batch and a row alone first, for a limit of time.
     kinds.sort(key=lambda kind: (-kind[0] if kind[0] in (max(options.rows), 1) else 0, kind[1]))
     cases: list[Case] = []

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.small_card import report
+from gemma4_compat._gemma4.quantization import expert_forward
 from gemma4_compat._generation.prefix_cache import parked, rows, session
 from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._graphs import decoder
@@ -166,6 +167,12 @@ def experts() -> tuple[int, int]:
     return text_of("26B-A4B").top_k_experts, text_of("26B-A4B").num_experts
 
 
+def rows_with_experts() -> tuple[int, ...]:
+    """Rows whose experts in host memory a graph looks up, experts of each and of a layer, and rows if exact."""
+    each, number = experts()
+    return (number - 1) // each, each, number, int(number * expert_forward._MOSTLY_DISTINCT) // each
+
+
 CLAIMS = (
     Claim(
         "README.md",
@@ -273,6 +280,11 @@ CLAIMS = (
         lambda: tuple(f"{drafted(shape, '70% right'):.1f}" for shape in ("E2B", "E4B", "12B")),
     ),
     Claim("docs/DECODING.md", "This covers up to {:,} tokens", lambda: (prompts.MAX_TOKENS,)),
+    Claim(
+        "docs/DECODING.md",
+        ": {} sequences, {} of {} experts each); with for a quarter of them ({})",
+        rows_with_experts,
+    ),
     Claim("docs/PLACEMENT.md", "({} of {} in the 26B-A4B)", experts),
     Claim("docs/PLACEMENT.md", "{:.0f} GiB for a 31B at 131,072 tokens", lambda: (copied_heads("31B", 131_072),)),
     Claim("docs/PLACEMENT.md", "compute capability {}.{} or newer", lambda: prompt_kernels.LEAST),
@@ -297,5 +309,4 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
     "docs/MEDIA.md": ("70, 140, 280, 560 or 1120",),
     "docs/PLACEMENT.md": ("8,192 tokens: benchmarks",),
     "docs/SERVING.md": ("(0 is greedy)", *(f"| {code}" for code in (400, 401, 404, 413, 422, 503, 500)), "; 403 |"),
-    "docs/DECODING.md": ("a quarter of the experts", "4 sequences, 8 of 128 experts"),
 }
