@@ -4,9 +4,10 @@ python benchmarks/shim/commands.py [--only plan,scan] [--where terminal,pipe] [-
 
 Each command runs in a process of its own, once on a terminal of 80 columns and 24 lines, and once with pipes. A
 silence is the time without a byte on either stream, that before the first byte and that after the last one included.
-CPU seconds are those of the process and of all children that it waited for. `wrong` has options and values that are
-refused. The models are tiny and trained (tests/data); nothing is downloaded, and no GPU is used. `serve` ends with
-SIGTERM once it listens.
+CPU seconds are those of the process and of all children that it waited for; those until the first byte, and in a
+silence, say what a machine with nothing else to do would need. `wrong` has options and values that are refused. The
+models are tiny and trained (tests/data); nothing is downloaded, and no GPU is used. `serve` ends with SIGTERM once it
+listens.
 """
 
 from __future__ import annotations
@@ -144,10 +145,11 @@ def measured(arguments: list[str], where: str, *, chats: bool, serves: bool, lim
                 process.stdin.close()
         late = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))
         late.start()
-        times, said = [begun], b""
+        times, spent, said = [begun], [0.0], b""
         with contextlib.suppress(OSError):  # Linux, a terminal whose other end is closed
             while chunk := os.read(ours, 1 << 16):
                 times.append(time.monotonic())
+                spent.append(cpu_seconds(process.pid))
                 said += chunk
                 if serves and LISTENING in said:
                     process.terminate()
@@ -157,15 +159,28 @@ def measured(arguments: list[str], where: str, *, chats: bool, serves: bool, lim
         os.close(ours)
         process.returncode = os.waitstatus_to_exitcode(status)
     ended = time.monotonic()
+    used_s = used.ru_utime + used.ru_stime
     gaps = [after - before for before, after in zip(times, [*times[1:], ended])]
+    computed = [after - before for before, after in zip(spent, [*spent[1:], used_s])]
     return {
         "exit": process.returncode,
         "first_byte_s": round(times[1] - begun, 2) if len(times) > 1 else None,
         "longest_silence_s": round(max(gaps), 2),
+        "first_byte_cpu_s": round(spent[1], 2) if len(spent) > 1 else None,
+        "longest_silence_cpu_s": round(max(computed), 2),
         "wall_s": round(ended - begun, 2),
-        "cpu_s": round(used.ru_utime + used.ru_stime, 2),
+        "cpu_s": round(used_s, 2),
         "lines": len(re.sub(rb"\x1b\[\d*m|[^\n]*\r(?!\n)", b"", said).splitlines()),
     }
+
+
+def cpu_seconds(process: int) -> float:
+    """What a process has computed so far, with the children that it waited for; 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -175,6 +190,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300, help="seconds after which a command is ended")
     parser.add_argument("--out", type=Path, help="write the result here too")
     arguments = parser.parse_args()
+    out = arguments.out and arguments.out.resolve()
     chosen = [name for name in COMMANDS if any(part in name for part in arguments.only.split(","))]
     rows = []
     print(f"{'command':<28} {'where':<8} exit first byte  silence    wall     CPU lines")
@@ -192,11 +208,15 @@ def main() -> None:
                     f"{row['longest_silence_s']:>8} {row['wall_s']:>7} {row['cpu_s']:>7} {row['lines']:>5}",
                     flush=True,
                 )
-    if arguments.out:
-        written = {"question": common.question(sys.modules[__name__]), "date": datetime.date.today().isoformat()}
-        written |= {"python": platform.python_version(), "cores": os.cpu_count(), "versions": stack()}
-        written |= {"commands": rows}
-        arguments.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+                if out:
+                    write(rows, out)
+
+
+def write(rows: list[dict[str, Any]], out: Path) -> None:
+    written = {"question": common.question(sys.modules[__name__]), "date": datetime.date.today().isoformat()}
+    written |= {"python": platform.python_version(), "cores": os.cpu_count(), "versions": stack()}
+    written |= {"load": [round(one, 1) for one in os.getloadavg()], "commands": rows}
+    out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
 def stack() -> dict[str, str | None]:

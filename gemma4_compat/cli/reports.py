@@ -51,7 +51,10 @@ def reproduce(
     if as_report:
         names = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
         found = {name: release for name in names if (release := versions.installed(name)) is not None}
-        say("\n\n".join(terminal.fitted(part) for part in script.report(patch, found).split("\n\n")))
+        parts = script.report(patch, found).split("\n\n")
+        say(
+            "\n\n".join(part if part.startswith("#") else terminal.fitted(part) for part in parts)
+        )  # a heading is a line
     else:
         say(script.script(patch))
 

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.shim import commands
-from gemma4_compat import cli
+from gemma4_compat import _startup, cli
 from gemma4_compat._engine.io import terminal
 from gemma4_compat._engine.io.text import paragraphs, table_text, wrapped
 from tests.unit.commands.helpers import command, finished, started
@@ -241,6 +241,29 @@ def test_a_slow_command_says_at_once_what_it_does_on_a_terminal_only() -> None:
     code, out, error = command(*arguments)
     assert (code, out) == (2, "")
     assert error.strip() == second
+
+
+@pytest.mark.parametrize(
+    "started_as, expected",
+    [
+        ("/usr/bin/gemma4-compat", True),
+        (str(Path(cli.__file__).parents[1] / "__main__.py"), True),  # python -m gemma4_compat
+        ("/usr/lib/python3/pytest/__main__.py", False),
+        ("train.py", False),
+        ("", False),
+    ],
+)
+def test_a_process_of_the_command_knows_it(monkeypatch: pytest.MonkeyPatch, started_as: str, expected: bool) -> None:
+    monkeypatch.setattr(sys, "argv", [started_as])
+    assert _startup.is_command_line() is expected
+
+
+def test_the_heading_of_a_report_that_is_pasted_stays_a_line() -> None:
+    lines = on_a_terminal("reproduce", "peft-keep-dispatch", "--report").splitlines()
+    assert lines[0].startswith("### ")
+    assert len(lines[0]) > 80
+    assert lines[1] == ""
+    assert max(len(line) for line in lines[2:] if "`" not in line) <= 80
 
 
 def test_code_that_a_reader_pastes_is_not_broken() -> None:
