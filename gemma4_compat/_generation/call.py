@@ -10,6 +10,7 @@ from typing import Any
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._gemma4.models import family
 from gemma4_compat._generation.prompts import buckets, embedded, prompts
+from gemma4_compat._generation.sampling import best_words
 from gemma4_compat._graphs import decoder, static_caches, step_inputs, steps, unsupported
 from gemma4_compat._graphs.captured_calls import State
 from gemma4_compat._graphs.recording import RECORDERS
@@ -28,7 +29,8 @@ class Decoder:
     def __init__(self, model: Any, decoding: decoder.Decoding, cache: Any) -> None:
         self.model, self._decoding, self._cache = model, decoding, weakref.ref(cache)
         self.following: step_inputs.Following | None = None
-        self._first, self._given_up = True, False
+        self._first, self._given_up, self._asked = True, False, False
+        self._head: best_words.Head | None = None
 
     def is_for(self, cache: Any) -> bool:
         """Whether this one serves a ``generate`` with that cache, and has not begun."""
@@ -48,7 +50,7 @@ class Decoder:
         return outputs
 
     def _forward(self, *args: Any, **inputs: Any) -> Any:
-        step = None if args else steps.Step.of(self._decoding, self.model, inputs)
+        step = None if args else steps.Step.of(self._decoding, self.model, inputs, self._best_words)
         if step is None:
             return self.model(*args, **inputs) if args or not self._decoding.preferred else self._read(inputs)
         if not self._given_up:
@@ -59,6 +61,13 @@ class Decoder:
         self._decoding.statistics.eager += 1
         with self._decoding.arithmetic(self.model.device):
             return self.model(**inputs)
+
+    def _best_words(self, rows: int) -> best_words.Head | None:
+        """The head in two stages, for all steps of this ``generate``; found in the first one."""
+        if not self._asked:
+            self._asked = True
+            self._head = self.exclusively(lambda: best_words.of(self._decoding, self.model, rows))
+        return self._head
 
     def _run(self, step: steps.Step) -> Any:
         if step.unsupported_reason is not None:
@@ -126,7 +135,8 @@ class Decoder:
             return self._embedded_reads(inputs) if merged else self._model_reads(inputs)
         except torch.OutOfMemoryError:
             with self._decoding.lock.held():
-                if not self._decoding.prompts.release() or not again:
+                released = self._decoding.prompts.release()
+                if not (self._decoding.give_back_head() or released) or not again:
                     raise
         static_caches.empty(cache)  # not in the handler: the error holds what the forward had
         return self._model_reads(inputs)

@@ -7,15 +7,17 @@ import contextlib
 import logging
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._engine.runtime import locks
 from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._gemma4.models import walk
+from gemma4_compat._gemma4.quantization import expert_forward
 from gemma4_compat._graphs import deferred_stop, static_caches, steps, unsupported
 from gemma4_compat._graphs.captured_calls import REMEMBERED, CapturedCalls, Pool, State
 from gemma4_compat._graphs.guards.model import ModelGuards
+from gemma4_compat._graphs.recording import without_collection
 from gemma4_compat._graphs.statistics import Cause, DecodingStatistics, PromptStatistics, Recapture
 from gemma4_compat._offload.transfer import idle_hooks, streaming
 
@@ -80,7 +82,8 @@ class AdapterStates:
         self._lost = None
         self.states = [one for one in self.states if one.guards.check_weights() and one.guards.check_all()]
         groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
-        state = State(ModelGuards(unsupported.modules_of_a_step(model), self._forget, groups=groups))
+        with without_collection():
+            state = State(ModelGuards(unsupported.modules_of_a_step(model), self._forget, groups=groups))
         adapters = state.guards.adapters()
         if adapters in self._evicted:
             self._evicted.remove(adapters)
@@ -122,6 +125,8 @@ class Decoding:
         self.fuses = True
         self.lock = locks.Lock(locks.DECODING)
         self.memories: list[static_caches.Memory] = []
+        self.head: Any = None  # a `best_words.Kept`
+        self.has_room_for_head = True  # until a prompt needed what it takes
         self.waiting: weakref.ref[Any] | None = None  # the `call.Decoder` that was made last
         self.largest_buckets: dict[tuple[int, int], int] = {}  # of prompts, in tokens, by rows and length of the cache
         self.shapes: Any = None  # of the model and where it is, for `_generation.prompts.chunks`
@@ -176,18 +181,23 @@ class Decoding:
             self.statistics.not_fused += (text,)
             _log.warning("gemma4_compat: decoding %s: %s", how, text)
 
-    def arithmetic(self, device: Any, tokens: int = 1) -> contextlib.AbstractContextManager[Any]:
+    def arithmetic(self, device: Any, tokens: int = 1, head: Any = None) -> contextlib.AbstractContextManager[Any]:
         """To be entered around each forward of a step: custom kernels compute what they can, or PyTorch's do.
 
-        ``tokens``: of each sequence; each has the bits that it would have in a step of its own.
+        Args:
+            device: of the step.
+            tokens: of each sequence; each has the bits that it would have in a step of its own.
+            head: a ``best_words.Head``, if only its best words matter.
         """
         if not self.custom:
             return contextlib.nullcontext()
         from gemma4_compat._kernels.match import custom
+        from gemma4_compat._kernels.specs import products
 
         reason = custom.unsupported_reason(device)
         if reason is None:
-            return custom.CustomKernels(device, tokens)
+            alone = expert_forward.each_token_alone(products.MAX_ROWS, custom.expert_product)
+            return _both(custom.CustomKernels(device, tokens, head), alone)
         self.reason_not_fused(reason, "with PyTorch's bits")
         return contextlib.nullcontext()
 
@@ -223,10 +233,25 @@ class Decoding:
             if self._states.states:
                 self._states.lose(Cause.TURNED_OFF)
             self.memories, self.shapes, self.largest_buckets = [], None, {}
+            self.head, self.has_room_for_head = None, True
             for assistant in self.known_assistants:
                 of(assistant).clear()
             self.known_assistants.clear()
             self.draft_lengths.clear()
+
+    def drop_head(self) -> None:
+        """Release the copy of the head, and the steps that read it."""
+        self.steps.drop(lambda graph: graph.reads_copy)
+        self.head = None
+
+    def give_back_head(self) -> bool:
+        """Release the copy of the head where memory is short, for good. False if there is none."""
+        with self.lock.held():
+            found = self.head is not None
+            if found:
+                self.drop_head()
+                self.has_room_for_head = False
+            return found
 
     @property
     def captured(self) -> bool:
@@ -237,6 +262,7 @@ class Decoding:
         """Release all graphs where memory is short. The next call captures anew."""
         with self.lock.held():
             self._states.lose(Cause.MEMORY, "a prompt needed what they take")
+            self.give_back_head()
             self.prompts.release()
 
     def run(self, step: steps.Step, *, first: bool) -> Any:
@@ -266,6 +292,14 @@ class Decoding:
         self._stream = stream
 
 
+@contextlib.contextmanager
+def _both(
+    one: contextlib.AbstractContextManager[Any], other: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
+    with one, other:
+        yield
+
+
 def of(model: Any) -> Decoding:
     """What this model keeps for fast decoding."""
     found: Decoding | None = vars(model).get(_ATTRIBUTE)
@@ -287,4 +321,8 @@ def statistics(model: Any) -> DecodingStatistics:
     """
     inner = walk.unwrapped(model)
     found: Decoding | None = vars(inner).get(_ATTRIBUTE)
-    return _read_early.setdefault(inner, DecodingStatistics()) if found is None else found.statistics
+    if found is None:
+        return _read_early.setdefault(inner, DecodingStatistics())
+    if found.head is not None:
+        found.statistics.head_words, found.statistics.head_tokens = found.head.counts()
+    return found.statistics

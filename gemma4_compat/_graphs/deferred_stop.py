@@ -42,12 +42,14 @@ class Sampling:
         replays: steps are replayed, as far as is known before the first.
         ours: its stop check is deferred because we asked for it.
         deferred: from now on, stops are read one step late.
+        most: how many of the best words matter for each token; why all do, as text.
     """
 
     def __init__(self, functions: list[Any], *, samples: bool, synced: bool = False, streamer: Any = None) -> None:
         self.pure = all(map(is_pure, functions))
         self.no_user_code = self.pure and (streamer is None or is_of_libraries(type(streamer).__module__))
         self.replays = self.ours = self.deferred = False
+        self.most: int | str = "code of the user's runs between two tokens"
         self._samples, self._synced = samples, synced
         self._launched: collections.deque[float] = collections.deque(maxlen=_TIMED + 1)
         self._replays = 0

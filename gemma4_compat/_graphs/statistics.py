@@ -138,6 +138,11 @@ class DecodingStatistics(Statistics):
             text have none.
         drafted: tokens that an assistant model, or prompt lookup, drafted for them.
         accepted: those among them that were right.
+        heads_in_two_stages: calls of ``generate`` after ``decode_fast`` in which only the best words' logits were
+            computed from the head itself.
+        whole_heads: those in which the logits of all words were: how often each reason.
+        head_tokens: tokens of the former, since the copy of the head that they read has its place.
+        head_words: logits that were computed for them.
     """
 
     fused: int = 0
@@ -154,6 +159,10 @@ class DecodingStatistics(Statistics):
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    heads_in_two_stages: int = 0
+    whole_heads: dict[str, int] = field(default_factory=dict)
+    head_tokens: int = 0
+    head_words: int = 0
 
     def note(self, found: Recapture) -> None:
         """Count why a step needs another graph, if it had one."""

@@ -22,6 +22,9 @@ from gemma4_compat._errors import printable
 #: The number of the format of ``--json`` and of ``merge_report.json``; docs/JSON.md says when it changes.
 SCHEMA = 1
 
+#: Seconds that nothing need explain.
+SOON = 1.0
+_log = logging.getLogger("gemma4_compat")
 
 #: Loggers that write while their library is imported.
 _CHATTER = ("bitsandbytes", "torchao")
@@ -188,6 +191,26 @@ def write(text: str, *, error: bool = False, coloured: bool = False) -> None:
     _line.remove()
     (_raw(stream) if coloured else stream).write(f"{text}\n")
     stream.flush()
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Inside, one line says what is waited for, once that takes longer than a second: on standard error if it is a
+    terminal, and in the log.
+    """
+
+    def say() -> None:
+        _log.info("gemma4_compat: %s", what)
+        if width(error=True) is not None:
+            write(f"gemma4_compat: {what}", error=True)
+
+    timer = threading.Timer(SOON, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _raw(stream: Any) -> Any:

@@ -212,6 +212,8 @@ def read(
     import torch
 
     cache, given, size = cache_names.cache_in(model_kwargs), dict(model_kwargs), None
+    if decoding.head is not None and not room.fits(times=2):
+        decoding.give_back_head()  # what it takes must not have a prompt be read in other chunks
     if estimated and not room.fits():
         size = next(iter(room.sizes()), None)
         if size is not None:

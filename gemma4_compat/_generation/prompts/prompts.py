@@ -70,7 +70,7 @@ class Prompt(steps.Step):
         self.fuses &= inputs[self.reads].shape[:2].numel() <= MAX_FUSED
 
     @classmethod
-    def of(cls, decoding: Decoding, model: Any, inputs: dict[str, Any]) -> Prompt | None:
+    def of(cls, decoding: Decoding, model: Any, inputs: dict[str, Any], *_: Any) -> Prompt | None:
         """The prompt with these inputs; None if it is something else, or too long to be captured."""
         cache, ids = cache_names.cache_in(inputs), inputs.get("input_ids")
         if cache is None or ids is None or ids.ndim != 2 or not 1 < ids.shape[1] <= MAX_TOKENS // len(ids):
@@ -232,7 +232,11 @@ def make_room_for_chunks(decoding: Decoding, model: Any, cache: Any, rows: int, 
 def _make_room(
     decoding: Decoding, model: Any, device: Any, rows: int, tokens: int, cache: Any, *, masks: bool
 ) -> None:
-    if any(decoding.prompts.graphs()) and not has_room(decoding, model, device, rows, tokens, cache, masks=masks):
+    kept = decoding.head is not None or any(decoding.prompts.graphs())
+    asked = decoding, model, device, rows, tokens, cache
+    if not kept or has_room(*asked, masks=masks):
+        return
+    if not decoding.give_back_head() or not has_room(*asked, masks=masks):
         _log.debug("gemma4_compat: the graphs of prompts give back %d bytes", decoding.prompts.nbytes)
         decoding.prompts.release()
 

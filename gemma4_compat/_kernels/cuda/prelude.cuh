@@ -46,6 +46,12 @@ __device__ __forceinline__ float fma_flushed(float a, float b, float c) {
   asm("fma.rn.ftz.f32 %0, %1, %2, %3;" : "=f"(x) : "f"(a), "f"(b), "f"(c));
   return x;
 }
+// Four signed bytes times four others, added to a sum.
+__device__ __forceinline__ int add_bytes(unsigned int a, unsigned int b, int sum) {
+  int x;
+  asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(sum));
+  return x;
+}
 // 16 bytes that are read once.
 __device__ __forceinline__ Word16 load_once(const void* at) {
   Word16 word;

@@ -3,7 +3,9 @@
 * :mod:`attention`, :mod:`flash`: attention of a step and of a prompt. :mod:`shifting`: rows of a full sliding cache.
 * :mod:`dense`: products with weights that are not quantized. :mod:`nf4_gemv`: 4-bit weights, by tensor cores.
   :mod:`nf4_exact`: 4-bit weights, with bitsandbytes' bits. :mod:`products`: what these three have in common.
+* :mod:`head`: the best words of a head, from a copy of it in 8 bits.
 * :mod:`nf4_dequantize`, :mod:`expert_rows`: dequantized weights, and those of the experts that a token hits.
+  :mod:`expert_products`: products with the latter.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from typing import Any
 
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._generation import call
-from gemma4_compat._generation.sampling import fast_processors
+from gemma4_compat._generation.sampling import best_words, fast_processors
 from gemma4_compat._graphs import deferred_stop, step_inputs
 from gemma4_compat._graphs.recording import RECORDERS
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
@@ -42,6 +42,8 @@ def sample(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     synced = bool(kwargs.get("synced_gpus"))  # processes have to agree on the number of steps
     with deferred_stop.sampling(functions, samples=samples, synced=synced, streamer=streamer) as running:
         follows = running.pure and not synced and not config.is_assistant
+        if follows and running.no_user_code:
+            running.most = best_words.most(kwargs.get("logits_processor") or (), config)
         if follows and call.may_replay(self, cache_names.cache_in(kwargs)) and step_inputs.serves(self):
             kwargs |= fast_processors.quickened(kwargs)
             self = step_inputs.Loop(self, call.Decoder, watched=not running.no_user_code)

@@ -19,8 +19,10 @@ from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs import (
     attention,
     dense,
+    expert_products,
     expert_rows,
     flash,
+    head,
     nf4_dequantize,
     nf4_gemv,
     products,
@@ -98,7 +100,7 @@ def _nf4_exact() -> Iterator[Kernel]:
 
     for operation, dtype, inputs, more in CASES:
         one = asked(operation, dtype, inputs, 37, **more)
-        yield products.kernel_of(([one], [one.empty()]))
+        yield from products.kernels_of(([one], [one.empty()]))
 
 
 def _nf4_gemv() -> Iterator[Kernel]:
@@ -112,19 +114,34 @@ def _nf4_gemv() -> Iterator[Kernel]:
         (torch.bfloat16, 12288, 1536, 1, 1),
         (torch.bfloat16, 15360, 4000, 1, 1),
         (torch.bfloat16, 21504, 4000, 8, 1),
+        (torch.bfloat16, 1536, 37, 9, 3),
+        (torch.float16, 3840, 4000, 17, 2),
+        (torch.bfloat16, 12288, 1536, 32, 1),
+        (torch.bfloat16, 2560, 4000, 64, 2),
     ):
         given = asked(dtype, inputs, outputs, rows=rows, bias=rows == 1)
         one = nf4_gemv.match(**given)
         assert one is not None
         many = [one] * count, [one.empty()] * count
-        yield products.kernel_of(many)
+        yield from products.kernels_of(many)
         low = dense.product(given["given"], torch.zeros(16, inputs, dtype=torch.float32 if rows == 1 else dtype))
-        yield products.kernel_of(many, ([low] * count, [low.empty()] * count))
+        yield from products.kernels_of(many, ([low] * count, [low.empty()] * count))
 
 
 def _expert_rows() -> Iterator[Kernel]:
     for dtype, nested in itertools.product((torch.bfloat16, torch.float16, torch.float32), (0, 256)):
         yield Kernel(expert_rows._text(expert_rows.Format("nf4", 64, nested, dtype)), (), 1, ())
+
+
+def _expert_products() -> Iterator[Kernel]:
+    for dtype, nested, shape in (
+        (torch.bfloat16, True, [128, 1408, 2816]),
+        (torch.bfloat16, True, [128, 2816, 704]),
+        (torch.float16, False, [4, 128, 64]),
+    ):
+        one = torch.zeros(shape[0])
+        weights = expert_products.Weights(one, one, *((one,) * 3 if nested else (None,) * 3), shape, 64, "nf4")
+        yield expert_products.kernel_of(torch.zeros(2, shape[2], dtype=dtype), torch.zeros(16).long(), weights)[0]
 
 
 def _shifting() -> Iterator[Kernel]:
@@ -157,10 +174,26 @@ def _dense() -> Iterator[Kernel]:
         (torch.bfloat16, 1, (700, 1536), 1),
         (torch.float16, 8, (700, 2560), 1),
         (torch.float32, 3, (700, 5376), 1),
+        (torch.bfloat16, 9, (16, 1536), 3),
+        (torch.bfloat16, 32, (700, 1536), 1),
     ):
         weight, bias = torch.zeros(shape, dtype=dtype), torch.zeros(shape[0], dtype=dtype) if rows == 3 else None
         one = dense.product(torch.zeros(rows, shape[1], dtype=dtype), weight, bias)
-        yield products.kernel_of(([one] * count, [one.empty()] * count))
+        yield from products.kernels_of(([one] * count, [one.empty()] * count))
+
+
+def _head() -> Iterator[Kernel]:
+    """Heads of an E2B, an E4B and a 31B, and of a tiny model, without their memory."""
+    for dtype, words, inputs, rows in (
+        (torch.bfloat16, 1 << 18, 1536, 1),
+        (torch.bfloat16, 1 << 18, 2560, 8),
+        (torch.float16, 1 << 18, 5376, 1),
+        (torch.bfloat16, 700, 64, 3),
+    ):
+        weight = torch.zeros((), dtype=dtype).expand(words, inputs)
+        copy = head.Copy(*(torch.zeros(()) for _ in head.Copy._fields))
+        yield copy.made_from(weight)
+        yield from head.best(torch.zeros(rows, inputs, dtype=dtype), weight, copy, 64, 30.0)[0]
 
 
 def _plain_attention() -> Iterator[Kernel]:
@@ -211,10 +244,12 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "nf4_exact": _nf4_exact,
     "nf4_gemv": _nf4_gemv,
     "dense": _dense,
+    "head": _head,
     "attention": _plain_attention,
     "attention_tensor": _matrix_attention,
     "flash": _flash,
     "expert_rows": _expert_rows,
+    "expert_products": _expert_products,
     "shifting": _shifting,
     "nf4_dequantize": _dequantizing,
     "top_tokens": _top_tokens,
