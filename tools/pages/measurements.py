@@ -113,8 +113,8 @@ def commands_section() -> str:
             "",
             f"{len(wrong)} wrong values, names and folders are refused before torch is imported, after at most "
             f"{max(row['cpu_s'] for row in wrong):.1f} s of CPU. The machine did other work at the same time, so that "
-            f"all times but those of the CPU are too long (load up to {max(run['load'])} on {run['cores']} cores, no GPU, "
-            f"{versions}, {run['date']}; `python benchmarks/shim/commands.py --where terminal`; "
+            f"all times but those of the CPU are too long (load up to {max(run['load'])} on {run['cores']} cores, "
+            f"no GPU, {versions}, {run['date']}; `python benchmarks/shim/commands.py --where terminal`; "
             f"[raw]({file.relative_to(ROOT).as_posix()})).",
         ]
     )
