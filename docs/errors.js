@@ -328,6 +328,7 @@ if (typeof module !== "undefined") module.exports = explainError;
 if (typeof document !== "undefined") {
   const known = JSON.parse(document.querySelector("#known-errors").textContent);
   const box = document.querySelector("#pasted-error"), answer = document.querySelector("#error-answer");
+  box.parentElement.hidden = false; // without JavaScript it would answer nothing
   const element = (name, text, kind) => {
     const made = document.createElement(name);
     if (text) made.textContent = text;

@@ -20,7 +20,9 @@ def is_command_line() -> bool:
     """Whether this process is the ``gemma4-compat`` command."""
     if sys.argv[:1] == ["-m"]:
         return _module() == _COMMAND
-    return bool(sys.argv) and os.path.basename(sys.argv[0]) in _SCRIPTS  # noqa: PTH119 - pathlib is not loaded
+    folder, _, name = (sys.argv or [""])[0].replace(os.sep, "/").rpartition("/")
+    # With -m, Python has put the file there once it has found the module.
+    return name in _SCRIPTS or (name == "__main__.py" and folder.rpartition("/")[2] == _COMMAND)
 
 
 def _module() -> str:

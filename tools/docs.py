@@ -76,6 +76,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("the matrix", lambda: matrix.section([*gpu.counts(), *variants.summary()])),
         ("gpu", gpu.summary),
         ("what it costs", compare_report.summary),
+        ("commands", measurements.commands_section),
         ("measured when", compare_report.measured_when),
     ],
 }

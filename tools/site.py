@@ -75,13 +75,14 @@ def labelled(table: str) -> str:
 
 
 def _box() -> str:
-    """The box of "Find the error", and what is known, without what would end the script."""
+    """The box of "Find the error", which its script shows, and what is known, without what would end the script."""
     sys.path.insert(0, str(ROOT))
     from tools.pages import errors_box
 
     known = json.dumps(errors_box.known(), separators=(",", ":")).replace("</", "<\\/")
     return (
-        '<label class="pasted" for="pasted-error">Paste the error, or the whole traceback. It stays in your browser.'
+        '<label class="pasted" for="pasted-error" hidden>Paste the error, or the whole traceback. '
+        "It stays in your browser."
         '<textarea id="pasted-error" rows="6" spellcheck="false" autocomplete="off"></textarea></label>'
         '<div id="error-answer" aria-live="polite"></div>'
         f'<script type="application/json" id="known-errors">{known}</script><script src="errors.js" defer></script>'

@@ -43,7 +43,7 @@ QUERIES = {
 #: What people paste, and the patch that comes first. tests/project/docs/test_errors_box.py compares many more.
 PASTED = {
     "TypeError: Params4bit.__new__() got an unexpected keyword argument": "accelerate-hf-initialized",
-    "> ValueError: Target module Gemma4ClippableLinear(\n>   (linear): Linear()\n> ) is": "peft-clippable-linear",
+    "> ValueError: Target module Gemma4ClippableLinear(\n>   (linear)\n> ) is not supported.": "peft-clippable-linear",
     "KeyError: 'base_model.model.model.model.audio_tower.layers.0.feed_forward1.ffw_layer_1'": "peft-keep-dispatch",
 }
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}

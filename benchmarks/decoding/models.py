@@ -27,6 +27,7 @@ SHAPES: dict[str, tuple[str, int | None, int]] = {
     "12B-6": ("12B", 6, 6),
     "31B": ("31B", None, 63),
     "31B-6": ("31B", 6, 11),
+    "26B-A4B": ("26B-A4B", None, 52),
     "26B-A4B-6": ("26B-A4B", 6, 13),
     "tiny": ("tiny", None, 0),
     "tiny-12B": ("tiny", None, 0),

@@ -28,6 +28,8 @@ VARIANTS = ("E2B", "E4B", "12B", "26B-A4B", "31B")
 #: Linear layers that read the same input.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ROWS = 8
+#: More of them, for their bits.
+MANY = (9, 17, 32, 64)
 #: bitsandbytes computes so many with one kernel.
 THEIR_ROWS = 3
 #: Rows of a weight that are in float64 at once.
@@ -150,7 +152,7 @@ class Products:
 
     def launches(self, wanted: Sequence[dict[str, Any]], *, bits: bool = False) -> list[Any]:
         """The fewest kernels for weights with one input; with ``bits`` those with bitsandbytes' bits."""
-        return [kernel for kernel, _ in self._kernels_of(wanted, bits)]
+        return [kernel for kernels, _ in self._kernels_of(wanted, bits) for kernel in kernels]
 
     def texts(
         self, dtype: Any, outputs: Sequence[int], inputs: int, *, rows: int = 1, bits: bool = False
@@ -172,13 +174,14 @@ class Products:
                 together.append([one])
         for several in together:
             results = [one.empty() for one in several]
-            yield products.kernel_of((several, results)), results
+            yield products.kernels_of((several, results)), results
 
     def computed(self, wanted: dict[str, Any], *, bits: bool = False) -> Any:
         """One product."""
-        ((kernel, (result,)),) = self._kernels_of([wanted], bits)
-        self.prepare([kernel.text])
-        self._kernels.launch(kernel)
+        ((kernels, (result,)),) = self._kernels_of([wanted], bits)
+        self.prepare([kernel.text for kernel in kernels])
+        for kernel in kernels:
+            self._kernels.launch(kernel)
         return result
 
     def theirs(self, wanted: dict[str, Any]) -> Any:
@@ -191,15 +194,22 @@ class Products:
 
     def errors(self, dtype: Any, outputs: int, inputs: int) -> Data:
         """Mean and largest errors of ours and of bitsandbytes' kernel, and whether a row's bits depend on others."""
-        import torch
-
         wanted = asked(dtype, inputs, outputs, rows=ROWS, device=self._device)
         some = wanted | {"given": wanted["given"][:THEIR_ROWS].contiguous()}
         together = self.computed(wanted)
-        alone = {row: wanted["given"][row : row + 1].contiguous() for row in (0, 3, ROWS - 1)}
-        equal = [torch.equal(self.computed(wanted | {"given": one})[0], together[row]) for row, one in alone.items()]
+        equal = [self._has_rows_of(wanted, together, (0, 3, ROWS - 1))]
+        for rows in MANY if self._device.type == "cuda" else ():
+            more = asked(dtype, inputs, outputs, rows=rows, device=self._device)
+            equal.append(self._has_rows_of(more, self.computed(more), (0, rows // 2, rows - 1)))
         found = compared(exact(some), together[:THEIR_ROWS], self.theirs(some))
         return {"dtype": str(dtype), "outputs": outputs, "inputs": inputs, **found, "same_bits": all(equal)}
+
+    def _has_rows_of(self, wanted: dict[str, Any], together: Any, rows: Iterable[int]) -> bool:
+        """Whether these rows of a product have the bits that each has alone."""
+        import torch
+
+        alone = {row: wanted["given"][row : row + 1].contiguous() for row in rows}
+        return all(torch.equal(self.computed(wanted | {"given": one})[0], together[row]) for row, one in alone.items())
 
     def microseconds(self, outputs: Sequence[int], inputs: int, memory: float) -> Data:
         """Of one token in a graph of many; ``memory``: bytes that the GPU reads in a microsecond."""

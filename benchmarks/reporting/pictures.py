@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-#: Of every picture; what follows is in its pixels.
-WIDTH = 800
+#: Of a picture, and of one that a phone shows as well; what follows is in its pixels.
+WIDTH, NARROW = 800, 520
 TITLE_HEIGHT, HEADING_HEIGHT, LINE_HEIGHT, BAR_HEIGHT, AXIS_HEIGHT = 28, 20, 14, 14, 22
 #: Between two rows, around panels, and for the figure at the end of a bar.
 GAP, SPACE, FIGURE_WIDTH = 8, 16, 46
@@ -45,10 +45,12 @@ class Panel:
     Attributes:
         heading: what the bars show, with the unit.
         line: a value to mark over all bars, or None.
+        kind: of all its bars; empty for those of the rows.
     """
 
     heading: str = ""
     line: float | None = None
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,14 @@ class Row:
     intervals: tuple[tuple[float, float] | None, ...] = ()
 
 
-def chart(title: str, panels: Sequence[Panel], rows: Sequence[Row]) -> str:
-    """The picture: rows from top to bottom, panels from left to right."""
+def chart(title: str, panels: Sequence[Panel], rows: Sequence[Row], total: int = WIDTH) -> str:
+    """The picture: rows from top to bottom, panels from left to right, in a width of ``total``."""
     lines = [[part for line in row.label.split("\n") for part in textwrap.wrap(line, LABEL) or [""]] for row in rows]
     label_width = SPACE + LETTER * max(len(line) for label in lines for line in label)
-    width = (WIDTH - label_width - SPACE * len(panels)) / len(panels)
+    width = (total - label_width - SPACE * len(panels)) / len(panels)
     heights = [max(BAR_HEIGHT, LINE_HEIGHT * len(label)) + GAP for label in lines]
-    kinds = [kind for kind in COLOURS if any(row.kind == kind for row in rows)]
+    drawn = {panel.kind or row.kind for panel in panels for row in rows}
+    kinds = [kind for kind in COLOURS if kind in drawn]
     top = TITLE_HEIGHT + HEADING_HEIGHT * (1 + any(panel.heading for panel in panels))
     bottom = top + sum(heights)
     parts = [_text(SPACE, 18, title, "title"), *_legend(kinds)]
@@ -92,7 +95,7 @@ def chart(title: str, panels: Sequence[Panel], rows: Sequence[Row]) -> str:
         for row in rows
     )
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {height:.0f}" width="{total}" '
         f'height="{height:.0f}" role="img" font-family="system-ui, sans-serif" font-size="11.5">'
     )
     return "\n".join(
@@ -149,7 +152,7 @@ def _panel(
             continue
         begin, end = sorted((place(0.0), place(value)))
         parts.append(
-            f'<rect class="{row.kind}" x="{begin:.1f}" y="{middle - BAR_HEIGHT / 2:.1f}" '
+            f'<rect class="{panel.kind or row.kind}" x="{begin:.1f}" y="{middle - BAR_HEIGHT / 2:.1f}" '
             f'width="{max(end - begin, 1):.1f}" height="{BAR_HEIGHT}"/>'
         )
         if pair[0] != pair[1]:

@@ -160,7 +160,10 @@ def picture(question: Question, table: Table) -> str:
         values, intervals = tuple(map(_value, cells)), tuple(map(_interval, cells))
         if any(value is not None for value in values):
             shown.append(Row(_label(row, question.labels), _kind(row), values, intervals))
-    panels = [Panel(bar, 1.0 if bar == "ratio" else None) for bar in question.bars]
+    panels = [
+        Panel(bar, 1.0 if bar == "ratio" else None, "other" if bar.startswith("llama.cpp") else "")
+        for bar in question.bars
+    ]
     return chart(question.asks, panels, shown) if shown else ""
 
 

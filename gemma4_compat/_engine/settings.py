@@ -91,12 +91,15 @@ def enabled(environ: Mapping[str, str] | None = None) -> tuple[Sequence[str], st
     return _asked(_ENABLE, os.environ if environ is None else environ, _project)
 
 
+_EVERY_ID = "`gemma4-compat list --verbose` shows every id."
+
+
 def unknown_id(patch_id: str, known: Collection[str]) -> str:
     """One sentence about an id that no patch has, with the nearest id that exists."""
     if not isinstance(patch_id, str):
-        return f"{arguments.shown(patch_id)} is not the id of a patch, a string; `gemma4-compat list` shows every id."
+        return f"{arguments.shown(patch_id)} is not the id of a patch, a string; {_EVERY_ID}"
     close = nearest(patch_id, known)
-    hint = f"did you mean {close!r}?" if close else "`gemma4-compat list` shows every id."
+    hint = f"did you mean {close!r}?" if close else _EVERY_ID
     return f"no patch has the id {patch_id!r}; {hint}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, TypeVar
 
 from gemma4_compat._engine import dormant
@@ -53,7 +54,7 @@ def decode_fast(
             (4-bit, unquantized and LoRA) of decoded tokens, which is faster, above all in long texts. Compared with
             float64, the errors of their attention and of their 4-bit products are not larger than those of PyTorch and
             bitsandbytes. Bits do not depend on where weights are, on the length of the cache, on earlier calls or on
-            the rest of the batch (up to eight rows; 4-bit weights before bitsandbytes 0.50: one). A near-tie between
+            the rest of the batch (up to 64 rows; 4-bit weights before bitsandbytes 0.50: one). A near-tie between
             two tokens may fall the other way than in PyTorch. docs/DECODING_NUMERICS.md says what these kernels leave
             to PyTorch. A change of ``exact`` releases the graphs.
         any_length: True to read prompts of text in buckets of a few sizes, which are replayed whatever the length of
@@ -111,6 +112,8 @@ def decode_fast(
     reason = _unsupported_reason(inner) if graphs else None
     if reason is not None:
         decoding.reason(reason)
+    if graphs and reason is None and not decoding.preferred and inner.device.type == "cuda":
+        gc.collect()  # what loading has left, which takes Python 0.3 s in the first text otherwise
     decoding.preferred = graphs and reason is None
     if decoding.preferred:
         dormant.activate(embedded.PATCH)

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from gemma4_compat._engine.io import terminal
 from gemma4_compat._graphs.recording import RECORDERS, Recording
 from gemma4_compat._graphs.statistics import Recapture
 
+_CAPTURING = "capturing a CUDA graph, which later tokens, prompts or training steps replay"
 #: Signatures that are remembered, and evicted calls.
 REMEMBERED = 64
 
@@ -344,7 +346,7 @@ class CapturedCalls:
         try:
             if not any(self.graphs()):
                 self.pool.renew(call.device)
-            with self.pool.growing(call.device):
+            with self.pool.growing(call.device), terminal.explained(_CAPTURING):
                 graph = call.capture(self.pool)
         except Exception as error:  # noqa: BLE001  # whatever it is, the call can run eagerly
             self._refuse(call, known, error)

@@ -7,15 +7,17 @@ import contextlib
 import logging
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._engine.runtime import locks
 from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._gemma4.models import walk
+from gemma4_compat._gemma4.quantization import expert_forward
 from gemma4_compat._graphs import deferred_stop, static_caches, steps, unsupported
 from gemma4_compat._graphs.captured_calls import REMEMBERED, CapturedCalls, Pool, State
 from gemma4_compat._graphs.guards.model import ModelGuards
+from gemma4_compat._graphs.recording import without_collection
 from gemma4_compat._graphs.statistics import Cause, DecodingStatistics, PromptStatistics, Recapture
 from gemma4_compat._offload.transfer import idle_hooks, streaming
 
@@ -80,7 +82,8 @@ class AdapterStates:
         self._lost = None
         self.states = [one for one in self.states if one.guards.check_weights() and one.guards.check_all()]
         groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
-        state = State(ModelGuards(unsupported.modules_of_a_step(model), self._forget, groups=groups))
+        with without_collection():
+            state = State(ModelGuards(unsupported.modules_of_a_step(model), self._forget, groups=groups))
         adapters = state.guards.adapters()
         if adapters in self._evicted:
             self._evicted.remove(adapters)
@@ -189,10 +192,12 @@ class Decoding:
         if not self.custom:
             return contextlib.nullcontext()
         from gemma4_compat._kernels.match import custom
+        from gemma4_compat._kernels.specs import products
 
         reason = custom.unsupported_reason(device)
         if reason is None:
-            return custom.CustomKernels(device, tokens, head)
+            alone = expert_forward.each_token_alone(products.MAX_ROWS, custom.expert_product)
+            return _both(custom.CustomKernels(device, tokens, head), alone)
         self.reason_not_fused(reason, "with PyTorch's bits")
         return contextlib.nullcontext()
 
@@ -285,6 +290,14 @@ class Decoding:
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
         self._stream = stream
+
+
+@contextlib.contextmanager
+def _both(
+    one: contextlib.AbstractContextManager[Any], other: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 def of(model: Any) -> Decoding:

@@ -3,6 +3,9 @@
 The forward is captured with fused kernels. The first capture only shows which kernels are needed, and they are
 compiled, in the background if that takes time. Then the first recording of the step and the fused one are replayed on
 the same inputs and the same cache. If an output or the cache differs in a bit, the first recording stays.
+
+Kernels that such a step needed before, here or in an earlier process, are known (:mod:`noted`). A step that decodes is
+then captured once, with them (:func:`fused_at_once`), and compared with a forward without a graph.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from gemma4_compat._engine.io.bits import same_bits
@@ -55,6 +59,11 @@ class Progress:
         self._replays = 0
         self._awaited: list[Future[Any]] | None = []  # before the next attempt; None after the last one
 
+    @classmethod
+    def may_come(cls, replays: int) -> bool:
+        """Whether a graph that is replayed so often would be fused."""
+        return replays >= min(cls.early, cls.after)
+
     def is_due(self) -> bool:
         """Count a replay. Whether the graph is to be fused in this one; asked again only after :meth:`postpone`."""
         due = self.is_next
@@ -93,6 +102,10 @@ class Progress:
         """Have it fused as soon as its kernels are there."""
         self._replays = max(self._replays, min(self.early, self.after))
 
+    def end(self) -> None:
+        """It is fused."""
+        self._awaited = None
+
     def postpone(self, futures: list[Future[Any]]) -> None:
         """Until these are done."""
         self._awaited = futures
@@ -104,12 +117,14 @@ class _Launches:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self.accepts = kernels.accepts
+        self.launched: dict[str, None] = {}  # texts
         self.texts: dict[str, None] = {}  # of those that were not launched
         self.signatures: dict[tuple[Any, ...], None] = {}  # of the operations in them
 
     def kernel(self, kernel: Any, signatures: Iterable[tuple[Any, ...]]) -> None:
         if self._kernels.is_prepared(kernel.text):
             self._kernels.launch(kernel)
+            self.launched[kernel.text] = None
             return
         self.texts[kernel.text] = None
         self.signatures |= dict.fromkeys(signatures)
@@ -127,18 +142,33 @@ def unsupported_reason(device: Any) -> str | None:
     return compiler.unsupported_reason()
 
 
-def fused(
-    plain: Recording, outputs: Any, changes: Changes, device: Any, progress: Progress, capture: Capture
-) -> tuple[Recording, Any] | None:
+@dataclass(frozen=True)
+class Step:
+    """What is to be fused.
+
+    Attributes:
+        device: ``torch.device`` with an index.
+        changes: the tensors that it may change, beside its output, as views.
+        capture: captures it.
+        shapes: of its model (:func:`noted.shapes_of`).
+        kind: what else decides which kernels it needs, in words.
+    """
+
+    device: Any
+    changes: Changes
+    capture: Capture
+    shapes: str
+    kind: str
+
+
+def fused(step: Step, plain: Recording, outputs: Any, progress: Progress) -> tuple[Recording, Any] | None:
     """Replay the step once, and return how to replay it from now on; None, without a replay, if that has to wait.
 
     Args:
+        step: captured already.
         plain: the step as it was first captured.
         outputs: its output.
-        changes: the tensors that both write.
-        device: ``torch.device`` with an index.
         progress: of this graph.
-        capture: captures the step again.
 
     Returns:
         the fused recording and its output, which holds this step's result.
@@ -147,34 +177,88 @@ def fused(
         NotFused: it cannot be done, or bits differ. The cache is as it was before.
         Exception: the fused step could not be captured. The cache is as it was before.
     """
-    kernels = kernels_of(device)
-    expert_rows.prepare(device)
+    try:
+        recording, found, texts = _captured(step, wait=progress.waits)
+    except StillCompiling as error:
+        progress.postpone(error.futures)
+        return None
+
+    def expected() -> list[Any]:
+        plain.replay()
+        return _copies(outputs)
+
+    _compare(recording, found, step.changes, expected)
+    kernels_of(step.device).note(step.shapes, step.kind, texts)
+    return recording, found
+
+
+def fused_at_once(step: Step, run: Callable[[], Any]) -> tuple[Recording, Any] | None:
+    """Capture the step with kernels that are known. The cache is as it was before.
+
+    Args:
+        step: not captured yet.
+        run: runs it without a graph, and returns its output.
+
+    Returns:
+        the recording and its output; None if the kernels are not known, or not all that it needs.
+
+    Raises:
+        NotFused: bits differ. What was known is forgotten.
+        Exception: the step could not be captured, or run. What was known is forgotten, unless memory ran out.
+    """
+    import torch
+
+    kernels = kernels_of(step.device)
+    if not kernels.recall(step.shapes, step.kind):
+        return None
+    try:
+        recording, found, texts = _captured(step, wait=False)
+        before = _compare(recording, found, step.changes, lambda: _copies(run()))
+    except StillCompiling:
+        return None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        kernels.forget(step.shapes)
+        raise
+    before.restore()
+    kernels.note(step.shapes, step.kind, texts)
+    return recording, found
+
+
+def _captured(step: Step, *, wait: bool) -> tuple[Recording, Any, list[str]]:
+    """The fused recording, its output, and the texts of its kernels.
+
+    Raises:
+        StillCompiling: kernels are being compiled, and nobody is to ``wait``.
+    """
+    kernels = kernels_of(step.device)
+    expert_rows.prepare(step.device)
     for _ in range(_CAPTURES):
         launches = _Launches(kernels)
-        recording, found = capture(lambda: _fusing(device, launches))  # noqa: B023 (it is called here)
+        recording, found = step.capture(lambda: _fusing(step.device, launches))  # noqa: B023 (it is called here)
         if not launches.texts:
-            break
-        try:
-            exact = kernels.prepare(list(launches.texts), list(launches.signatures), wait=progress.waits)
-        except StillCompiling as error:
-            progress.postpone(error.futures)
-            return None
-        if not exact:
+            return recording, found, list(launches.launched)
+        if not kernels.prepare(list(launches.texts), list(launches.signatures), wait=wait):
             _log.info("gemma4_compat: not fused, since bits would differ: %s", ", ".join(kernels.inexact()))
-    else:
-        raise NotFused("each capture of the step needs other kernels")
+    raise NotFused("each capture of the step needs other kernels")
+
+
+def _compare(
+    recording: Recording, found: Any, changes: Changes, expected: Callable[[], list[Any]]
+) -> static_caches.Snapshot:
+    """Replay a recording, which has to have the bits that are expected. What its cache was before."""
     before = static_caches.Snapshot(changes())
     try:
-        plain.replay()
-        expected, after = _copies(outputs), before.again()
+        outputs, after = expected(), before.again()
         before.restore()
         recording.replay()
-        if not _are_equal(_copies(found), expected) or not after.holds():
+        if not _are_equal(_copies(found), outputs) or not after.holds():
             raise NotFused("a fused step differs bitwise")
     except BaseException:
         before.restore()
         raise
-    return recording, found
+    return before
 
 
 @contextlib.contextmanager

@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gemma4_compat._engine.io import terminal
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._graphs import deferred_stop, fused_steps, signatures, static_caches, unsupported
 from gemma4_compat._graphs.captured_calls import REMEMBERED, Call, Known, Pool
 from gemma4_compat._graphs.recording import RECORDERS, Recording, capturing
 from gemma4_compat._graphs.statistics import Cause, Recapture
+from gemma4_compat._kernels import noted
 from gemma4_compat._offload.transfer import streaming
 
 #: Grows with the text, and only the prompt reads it (transformers 5.5; later releases leave it out themselves).
 _OF_THE_PROMPT = ("mm_token_type_ids", "token_type_ids")
+_FUSING = "fusing the kernels of a CUDA graph, once; what is found is kept for later processes"
 _log = logging.getLogger("gemma4_compat")
 
 
@@ -201,12 +205,16 @@ class Step(Call):
 
         with torch.inference_mode(False), torch.no_grad():
             static = _copied(self.inputs)
-        recording, outputs = self.record(static, pool)
+        fused = self._fused_at_once(static, pool)
+        recording, outputs = fused or self.record(static, pool)
         if self.added:  # or somebody else keeps it
             self.decoding.keep_memory(self.cache)
         inputs, own = exchanged(static, self.cache, CACHE), signatures.tensors(static)
         made = self.signature, self.addresses, recording, inputs, own, outputs, pool, self.progress()
-        return Graph(*made, reads_copy=self._head is not None)
+        graph = Graph(*made, reads_copy=self._head is not None)
+        if fused is not None:
+            graph.progress.end()
+        return graph
 
     def record(
         self, static: dict[str, Any], pool: Pool, within: fused_steps.Within = contextlib.nullcontext
@@ -256,18 +264,14 @@ class Step(Call):
 
     def _replay_fused(self, graph: Graph) -> bool:
         """Whether this call replayed the step, because its graph is fused from now on."""
-        reason = fused_steps.unsupported_reason(self.device)
-        if reason is not None:
-            _log.debug("gemma4_compat: decoding without fused kernels: %s", reason)
+        if not self._may_be_fused():
             return False
         begun = time.perf_counter()
         try:
             static = exchanged(graph.static, CACHE, self.cache)
-            with graph.pool.growing(self.device):
-                found = fused_steps.fused(
-                    *(graph.recording, graph.outputs, self.changes, self.device, graph.progress),
-                    lambda within: self.record(static, graph.pool, within),
-                )
+            with graph.pool.growing(self.device), terminal.explained(_FUSING):
+                step = self._to_be_fused(static, graph.pool)
+                found = fused_steps.fused(step, graph.recording, graph.outputs, graph.progress)
         except Exception as error:  # noqa: BLE001  # whatever it is, the plain graph is there
             self.decoding.reason_not_fused(error_text(error))
             return False
@@ -277,6 +281,57 @@ class Step(Call):
             graph.recording, graph.outputs = found
             self.statistics.fused += 1
         return found is not None
+
+    def _fused_at_once(self, static: dict[str, Any], pool: Pool) -> tuple[Recording, Any] | None:
+        """The fused step and its output, if its kernels are known and the text may be long enough for them."""
+        left = static_caches.length(self.cache) - (static_caches.held(self.cache) or 0)
+        if not (self.decodes and self.fuses and self.progress.may_come(left) and self._may_be_fused()):
+            return None
+
+        def run() -> Any:
+            with static_caches.capturable(self.cache, self.tokens), self.numerics():
+                return exchanged(self.forward(static), self.cache, CACHE)
+
+        if self.device.type == "cuda":
+            self.decoding.follow_stream(self.device)
+        try:
+            found = fused_steps.fused_at_once(self._to_be_fused(static, pool), run)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the step can be captured as it is
+            self.decoding.reason_not_fused(error_text(error), "at first without fused kernels, with the same bits")
+            return None
+        self.statistics.fused += found is not None
+        return found
+
+    def _may_be_fused(self) -> bool:
+        reason = fused_steps.unsupported_reason(self.device)
+        if reason is not None:
+            _log.debug("gemma4_compat: decoding without fused kernels: %s", reason)
+        return reason is None
+
+    def _to_be_fused(self, static: dict[str, Any], pool: Pool) -> fused_steps.Step:
+        full = any(map(static_caches.window_full, self.sliding))
+        kind = f"{type(self).__name__} {tuple(self.inputs[self.reads].shape[:2])} {self.tokens} tokens, "
+        words = "all" if self._head is None else self._head.most
+        kind += f"custom {self.decoding.custom}, {words} words, full {full}, {sorted(self.inputs)}"
+
+        def capture(within: fused_steps.Within) -> tuple[Recording, Any]:
+            with _in_order(self.model):
+                return self.record(static, pool, within)
+
+        return fused_steps.Step(self.device, self.changes, capture, noted.shapes_of(self.model), kind)
+
+
+@contextlib.contextmanager
+def _in_order(model: Any) -> Iterator[None]:
+    """Inside, a model computes its kinds of rotary embeddings in the same order in every process, for which it then
+    needs the same kernels: it has these kinds in a set of strings.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            kinds = vars(module).get("unique_layer_types")
+            if isinstance(kinds, set):
+                stack.enter_context(in_place.assigned(module, "unique_layer_types", sorted(kinds)))
+        yield
 
 
 def error_text(error: BaseException) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from gemma4_compat._kernels import kernel_files, launching, programs
+from gemma4_compat._engine.io import terminal
+from gemma4_compat._kernels import kernel_files, launching, noted, programs
 from gemma4_compat._kernels.kernel_files import Compiled
 from gemma4_compat._kernels.programs import Kernel
 
@@ -167,7 +168,8 @@ class CudaCompiler:
             self._load(self._files.read(by_identity.keys() - self._loaded.keys()))
             new = [text for key, text in by_identity.items() if key not in self._loaded]
             if new:
-                fresh = compiled(self._nvrtc, new, self._options)
+                with terminal.explained("compiling CUDA kernels, which are kept on disk"):
+                    fresh = compiled(self._nvrtc, new, self._options)
                 self._load(fresh)
                 self._keep(fresh)
             return [self._launcher(key, text) for key, text in by_identity.items()]
@@ -231,9 +233,21 @@ class CudaCompiler:
         return options(self._nvrtc.architecture(self._capability))
 
     @functools.cached_property
+    def _key(self) -> str:
+        return repr((self._nvrtc.version(), self._options, programs.headers()))
+
+    @functools.cached_property
     def _files(self) -> kernel_files.Files:
-        key = repr((self._nvrtc.version(), self._options, programs.headers()))
-        return kernel_files.Files(kernel_files.folder(), key)
+        return kernel_files.Files(kernel_files.folder(), self._key)
+
+    @functools.cached_property
+    def notes(self) -> noted.Notes:
+        """On steps that were fused on this kind of GPU."""
+        import torch
+
+        gpu = torch.cuda.get_device_properties(self._device)
+        key = repr((self._key, noted.environment(), gpu.name, gpu.multi_processor_count, self._driver.version()))
+        return noted.Notes(kernel_files.Files(kernel_files.folder(), key))
 
 
 def compiled(nvrtc: Nvrtc, texts: Sequence[str], given: Sequence[str]) -> list[Compiled]:

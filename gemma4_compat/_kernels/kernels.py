@@ -13,6 +13,7 @@ from gemma4_compat._engine.runtime.selftest import SelfTests
 from gemma4_compat._kernels.compiling import CudaCompiler
 from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
 from gemma4_compat._kernels.fuse.pointwise import Load, Number, Value
+from gemma4_compat._kernels.noted import Note, Notes
 from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs import dense, expert_rows, nf4_dequantize, nf4_exact, nf4_gemv, shifting
 
@@ -37,6 +38,10 @@ class Compiler(Protocol):
 
     def begin(self, texts: Sequence[str]) -> list[Future[Any]]:
         """Compile in the background. Returns what has to end before :meth:`compiled` is quick; nothing if it is."""
+
+    @property
+    def notes(self) -> Notes:
+        """What is known of steps on this device."""
 
 
 #: By device type. Tests add one for the CPU.
@@ -70,6 +75,8 @@ class Kernels:
         self._compiler = COMPILERS[device.type](device)
         self._known: dict[str, Callable[[Kernel], None]] = {}
         self._same: dict[_Signature, bool] = {}
+        self._untried: set[str] = set()  # texts of a note that has turned out to be wrong
+        self._inexact: frozenset[str] = frozenset()  # operations, as notes name them
         self.tests = SelfTests()
         self.layouts: dict[Any, tuple[Any, ...]] = {}  # of fusing.Fusing
 
@@ -93,6 +100,7 @@ class Kernels:
             for kernel in tried:
                 self.launch(kernel)
             self._same[key] = same_bits(found, expected)
+        self._untried.difference_update(texts)
         return all(self.accepts(key) for key in signatures)
 
     def selftest(self, key: Any, what: str, instead: str, has_same_bits: Callable[[], bool]) -> bool:
@@ -125,12 +133,46 @@ class Kernels:
             return False  # only this time
 
     def accepts(self, signature: _Signature) -> bool:
-        """Whether every trial was bitwise equal to PyTorch."""
-        return self._same.get(signature, True)
+        """Whether every trial was bitwise equal to PyTorch, here or in the process that has left a note."""
+        found = self._same.get(signature)
+        return found if found is not None else not self._inexact or repr(signature) not in self._inexact
 
     def is_prepared(self, text: str) -> bool:
         """Whether a kernel with this text can be launched."""
-        return text in self._known
+        return text in self._known and text not in self._untried
+
+    def recall(self, shapes: str, kind: str) -> bool:
+        """Prepare what steps of such a model needed. Not inside a capture.
+
+        Args:
+            shapes: of :func:`noted.shapes_of`.
+            kind: of a step.
+
+        Returns:
+            whether steps of this kind were fused, here or in an earlier process, and their kernels are prepared.
+        """
+        note = self._compiler.notes.of(shapes)
+        if kind not in note.kinds:
+            return False
+        try:
+            self._compile(note.texts, wait=False)
+        except StillCompiling:  # they are not on disk any more
+            return False
+        self._inexact |= set(note.inexact)
+        return True
+
+    def note(self, shapes: str, kind: str, texts: Sequence[str]) -> None:
+        """Keep for later what a fused step launched, and which operations are inexact here."""
+        notes = self._compiler.notes
+        inexact = {repr(signature) for signature, same in self._same.items() if not same} | self._inexact
+        notes.keep(shapes, notes.of(shapes).with_more(texts, kind, inexact))
+
+    def forget(self, shapes: str) -> None:
+        """A note was wrong: all that it names is tried again."""
+        notes = self._compiler.notes
+        self._untried.update(notes.of(shapes).texts)
+        self._inexact = frozenset()
+        notes.keep(shapes, Note())
 
     def inexact(self) -> list[str]:
         """The operations whose trials did, as text."""

@@ -93,7 +93,7 @@ def layout(
         Gemma4CompatError: it does not fit. The message says what would.
     """
     load = load or Load()
-    _check(budgets, load)
+    check(budgets, load)
     found = _first_that_fits(blueprint, budgets, load)
     if found is None:
         raise Gemma4CompatError(_refusal(blueprint, budgets, load))
@@ -104,7 +104,7 @@ def layout(
 
 def fits(blueprint: Blueprint, budgets: _Budgets, load: Load | TrainingLoad) -> bool:
     """Whether a placement fits these budgets; :func:`layout` then raises only for the host's memory or the disk."""
-    _check(budgets, load)
+    check(budgets, load)
     return _first_that_fits(blueprint, budgets, load) is not None
 
 
@@ -346,7 +346,12 @@ def _brought(found: _Placement, layers: Sequence[Block]) -> int:
     return rest + sum(block.experts_away.nbytes * hit // number for block in layers)
 
 
-def _check(budgets: Mapping[Any, int], load: Load | TrainingLoad) -> None:
+def check(budgets: Mapping[Any, int], load: Load | TrainingLoad) -> None:
+    """Refuse what no model can be placed for.
+
+    Raises:
+        Gemma4CompatError: a budget or a number is not positive, or the attention is unknown.
+    """
     if not budgets:
         raise Gemma4CompatError("no accelerator was given: name at least one budget, such as {0: 8 * 2**30}")
     for device, budget in budgets.items():

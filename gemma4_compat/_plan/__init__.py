@@ -3,7 +3,8 @@
 Called by ``gemma4_compat.plan_device_map`` and ``plan_training``, and by their commands. What a forward needs, and
 which block goes where, is in ``_memory``.
 
-* :mod:`plan`, :mod:`training`: the two entry points, and what each is asked for. :mod:`result`: what they return.
+* :mod:`plan`, :mod:`training`: the two entry points. :mod:`requests`: what is asked for, and what is refused before
+  torch is imported. :mod:`result`: what they return.
 * :mod:`budgets`: the memory to plan for.
 * :mod:`training_step`: a step's memory, counted by running one, with some layers of each kind (:mod:`equal_layers`).
   :mod:`switches`: which of its options a training plan chooses.

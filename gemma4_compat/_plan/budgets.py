@@ -39,14 +39,21 @@ def of(vram: Any, card: str | None) -> dict[int | str, int]:
 def given(vram: Any) -> dict[int | str, int]:
     """Bytes by accelerator, from any ``vram`` that :func:`gemma4_compat.plan_device_map` takes."""
     if isinstance(vram, Mapping):
-        return {device: parse_size(size) for device, size in vram.items()}
+        return {device: _positive(size) for device, size in vram.items()}
     try:
         sizes: list[Any] = [vram] if isinstance(vram, (str, numbers.Real)) else list(vram)
     except TypeError as error:
         raise Gemma4CompatError(
             f"vram is {vram!r}; give a size ('8GiB', or bytes), one for each accelerator, or a mapping of them"
         ) from error
-    return {index: parse_size(size) for index, size in enumerate(sizes)}
+    return {index: _positive(size) for index, size in enumerate(sizes)}
+
+
+def _positive(size: float | str) -> int:
+    found = parse_size(size)
+    if not found:
+        raise Gemma4CompatError(f"vram is {size!r}; it must be more than 0: what PyTorch may allocate, such as 8GiB")
+    return found
 
 
 def _machine() -> dict[int | str, int]:

@@ -24,7 +24,7 @@ model = get_peft_model(
 )
 {fast}arguments = TrainingArguments(
     "adapter",
-    bf16=True,
+    {precision}=True,
     per_device_train_batch_size={batch},
     gradient_checkpointing={checkpointing},
     gradient_checkpointing_kwargs={{"use_reentrant": False{offload}}},
@@ -34,7 +34,19 @@ model = get_peft_model(
 trainer = Trainer(model, arguments, train_dataset=DATASET)
 trainer.train()
 model.save_pretrained("adapter")"""
+#: The least compute capability that CUDA 13 compiles for.
+_CUDA_13 = (7, 5)
 _LENGTHS = "\n# Only lengths that come back are replayed: pad to one or a few (pad_to_multiple_of), or pack."
+
+
+def without_bfloat16(source: Source) -> str:
+    """What a reader must know of a card without bfloat16; empty for any other."""
+    if source.dtype == "bfloat16" or source.capability is None:
+        return ""
+    found = "the card has no bfloat16 (compute capability {}.{})".format(*source.capability)
+    if source.capability < _CUDA_13:
+        found += ". PyTorch's builds for CUDA 13 do not run on it, those for CUDA 12.6 do"
+    return f"{found}. If logits are not finite, use torch.float32 (docs/FLOAT16.md)"
 
 
 def loading_code(source: Source, placed: Layout, load: Load) -> str:
@@ -56,7 +68,7 @@ def loading_code(source: Source, placed: Layout, load: Load) -> str:
     options = "model, assistants=True" if source.assistant is not None and source.speculative else "model"
     lines += [f"# {FAST}.", f"gemma4_compat.decode_fast({options})"] if load.fast else []
     if source.assistant is not None:
-        arguments = f'{_quoted(source.assistant)}, dtype=torch.bfloat16, device_map={{"": {_first(placed)}}}'
+        arguments = f'{_quoted(source.assistant)}, dtype=torch.{source.dtype}, device_map={{"": {_first(placed)}}}'
         lines += [f"# {_ASSISTANT}.", f"assistant = {names[0]}.from_pretrained(", f"    {arguments}", ").eval()"]
     return "\n".join(lines)
 
@@ -85,8 +97,8 @@ def loading_lines(
     lines += [f"from transformers import {', '.join(names)}", "", "device_map = {"]
     lines += [f"    {entry}," for entry in _entries(placed.device_map)]
     lines += ["}"]
-    lines += _quantization_config(quantization, source.skip) if quantization else []
-    arguments = ["dtype=torch.bfloat16", "device_map=device_map"]
+    lines += _quantization_config(quantization, source) if quantization else []
+    arguments = [f"dtype=torch.{source.dtype}", "device_map=device_map"]
     arguments += ["quantization_config=quantization_config"] if quantization else []
     arguments += ['attn_implementation="eager"'] if attention == "eager" else []
     arguments += ['offload_folder="offload"'] if placed.disk else []
@@ -99,15 +111,15 @@ def loading_lines(
     return lines + call
 
 
-def _quantization_config(quantization: str, skip: Sequence[str]) -> list[str]:
+def _quantization_config(quantization: str, source: Source) -> list[str]:
     lines = ["quantization_config = BitsAndBytesConfig("]
     if quantization == "8bit":
         lines += ["    load_in_8bit=True,"]
     else:
         lines += ["    load_in_4bit=True,", '    bnb_4bit_quant_type="nf4",']
         lines += ["    bnb_4bit_use_double_quant=True,"] if quantization == "4bit-double" else []
-        lines += ["    bnb_4bit_compute_dtype=torch.bfloat16,"]
-    return [*lines, f"    llm_int8_skip_modules=[{', '.join(map(_quoted, skip))}],", ")"]
+        lines += [f"    bnb_4bit_compute_dtype=torch.{source.dtype},"]
+    return [*lines, f"    llm_int8_skip_modules=[{', '.join(map(_quoted, source.skip))}],", ")"]
 
 
 def _quoted(text: str) -> str:
@@ -171,6 +183,7 @@ def training_code(source: Source, placed: Layout, step: Step) -> str:
     training = _TRAINING.format(
         r=step.r,
         fast=_fast(step),
+        precision="bf16" if source.dtype == "bfloat16" else "fp16",
         lengths=_LENGTHS if step.train_fast else "",
         targets=TARGETS,
         batch=step.batch,

@@ -10,9 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from gemma4_compat._engine import versions
 from gemma4_compat._engine.io import shadowed
 from gemma4_compat._engine.io.text import parse_size, size_text
 from gemma4_compat._errors import Gemma4CompatError
@@ -24,8 +21,9 @@ from gemma4_compat._memory import blueprint, layout
 from gemma4_compat._memory.blueprint import Blueprint
 from gemma4_compat._memory.formulas import Load
 from gemma4_compat._memory.layout import Layout
-from gemma4_compat._plan import assistants, budgets, code, prompt_kernels, speed
+from gemma4_compat._plan import assistants, budgets, code, prompt_kernels, requests, speed
 from gemma4_compat._plan.cards import measured
+from gemma4_compat._plan.requests import Request
 from gemma4_compat._plan.result import Plan, Rate, Source
 
 _FOUR_BIT = ("4bit", "4bit-double")
@@ -42,35 +40,9 @@ PATCHES = (
     "transformers-wide-heads",
     windows.ID,
 )
-#: What a load takes from a request.
-_OF_LOAD = ("context", "batch", "prompt", "prefill_chunk", "vision", "audio", "attention")
 _NO_ROOM = "its static cache, the prefill into it and its graphs do not fit"
 #: A model, its layout, its load, and why that is without fast decoding.
 _Planned = tuple[Blueprint, Layout, Load, str]
-
-
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What is planned: the arguments of :func:`plan_device_map`, and their defaults."""
-
-    model: Any
-    vram: float | str | Sequence[float | str] | Mapping[int | str, float | str] | None = None
-    context: int = 8192
-    batch: int = 1
-    prompt: int | None = None
-    prefill_chunk: int | None = None
-    quantize: str | None = "4bit"
-    quantize_experts: bool | None = None
-    adapter: str | Path | None = None
-    vision: bool = False
-    audio: bool = False
-    cpu: float | str | None = None
-    disk: float | str | None = None
-    attention: str = "sdpa"
-    balanced: bool = False
-    fast: bool = True
-    assistant: bool = False
-    bus: float | str | None = None
-    card: str | None = None
 
 
 def plan_device_map(
@@ -151,12 +123,12 @@ def plan_device_map(
 def planned(request: Request) -> Plan:
     """The plan for a request: see :func:`plan_device_map`."""
     shadowed.refuse("torch", "transformers")
+    requests.refuse(request)
     card = request.card
     cards = {name: speed.CARDS[name] for name in speed.COMMON} if card is None else {card: speed.card(card)}
     given = budgets.of(request.vram, card)
-    _check(request)
     options = {"cpu": _bytes(request.cpu), "disk": _bytes(request.disk), "balanced": request.balanced}
-    bus = _bytes(request.bus.removesuffix("/s") if isinstance(request.bus, str) else request.bus) or 0
+    bus = _bytes(requests.bus(request)) or 0
     capability = prompt_kernels.capability(request.vram, card)
     built, name, assumed = build.on_meta(request.model)
     quantization = _quantization(built, request)
@@ -164,7 +136,7 @@ def planned(request: Request) -> Plan:
 
     def with_experts(experts: bool) -> _Planned:
         cut = _blueprint(built, quantization, request.adapter, experts=experts)
-        load = Load(**{field: getattr(request, field) for field in _OF_LOAD})
+        load = request.load
         load = assistants.beside(load, cut) if request.assistant else load
         why = prompt_kernels.unsupported_reason(cut, load, capability)
         try:
@@ -191,6 +163,7 @@ def planned(request: Request) -> Plan:
         stored_experts=stored,
         chosen_experts=choose and experts is not None,
         assumed=assumed,
+        capability=capability,
     )
     limit = int(built.config.get_text_config().max_position_embeddings)
     timed = _measured(cut, placed, load, cards)
@@ -209,24 +182,6 @@ def planned(request: Request) -> Plan:
         longest_chunked=_longest_chunked(cut, given, placed, load, limit),
         code=code.loading_code(source, placed, load),
     )
-
-
-def _check(request: Request) -> None:
-    if request.prefill_chunk is not None and (request.vision or request.audio):
-        raise Gemma4CompatError(
-            f"prefill_chunk is {request.prefill_chunk!r} for inputs with images or audio: releases of transformers "
-            "differ in whether they split such a prompt. Leave prefill_chunk out"
-        )
-    if request.assistant and request.batch != 1:
-        raise Gemma4CompatError(
-            f"assistant=True with batch={request.batch}: with an assistant, generate takes one prompt at a time. Use "
-            "batch=1, or leave assistant out"
-        )
-    if request.assistant and not assistants.exist():
-        raise Gemma4CompatError(
-            f"assistant=True, but transformers {versions.installed('transformers')} has no assistants for Gemma 4. "
-            "Install transformers 5.8 or newer, or leave assistant out"
-        )
 
 
 def _bytes(size: float | str | None) -> int | None:
@@ -362,6 +317,8 @@ def _modelled(
     """Tokens per second by card, and why they are unknown; empty if they are known."""
     if why := "no step is replayed" if not load.fast else speed.unknown(cut, batch=load.batch):
         return {}, why
+    if any(card.capability is not None and card.capability < speed.BFLOAT16 for card in cards.values()):
+        return {}, "no card before compute capability 8.0 was measured"
     done = speed.work(cut, context=load.context)
     found = {}
     for name, card in cards.items():

@@ -10,6 +10,7 @@ from gemma4_compat._memory import formulas
 from gemma4_compat._memory.formulas import Load
 from gemma4_compat._memory.layout import Layout
 from gemma4_compat._memory.use import Use
+from gemma4_compat._plan import speed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class Source:
         stored_experts: the checkpoint already has its experts in 4 bits.
         chosen_experts: nobody asked for experts in 4 bits, but in bf16 they would not all stay on the accelerator.
         assumed: what the plan assumes about the model; empty for a checkpoint.
+        capability: the compute capability of the card; None: not known.
     """
 
     model: str
@@ -41,6 +43,12 @@ class Source:
     stored_experts: bool = False
     chosen_experts: bool = False
     assumed: str = ""
+    capability: tuple[int, int] | None = None
+
+    @property
+    def dtype(self) -> str:
+        """What it computes in: "bfloat16", or "float16" on a card without that."""
+        return "float16" if self.capability is not None and self.capability < speed.BFLOAT16 else "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)

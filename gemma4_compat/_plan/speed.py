@@ -10,6 +10,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gemma4_compat._engine import settings
 from gemma4_compat._engine.io.text import parse_size
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._memory.blueprint import Block, Blueprint
@@ -64,6 +65,8 @@ class Card:
     capability: tuple[int, int] | None = None
 
 
+#: The least compute capability with bfloat16, and of the cards that were measured.
+BFLOAT16 = (8, 0)
 #: The share of the bus's speed that replay reached with all layers streamed: the first if the host waits for each
 #: token, with a slow CPU; the second if it does not (E2B, E4B, double quantization, H200:
 #: benchmarks/decoding/graph_decoding.py, 2026-11-23 and 2026-11-24).
@@ -73,26 +76,48 @@ PCIE_3_X16, PCIE_4_X16, PCIE_5_X16 = 12 << 30, 24 << 30, 49 << 30
 
 #: Cards by name, from the vendors' data sheets, with boost clocks.
 CARDS = {
+    "RTX 2070": Card(multiprocessors=36, ghz=1.62, gb_s=448, bus=PCIE_3_X16, gib=8, capability=(7, 5)),
+    "RTX 2080 Ti": Card(multiprocessors=68, ghz=1.54, gb_s=616, bus=PCIE_3_X16, gib=11, capability=(7, 5)),
+    "RTX 3050": Card(multiprocessors=20, ghz=1.78, gb_s=224, bus=PCIE_4_X16 // 2, gib=8, capability=(8, 6)),
     "RTX 3060": Card(multiprocessors=28, ghz=1.78, gb_s=360, bus=PCIE_4_X16, gib=12, capability=(8, 6)),
+    "RTX 3060 Ti": Card(multiprocessors=38, ghz=1.67, gb_s=448, bus=PCIE_4_X16, gib=8, capability=(8, 6)),
+    "RTX 3070": Card(multiprocessors=46, ghz=1.73, gb_s=448, bus=PCIE_4_X16, gib=8, capability=(8, 6)),
     "RTX 3080": Card(multiprocessors=68, ghz=1.71, gb_s=760, bus=PCIE_4_X16, gib=10, capability=(8, 6)),
     "RTX 3090": Card(multiprocessors=82, ghz=1.70, gb_s=936, bus=PCIE_4_X16, gib=24, capability=(8, 6)),
     "RTX 4060": Card(multiprocessors=24, ghz=2.46, gb_s=272, bus=PCIE_4_X16 // 2, gib=8, capability=(8, 9)),
     "RTX 4060 Ti": Card(multiprocessors=34, ghz=2.54, gb_s=288, bus=PCIE_4_X16 // 2, gib=8, capability=(8, 9)),
+    "RTX 4060 Ti 16GB": Card(multiprocessors=34, ghz=2.54, gb_s=288, bus=PCIE_4_X16 // 2, gib=16, capability=(8, 9)),
     "RTX 4070": Card(multiprocessors=46, ghz=2.48, gb_s=504, bus=PCIE_4_X16, gib=12, capability=(8, 9)),
+    "RTX 4070 Ti": Card(multiprocessors=60, ghz=2.61, gb_s=504, bus=PCIE_4_X16, gib=12, capability=(8, 9)),
     "RTX 4080": Card(multiprocessors=76, ghz=2.51, gb_s=717, bus=PCIE_4_X16, gib=16, capability=(8, 9)),
     "RTX 4090": Card(multiprocessors=128, ghz=2.52, gb_s=1008, bus=PCIE_4_X16, gib=24, capability=(8, 9)),
+    "RTX 5060": Card(multiprocessors=30, ghz=2.50, gb_s=448, bus=PCIE_5_X16 // 2, gib=8, capability=(12, 0)),
     "RTX 5060 Ti": Card(multiprocessors=36, ghz=2.57, gb_s=448, bus=PCIE_5_X16 // 2, gib=8, capability=(12, 0)),
+    "RTX 5060 Ti 16GB": Card(multiprocessors=36, ghz=2.57, gb_s=448, bus=PCIE_5_X16 // 2, gib=16, capability=(12, 0)),
     "RTX 5070": Card(multiprocessors=48, ghz=2.51, gb_s=672, bus=PCIE_5_X16, gib=12, capability=(12, 0)),
+    "RTX 5070 Ti": Card(multiprocessors=70, ghz=2.45, gb_s=896, bus=PCIE_5_X16, gib=16, capability=(12, 0)),
+    "RTX 5080": Card(multiprocessors=84, ghz=2.62, gb_s=960, bus=PCIE_5_X16, gib=16, capability=(12, 0)),
     "RTX 5090": Card(multiprocessors=170, ghz=2.41, gb_s=1792, bus=PCIE_5_X16, gib=32, capability=(12, 0)),
+    "RTX A6000": Card(multiprocessors=84, ghz=1.80, gb_s=768, bus=PCIE_4_X16, gib=48, capability=(8, 6)),
+    "P100": Card(multiprocessors=56, ghz=1.30, gb_s=732, bus=PCIE_3_X16, gib=16, capability=(6, 0)),
+    "V100": Card(multiprocessors=80, ghz=1.38, gb_s=900, bus=PCIE_3_X16, gib=16, capability=(7, 0)),
+    "V100 32GB": Card(multiprocessors=80, ghz=1.53, gb_s=900, bus=PCIE_3_X16, gib=32, capability=(7, 0)),
+    "T4": Card(multiprocessors=40, ghz=1.59, gb_s=320, bus=PCIE_3_X16, gib=15, capability=(7, 5)),  # ECC takes 1 of 16
     "L4": Card(multiprocessors=58, ghz=2.04, gb_s=300, bus=PCIE_4_X16, gib=24, capability=(8, 9)),
     "A10": Card(multiprocessors=72, ghz=1.70, gb_s=600, bus=PCIE_4_X16, gib=24, capability=(8, 6)),
+    "A40": Card(multiprocessors=84, ghz=1.74, gb_s=696, bus=PCIE_4_X16, gib=48, capability=(8, 6)),
+    "L40S": Card(multiprocessors=142, ghz=2.52, gb_s=864, bus=PCIE_4_X16, gib=48, capability=(8, 9)),
     "A100": Card(multiprocessors=108, ghz=1.41, gb_s=1555, bus=PCIE_4_X16, gib=40, capability=(8, 0)),
+    "A100 80GB": Card(multiprocessors=108, ghz=1.41, gb_s=2039, bus=PCIE_4_X16, gib=80, capability=(8, 0)),
     "H100": Card(multiprocessors=132, ghz=1.98, gb_s=3350, bus=PCIE_5_X16, gib=80, capability=(9, 0)),
     "H200": Card(multiprocessors=132, ghz=1.98, gb_s=4800, bus=PCIE_5_X16, gib=141, capability=(9, 0)),
 }
 #: The cards that a plan names by default.
 COMMON = ("RTX 3060", "RTX 4060 Ti", "RTX 4090")
 
+_MAKER = re.compile(r"^(nvidia|geforce|tesla|quadro|\s)+")
+#: What a driver adds to a name, and a size of memory at its end.
+_VARIANT, _SIZE = re.compile(r"[\s-]+(sxm\d?|pcie|hbm\w*)\b"), re.compile(r"[\s-]+(\d+) ?gb$")
 _STATED = re.compile(
     r"(\d+) SMs?, (\d+(?:\.\d+)?) GHz, (\d+(?:\.\d+)?) GB/s(?:, (?!compute)(.+?)(?:/s)?)?"
     r"(?:, compute capability (\d+)\.(\d+))?",
@@ -108,9 +133,8 @@ def card(text: Any) -> Card:
         Gemma4CompatError: it is neither.
     """
     wanted = " ".join(str(text).split())
-    for name, found in CARDS.items():
-        if wanted.casefold().removeprefix("nvidia ").removeprefix("geforce ") == name.casefold():
-            return found
+    if (found := CARDS.get(_name(wanted) or "")) is not None:
+        return found
     if (stated := _STATED.fullmatch(wanted)) and all(float(figure) > 0 for figure in stated.groups()[:3]):
         count, ghz, gb_s, bus, *capability = stated.groups()
         return Card(
@@ -120,10 +144,24 @@ def card(text: Any) -> Card:
             bus=parse_size(bus) if bus else 0,
             capability=None if None in capability else (int(capability[0]), int(capability[1])),
         )
+    close = settings.nearest(wanted.upper(), CARDS)
     raise Gemma4CompatError(
-        f"card {text!r} is unknown; use one of {', '.join(CARDS)}, or figures as in '28 SMs, 1.78 GHz, 360 GB/s' "
-        "(multiprocessors, highest clock, bandwidth of its memory; 'deviceQuery' and the vendor's page have them)"
+        f"card {text!r} is unknown; {f'did you mean {close!r}? Use it, or ' if close else 'use '}one of "
+        f"{', '.join(CARDS)}, or figures as in '28 SMs, 1.78 GHz, 360 GB/s' (multiprocessors, highest clock, "
+        "bandwidth of its memory; 'deviceQuery' and the vendor's page have them)"
     )
+
+
+def _name(wanted: str) -> str | None:
+    """The name in :data:`CARDS` for one that a user or a driver writes: "rtx4090", "Tesla V100-SXM2-16GB"."""
+    known = {name.casefold().replace(" ", ""): name for name in CARDS}
+    plain = _VARIANT.sub("", _MAKER.sub("", wanted.casefold()))
+    found, size = known.get(re.sub(r"[\s-]", "", plain)), _SIZE.search(plain)
+    if found is None and size is not None:
+        found = known.get(re.sub(r"[\s-]", "", _SIZE.sub("", plain)))
+        if found is not None and abs(CARDS[found].gib - int(size[1])) > 1:  # another size than the one that is known
+            return None
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

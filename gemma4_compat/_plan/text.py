@@ -11,7 +11,7 @@ from gemma4_compat._memory.layout import PREFILL_CHUNK
 from gemma4_compat._memory.use import Use
 from gemma4_compat._plan import prompt_kernels, speed
 from gemma4_compat._plan.cards import measured
-from gemma4_compat._plan.code import FAST, grouped
+from gemma4_compat._plan.code import FAST, grouped, without_bfloat16
 from gemma4_compat._plan.result import Plan, TrainingPlan
 
 #: The buses that a plan names by default.
@@ -93,6 +93,8 @@ def _heading(plan: Plan, width: int) -> Iterator[str]:
         )
     if plan.assumed:
         yield from textwrap.wrap(f"Assumed: {plan.assumed}.", width)
+    if why := without_bfloat16(plan.source):
+        yield from textwrap.wrap(f"In float16: {why}.", width, break_on_hyphens=False)
 
 
 def _bars(plan: Plan, width: int, cells: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from gemma4_compat._memory import blueprint, layout
 from gemma4_compat._memory.blueprint import Blueprint
 from gemma4_compat._memory.formulas import TrainingLoad
 from gemma4_compat._memory.layout import Layout
-from gemma4_compat._plan import budgets, code, switches, training_step
+from gemma4_compat._plan import budgets, code, prompt_kernels, switches, training_step
 from gemma4_compat._plan.result import Source, TrainingPlan
 from gemma4_compat._plan.training_step import Step, StepMemory
 from gemma4_compat._training.parts import MARGIN
@@ -125,17 +125,22 @@ def plan_training(
 def planned(request: Request) -> TrainingPlan:
     """The plan for a request: see :func:`plan_training`."""
     shadowed.refuse("torch", "transformers", "peft")
+    training_step.check(request.step)
     model, experts = request.model, request.quantize_experts
     device, budget = _budget(request.vram, request.card)
+    capability = prompt_kernels.capability(request.vram, request.card)
     quantization = None if request.quantize == "none" else request.quantize
     if quantization not in (None, "4bit", "4bit-double"):
         raise Gemma4CompatError(f"quantize is {quantization!r}; training plans know 4bit, 4bit-double and none")
     step = request.step
     if experts and quantization is None:
         raise Gemma4CompatError("quantize_experts quantizes to 4 bits, and quantize is 'none'; use '4bit'")
+    host = None if request.cpu is None else parse_size(request.cpu)
+    build.refuse_unknown(model)
     cut, source = _described(model, quantization, experts=bool(experts))
     if experts is None and quantization is not None and _experts_leave(cut, budget):
         cut, source = _described(model, quantization, experts=True)
+    source = replace(source, capability=capability)
     measure: Callable[[Step], StepMemory] = functools.partial(_measure, model, quantization)
     if source.experts is not None:
         measure = functools.partial(_measure, model, quantization, quantized_experts=True)
@@ -143,7 +148,6 @@ def planned(request: Request) -> TrainingPlan:
     free = [switch for switch in _SWITCHES if getattr(request, switch) is None]
     step, reasons = switches.chosen((cut, device, budget), step, free, measured)
     memory, changes = measured(step), _changes(step, measured)
-    host = None if request.cpu is None else parse_size(request.cpu)
     placed = _placed(cut, device, budget, memory, changes, cpu=host)
     use = placed.use[device]
     return TrainingPlan(
@@ -166,7 +170,7 @@ def planned(request: Request) -> TrainingPlan:
         cpu=placed.cpu,
         streamed=placed.streamed,
         changes=changes,
-        reasons=reasons | switches.others(step),
+        reasons=reasons | switches.others(step) | ({"fp16": why} if (why := code.without_bfloat16(source)) else {}),
         warning=switches.warning(use),
         assumed=source.assumed,
         code=code.training_code(source, placed, step),

@@ -42,8 +42,7 @@ _SMALLEST_8BIT = 4096
 _BLOCK = 256
 _WIDEST_IN_REGISTERS = 128
 #: Keys of a block of that kernel, and how many blocks of all heads it works on at once, at most.
-_KEYS = 64
-_BLOCKS = 200
+_KEYS, _BLOCKS = 64, 200
 NO_GRAPHS = Kept()
 #: What QLoRA trains: every linear layer of the decoder, and nothing in the towers.
 TARGETS = r"(?!.*tower).*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
@@ -125,7 +124,7 @@ def measure(model: Any, quantized: Collection[str], step: Step, *, quantized_exp
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    _check(step)
+    check(step)
     if step.sliding_windows and windows.unavailable() is not None:
         raise _off("sliding_windows", windows.ID)
     with _quiet():
@@ -344,16 +343,17 @@ def _attention_workspace(queries: Sequence[int], keys: Sequence[int]) -> int:
     return 4 * batch * heads * width * (tokens + 2 * blocks * _KEYS)
 
 
-def _check(step: Step) -> None:
+def check(step: Step) -> None:
+    """Refuse settings that contradict each other (`Gemma4CompatError`)."""
     for name in ("max_length", "batch", "r"):
         if getattr(step, name) < 1:
             raise Gemma4CompatError(f"{name} is {getattr(step, name)}; it must be at least 1")
     if step.activation_offloading and not step.gradient_checkpointing:
         raise Gemma4CompatError("activation_offloading moves checkpointed activations; it needs checkpointing")
-    if step.activation_offloading and not can_offload():
-        raise Gemma4CompatError("activation_offloading needs transformers 5.17 or newer")
     if step.optim not in OPTIMIZERS:
         raise Gemma4CompatError(f"optim {step.optim!r} is unknown; use one of {', '.join(OPTIMIZERS)}")
+    if step.activation_offloading and not can_offload():
+        raise Gemma4CompatError("activation_offloading needs transformers 5.17 or newer")
 
 
 def _adapted(model: Any, step: Step) -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import gemma4_compat
-from gemma4_compat.cli.app import Json, answer, app, command, fail, tell, working
+from gemma4_compat.cli.app import Json, answer, app, command, fail, imports_less, tell, working
 
 # Options of `merge`.
 _Start = Annotated[
@@ -72,6 +72,7 @@ def scan(
 
     if base is not None:
         working(f"comparing the adapter with {base}: importing torch, transformers and PEFT first")
+        imports_less()
     found = gemma4_compat.scan_adapter(adapter, base, quantize=quantize)
     answer(found, _scan_text.scan_text, as_json=as_json)
     raise typer.Exit(0 if found.ok else 1)
@@ -83,7 +84,10 @@ def export(
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A saved adapter's folder, or a cached id.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist, or be empty.")],
     target: Annotated[
-        str, typer.Option("--for", metavar="vllm|sglang|mlx|gguf|peft", help="What reads it; gguf is llama.cpp.")
+        str,
+        typer.Option(
+            "--for", metavar="vllm|sglang|mlx|gguf|peft", help="What reads it; llama.cpp, or ollama, is gguf."
+        ),
     ],
     base: Annotated[
         str | None,
@@ -100,6 +104,7 @@ def export(
     from gemma4_compat._adapter_tools.export import text as _export_text
 
     working(f"writing the adapter for {target}: importing torch and transformers first")
+    imports_less()
     report = gemma4_compat.export_adapter(adapter, out, target, base=base)
     answer(report, _export_text.report_text, as_json=as_json)
 
@@ -215,5 +220,6 @@ def repair(
     """
     from gemma4_compat._adapter_tools.repair import report_text
 
+    working(f"comparing {checkpoint} with {original}")
     report = gemma4_compat.repair_checkpoint(checkpoint, original, out, max_shard_size=max_shard_size)
     answer(report, report_text, as_json=as_json)

@@ -15,6 +15,7 @@ from gemma4_compat._engine.io import files, terminal
 from gemma4_compat._gemma4.checkpoint import folders
 from gemma4_compat._gemma4.models import variants
 from gemma4_compat._gemma4.quantization import config
+from gemma4_compat._plan import budgets
 from gemma4_compat.cli.app import app, command, fail, say, tell
 
 _REPORT = "gemma4-compat-check.json"
@@ -98,6 +99,8 @@ def _refuse(settings: run.Settings) -> None:
         fail(f"--minutes is {settings.minutes:g}; it must be more than 0")
     if settings.context < 64:
         fail(f"--context is {settings.context}; it must be at least 64")
+    if settings.vram is not None:
+        budgets.of(settings.vram, None)
     if settings.merge and settings.adapter is None and settings.folder is not None:
         fail("--merge merges an adapter; give one with --adapter")
     if settings.image is not None and not files.exists(settings.image):

@@ -116,6 +116,7 @@ def _show(patch_id: str | None, folder: Path | None, *, others: bool) -> NoRetur
     (patch,) = diagnosis.chosen([patch_id])
     _doctor.stack()
     tell("asking a trained tiny model, in a process without the shim and in one with it ...")
+    terminal.overwrite("at work")
     shown = _shown.show(patch, Trained.find(folder))
     say(f"\n{shown.text()}")
     raise typer.Exit(0 if shown.good else 1)

@@ -48,12 +48,22 @@ def status(as_json: Json = False, verbose: Verbose = False) -> None:
 
 @app.command(name="list")
 @command("this command")
-def list_patches(as_json: Json = False) -> None:
-    """List every patch with its area and the releases it is for."""
+def list_patches(
+    area: Annotated[str | None, typer.Argument(metavar="AREA", help="Such as offload; default: all areas.")] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """List the areas of patches; or the patches of an area, or all (--verbose), with the releases they are for."""
+    if area is not None and area not in registry.AREA_OF.values():
+        _unknown(area, "no area is", set(registry.AREA_OF.values()))
+    if area is None and not (as_json or verbose):
+        say(_report.areas_text(registry.AREA_OF, registry.areas(), terminal.width()))
+        return
+    patches = tuple(patch for patch in gemma4_compat.patches() if area in (None, patch.area))
     if as_json:
-        print_json({"patches": [_report.patch_data(patch) for patch in gemma4_compat.patches()]})
+        print_json({"patches": [_report.patch_data(patch) for patch in patches]})
     else:
-        say(_report.patches_text(gemma4_compat.patches(), terminal.width()))
+        say(_report.patches_text(patches, terminal.width()))
 
 
 @app.command()
@@ -63,7 +73,7 @@ def explain(
         list[str],
         typer.Argument(
             metavar="ID|AREA|F14|ERROR",
-            help="A patch, an area, such as offload (`list` shows both), or a number of docs/FAILURE_POINTS.md; or an "
+            help="A patch, an area, such as offload (`list` shows them), or a number of docs/FAILURE_POINTS.md; or an "
             "error, such as \"KeyError: 'sliding_attention'\", or what is wrong, in words; or - for a traceback on "
             "standard input.",
         ),
@@ -88,10 +98,7 @@ def explain(
         _explain_error(name, as_json=as_json)
     statuses = gemma4_compat.status()
     if not patches:
-        areas = set(registry.AREA_OF.values())
-        close = settings.nearest(name, {*registry.AREA_OF, *areas})
-        known = f"areas are {', '.join(sorted(areas))}, and `gemma4-compat list` shows every id."
-        fail(f"no patch and no area is called {name!r}; " + (f"did you mean {close!r}?" if close else known))
+        _unknown(name, "no patch and no area is", {*registry.AREA_OF, *registry.AREA_OF.values()})
     if as_json:
         print_json(
             {"error": None, "matches": [], "nearest": [], "advice": None, "patches": _explained(patches, statuses)}
@@ -101,6 +108,12 @@ def explain(
         if len(patches) > 1:
             say(f"{_report.index_text(name, patches, width)}\n")
         say("\n\n".join(_report.explanation_text(patch, statuses[patch.id], width) for patch in patches))
+
+
+def _unknown(name: str, what: str, names: set[str]) -> NoReturn:
+    close, areas = settings.nearest(name, names), sorted(set(registry.AREA_OF.values()))
+    known = f"areas are {', '.join(areas)}, and `gemma4-compat list --verbose` shows every id."
+    raise fail(f"{what} called {name!r}; " + (f"did you mean {close!r}?" if close else known))
 
 
 def _explain_error(text: str, *, as_json: bool) -> NoReturn:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +11,7 @@ import typer
 
 import gemma4_compat
 from gemma4_compat import _shim, _startup
-from gemma4_compat.cli.app import Json, answer, app, command, fail, working
+from gemma4_compat.cli.app import Json, answer, app, command, fail, imports_less, working
 
 _Model = Annotated[
     str,
@@ -78,9 +76,10 @@ def plan(
     `plan-training` plans a training.
     """
     options = _options(locals(), vram or None)
+    working(f"planning {model}: importing torch and transformers first")
+    imports_less()
     from gemma4_compat._plan.plan import PATCHES
 
-    working(f"planning {model}: importing torch and transformers first")
     if _startup.is_command_line():  # nothing else runs in this process, and it ends with the answer
         _shim.engine.narrow(PATCHES)
     _show(gemma4_compat.plan_device_map(**options), as_json=as_json)
@@ -141,10 +140,7 @@ def plan_training(
         f"planning a training of {model}: its step runs several times on tensors without memory, half a minute, "
         "or more than one for a long sequence"
     )
-    if _startup.is_command_line():  # nothing else runs in this process, and it ends with the answer
-        # Nothing is compiled, and the import of bitsandbytes would prepare that for a second.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        gc.set_threshold(20_000, 20, 50)  # a twelfth of the time went into collections, which free nothing that counts
+    imports_less()
     _show(gemma4_compat.plan_training(**options), as_json=as_json)
 
 

@@ -35,7 +35,7 @@ def env(as_json: Json = False) -> None:
 @app.command()
 @command("this command")
 def reproduce(
-    patch_id: Annotated[str, typer.Argument(metavar="ID", help="A patch; `list` shows every id.")],
+    patch_id: Annotated[str, typer.Argument(metavar="ID", help="A patch; `list --verbose` shows every id.")],
     as_report: Annotated[
         bool, typer.Option("--report", help="Print the text of a report instead, in Markdown.")
     ] = False,
@@ -51,7 +51,10 @@ def reproduce(
     if as_report:
         names = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
         found = {name: release for name in names if (release := versions.installed(name)) is not None}
-        say("\n\n".join(terminal.fitted(part) for part in script.report(patch, found).split("\n\n")))
+        parts = script.report(patch, found).split("\n\n")
+        say(
+            "\n\n".join(part if part.startswith("#") else terminal.fitted(part) for part in parts)
+        )  # a heading is a line
     else:
         say(script.script(patch))
 

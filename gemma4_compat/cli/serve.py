@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gemma4_compat._engine.io import temporary
+from gemma4_compat._engine.io import temporary, terminal
 from gemma4_compat._engine.io.text import parse_size
 from gemma4_compat.cli.app import app, command, fail, tell, working
 
@@ -128,9 +128,9 @@ def chat(
     Ctrl-C ends an answer, /reset begins anew, /use NAME asks the adapter or the model of that name, /quit ends.
     """
     with _loaded(locals()) as served:
-        from gemma4_compat.cli.serving import terminal
+        from gemma4_compat.cli.serving import terminal as chats
 
-        terminal.Chat(served, system, temperature=temperature).run()
+        chats.Chat(served, system, temperature=temperature).run()
 
 
 @contextlib.contextmanager
@@ -138,8 +138,6 @@ def _loaded(given: dict[str, Any]) -> Iterator[Any]:
     """The model. Its weights on disk are removed at the end, also at SIGTERM, which still ends the process."""
     from gemma4_compat.cli.serving import loading
 
-    loading.refuse_release()
-    working(f"loading {given['model']}: importing torch and transformers first")
     names = ("card", "context", "cpu", "vision", "audio", "quantize")
     plan = {name: given[name] for name in names if name in given} | {"vram": given["vram"] or None}
     wanted = loading.Wanted(
@@ -151,9 +149,13 @@ def _loaded(given: dict[str, Any]) -> Iterator[Any]:
         device_map=None if given["device_map"] is None else _map(given["device_map"]),
         plan=plan,
     )
+    loading.refuse(wanted)
+    working(f"loading {given['model']}: importing torch and transformers first")
     try:
         with temporary.terminable(), tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder:
-            yield loading.load(wanted, folder)
+            served = loading.load(wanted, folder)
+            terminal.overwrite("")
+            yield served
     except SystemExit as ended:
         if isinstance(ended.code, int) and ended.code > _SIGNALLED:
             signal.raise_signal(ended.code - _SIGNALLED)

@@ -162,6 +162,12 @@ PATCHES = tuple(sorted({*MODULES, *STACKED}, key=_place))
 AREA_OF = {_id(name): _area(name) for name in PATCHES}
 
 
+def areas() -> dict[str, str]:
+    """What the patches of each area are for, from the docstring of its folder; empty under ``python -OO``."""
+    found = {area: importlib.import_module(f"{__package__}.{area}").__doc__ for area in set(AREA_OF.values())}
+    return {area: (text or "").strip().removeprefix("Patches for ").rstrip(".") for area, text in found.items()}
+
+
 def load() -> tuple[LatePatch | Patch, ...]:
     """Every patch; its file is imported when it is needed, or at once if it was not measured yet."""
     late = [LatePatch(_id(name), tuple(MODULES.get(name, ())), partial(complete, name)) for name in PATCHES]

@@ -15,6 +15,7 @@ from gemma4_compat._graphs.guards import model as guards
 from gemma4_compat._kernels import kernel_files, kernels
 from gemma4_compat._kernels.match import reading
 from gemma4_compat._kernels.specs import attention, dense, flash
+from gemma4_compat._kernels.specs import products as own_products
 from gemma4_compat._plan import prompt_kernels
 from tools.claims.form import Claim, in_file, result, text_of
 from tools.claims.running import experts
@@ -204,6 +205,10 @@ CLAIMS = (
         "in buckets of up to {:,}, padded to {}, {}, {} ... {:,},",
         lambda: (buckets.SIZES[-1], *buckets.SIZES[:3], buckets.SIZES[-1]),
     ),
+    Claim(_PAGE, "of up to {} rows run on tensor cores", lambda: (own_products.MAX_ROWS,)),
+    Claim(_PAGE, "compute up to {} rows, each as if", lambda: (own_products.MAX_ROWS,)),
+    Claim(_PAGE, "for up to {} rows; for one row", lambda: (own_products.MAX_ROWS,)),
+    Claim(_PAGE, "more than {} rows,", lambda: (own_products.MAX_ROWS,)),
     Claim(
         _PAGE,
         "activations are those of {:,} tokens; of {:,} or {} where",

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.small_card import report
-from gemma4_compat._generation.prefix_cache import rows, session
+from gemma4_compat._gemma4.quantization import expert_forward
+from gemma4_compat._generation.prefix_cache import parked, rows, session
 from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._graphs import decoder
 from gemma4_compat._kernels.match import reading
@@ -17,7 +18,7 @@ from gemma4_compat._kernels.specs import flash
 from gemma4_compat._plan import prompt_kernels
 from gemma4_compat._plan.cards import measured
 from tools.claims.form import Claim, copied_heads, evidence, in_file, own_layers, percent, result, text_of
-from tools.pages import decoding, gives
+from tools.pages import decoding, fits, gives
 
 
 def speed(shape: str, case: str) -> float:
@@ -35,12 +36,6 @@ def eager(shape: str, case: str) -> float:
 def peak(shape: str, case: str) -> float:
     """GiB that torch allocated at most."""
     return gives.peak(gives.newest(shape, case)["cases"][case])
-
-
-def share(shape: str, case: str) -> float:
-    """Of the speed of everything on the GPU, without ``decode_fast``, timed in turns."""
-    found: float = report.read(report.committed()[shape])["cases"][case]["decode_share"]
-    return found
 
 
 def streamed(shape: str) -> tuple[int, float]:
@@ -72,6 +67,24 @@ def tokens_at(shape: str, depth: str) -> tuple[float, ...]:
     """Tokens a second of ``decode_fast`` with everything on the card, with custom kernels and with PyTorch's."""
     found = gives.by_depth(shape)["cases"]["gpu"]["contexts"][depth]["summary"]
     return found["own"]["median"], found["exact"]["median"]
+
+
+def as_it_is(shape: str) -> float:
+    """Tokens a second of transformers in 4-bit on an H100, from the table of other software."""
+    page = "docs/benchmarks/peers.md"
+    return float(in_file(page, rf"\| \[{shape}.*? \| transformers, 4-bit, as it is \| ([\d.]+) ")[0])
+
+
+def of_serving(file: str, *names: str) -> tuple[float, ...]:
+    """Bounds of ``gemma4-compat serve``, read without its libraries."""
+    path = f"gemma4_compat/cli/serving/{file}.py"
+    return tuple(float(in_file(path, rf"\n *{name}(?:: \w+)? = (\d[\d_]*)")[0]) for name in names)
+
+
+def clients() -> tuple[int, ...]:
+    """How many ask a server at the same time in a test."""
+    found = in_file("tests/unit/commands/test_serve.py", r'parametrize\("clients", \[([\d, ]+)\]')[0]
+    return tuple(map(int, found.split(", ")))
 
 
 def both(compute: Callable[[str], float]) -> tuple[float, float]:
@@ -154,6 +167,12 @@ def experts() -> tuple[int, int]:
     return text_of("26B-A4B").top_k_experts, text_of("26B-A4B").num_experts
 
 
+def rows_with_experts() -> tuple[int, ...]:
+    """Rows whose experts in host memory a graph looks up, experts of each and of a layer, and rows if exact."""
+    each, number = experts()
+    return (number - 1) // each, each, number, int(number * expert_forward._MOSTLY_DISTINCT) // each
+
+
 CLAIMS = (
     Claim(
         "README.md",
@@ -164,9 +183,25 @@ CLAIMS = (
     Claim("docs/index.md", "which leaves {:.1f} GiB more for long chats", lambda: (saved("E4B"),)),
     Claim("docs/index.md", "It takes {} to {} minutes on two cores", lambda: minutes("doctor cold")),
     Claim(
+        "README.md",
+        "On a {} GB card {}, {} and {} fit in 4-bit as a whole; 26B-A4B and 31B run",
+        lambda: (fits.whole()[0], *fits.whole()[1]),
+    ),
+    Claim(
         "docs/SMALL_CARD.md",
-        "In 4-bit it decodes from {:.1f} GiB of VRAM, and E2B from {:.1f} GiB.",
-        lambda: (peak("E4B", "streamed"), peak("E2B", "streamed")),
+        "{} GB hold {}, {} and {} as a whole in 4-bit, and {} GB hold all five models.",
+        lambda: (fits.whole()[0], *fits.whole()[1], fits.whole()[2]),
+    ),
+    Claim("docs/SMALL_CARD.md", "for {:,} tokens of context", lambda: (fits.CONTEXT,)),
+    Claim(
+        "docs/SMALL_CARD.md",
+        "E4B decodes from {:.1f} GiB of VRAM and E2B from {:.1f} GiB, at {:.0f} of {:.0f} tokens a second (E2B) and "
+        "{:.0f} of {:.0f} (E4B).",
+        lambda: (
+            peak("E4B", "streamed"),
+            peak("E2B", "streamed"),
+            *(speed(shape, case) for shape in ("E2B", "E4B") for case in ("streamed", "gpu")),
+        ),
     ),
     Claim(
         "docs/SMALL_CARD.md",
@@ -178,30 +213,25 @@ CLAIMS = (
         "{} and {} % without.",
         lambda: percent(*both(lambda shape: eager(shape, "host") / eager(shape, "gpu"))),
     ),
-    Claim(
-        "docs/SMALL_CARD.md",
-        "with decode_fast {:.0f} of {:.0f} tokens a second (E2B), {:.0f} of {:.0f} (E4B)",
-        lambda: tuple(speed(shape, case) for shape in ("E2B", "E4B") for case in ("streamed", "gpu")),
-    ),
-    Claim(
-        "docs/SMALL_CARD.md",
-        "{} and {} % of a much lower speed",
-        lambda: percent(*both(lambda shape: share(shape, "everything"))),
-    ),
     Claim("docs/LIMITS.md", "whose bus moves {:.0f} GiB/s", lambda: (bus(),)),
     Claim("docs/LIMITS.md", "(E4B, all {} layers in 4-bit: {:.1f} GiB)", lambda: streamed("E4B")),
     Claim("docs/LIMITS.md", "(E4B: {:.2f} GiB)", lambda: (head("E4B"),)),
     Claim("docs/LIMITS.md", "({:.1f} GB for the 26B-A4B)", lambda: (experts_of_a_layer(),)),
     Claim(
         "docs/DECODING.md",
-        "After 64 tokens E2B decodes {:.0f} tokens a second and {:.0f} with PyTorch's kernels, after 32,768 tokens "
-        "{:.0f} and {:.0f}",
-        lambda: (*tokens_at("E2B", "64"), *tokens_at("E2B", "32768")),
+        "an E2B gives {:.0f} tokens per second and an E4B {:.0f} in transformers; after one call they give {:.0f} and "
+        "{:.0f} (",
+        lambda: (*both(as_it_is), *both(lambda shape: tokens_at(shape, "64")[0])),
     ),
     Claim(
         "docs/DECODING.md",
-        "An E2B then answers a prompt of 64 tokens after {} ms, not {} (",
-        lambda: re.findall(r"E2B: (\d+) and .*?\((\d+) and", decoding.first_tokens())[0],
+        "after 32,768 tokens E2B decodes {:.0f} tokens a second, and {:.0f} with PyTorch's (",
+        lambda: tokens_at("E2B", "32768"),
+    ),
+    Claim(
+        "docs/DECODING.md",
+        "An E2B then answers a prompt of 64 tokens after {:.0f} ms, not {:.0f} (",
+        decoding.first_tokens,
     ),
     Claim(
         "docs/DECODING.md",
@@ -211,7 +241,8 @@ CLAIMS = (
     ),
     Claim(
         "docs/MEDIA.md",
-        "An image takes up to {} tokens of the context, a second of sound {}, and a frame of a video up to {}, {}",
+        "An image takes up to {} tokens of the context, a second of sound {}, and a frame of a video up to {}; of a "
+        "video {} frames are read.",
         lambda: (of_transformers("image_processing", "max_soft_tokens"), 1000 // sounds()[0], *reversed(frames())),
     ),
     Claim(
@@ -226,6 +257,20 @@ CLAIMS = (
     Claim("docs/MEDIA.md", "frames of a video | {},", lambda: (frames()[0],)),
     Claim("docs/MEDIA.md", "it is ignored, and {} frames are read", lambda: (frames()[0],)),
     Claim("docs/MEDIA.md", "{} frames of {} tokens are {:,}", lambda: (*frames(), math.prod(frames()))),
+    Claim("docs/SERVING.md", "the others, {} at most, in host memory", lambda: (parked.MOST,)),
+    Claim(
+        "docs/SERVING.md",
+        "At most {:.0f} requests wait (), each for {:.0f} seconds (). There are at most {:.0f} connections. - A body "
+        "has at most {:.0f} MiB,",
+        lambda: of_serving("server", "waiting", "patience", "connections", "body"),
+    ),
+    Claim(
+        "docs/SERVING.md",
+        "and {:.0f} images and sounds, each with at most {:.0f} MiB and {:.0f} million pixels.",
+        lambda: (*of_serving("media", "count", "size"), of_serving("media", "_PIXELS")[0] / 1e6),
+    ),
+    Claim("docs/SERVING.md", "the connection ends after {:.0f} seconds", lambda: of_serving("server", "_SLOW")),
+    Claim("docs/SERVING.md", "; {}, {} and {} clients whose texts", clients),
     Claim("docs/DECODING.md", "fewer than {} tokens are shared", lambda: (session.LEAST,)),
     Claim("docs/DECODING.md", "caches of {:,} positions or more", lambda: (reading.POSITIONS,)),
     Claim("docs/DECODING.md", "a model keeps {} graphs", lambda: (decoder.MAX_GRAPHS,)),
@@ -235,6 +280,11 @@ CLAIMS = (
         lambda: tuple(f"{drafted(shape, '70% right'):.1f}" for shape in ("E2B", "E4B", "12B")),
     ),
     Claim("docs/DECODING.md", "This covers up to {:,} tokens", lambda: (prompts.MAX_TOKENS,)),
+    Claim(
+        "docs/DECODING.md",
+        ": {} sequences, {} of {} experts each); with for a quarter of them ({})",
+        rows_with_experts,
+    ),
     Claim("docs/PLACEMENT.md", "({} of {} in the 26B-A4B)", experts),
     Claim("docs/PLACEMENT.md", "{:.0f} GiB for a 31B at 131,072 tokens", lambda: (copied_heads("31B", 131_072),)),
     Claim("docs/PLACEMENT.md", "compute capability {}.{} or newer", lambda: prompt_kernels.LEAST),
@@ -258,5 +308,5 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
     "docs/CHECK.md": ("Exit code 0", "1: it is", "2: it could", "leaves 128 of them"),
     "docs/MEDIA.md": ("70, 140, 280, 560 or 1120",),
     "docs/PLACEMENT.md": ("8,192 tokens: benchmarks",),
-    "docs/DECODING.md": ("a quarter of the experts", "4 sequences, 8 of 128 experts"),
+    "docs/SERVING.md": ("(0 is greedy)", *(f"| {code}" for code in (400, 401, 404, 413, 422, 503, 500)), "; 403 |"),
 }

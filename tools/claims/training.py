@@ -115,6 +115,13 @@ CLAIMS = (
         "sliding layers by windows, from {:,} tokens (E2B, E4B on a CPU: {:,})",
         lambda: (windows.LEAST_ON_GPU, half_of_the_scores()[0]),
     ),
+    Claim(
+        _TRAINING,
+        "A step of 2,048 tokens reserves {:.1f} GiB with the per-layer embeddings and the towers in host memory, "
+        "{:.1f} GiB with everything on the card",
+        lambda: tuple(map(step, ("table and towers on the host, loss in chunks", "the same, loss in chunks"))),
+    ),
+    Claim(_TRAINING, "at most, {:,} tokens by default", lambda: (layers.MAX_TOKENS,)),
     Claim(_TRAINING, "mean error at most {} times, largest {} times", of_windows),
     Claim(_TRAINING, "by matrix products, from {:,} tokens on a GPU", lambda: (windows.LEAST_ON_GPU,)),
     Claim(
@@ -265,6 +272,7 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
         "Steps of 32,768 tokens did not",
         "fits a step of 2,048",
         "a card of 12 GB",
+        "A 12 GB card",
         "an adapter of rank 16",
         "must be 0",
     ),

@@ -38,16 +38,10 @@ _CACHES = {
 }
 
 
-def first_tokens(least: str = "64", most: str = "2048") -> str:
-    """The README's sentence about the first token."""
-    lengths, ways = _lengths() | {least: _lengths("prompts-fused")[least]}, ("at_once", "default", "llama.cpp")
-    ours, without, peer = (
-        " and ".join(f"{lengths[length]['summary'][way]['median']:.0f}" for length in (least, most)) for way in ways
-    )
-    return (
-        f"First token of a prompt of {int(least):,} and {int(most):,} tokens, lengths read before, E2B: {ours} ms "
-        f"({without} without `decode_fast`, llama.cpp {peer}; [prompts](docs/DECODING_MEASURED.md#prompts))."
-    )
+def first_tokens(length: str = "64") -> tuple[float, ...]:
+    """Milliseconds to the E2B's first token for a length that was read before: with ``decode_fast``, and without."""
+    found = _lengths("prompts-fused")[length]["summary"]
+    return found["at_once"]["median"], found["default"]["median"]
 
 
 def prompts() -> str:

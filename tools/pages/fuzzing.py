@@ -28,9 +28,12 @@ Each input runs under a watch. It fails when it
 
 ```bash
 pip install -c constraints/newest.txt ".[test]"
-python -m tests.generated.fuzz --inputs 100000 --jobs 8 --out fuzz.json  # all readers; resumes where it stopped
-python -m tests.generated.fuzz --reader safetensors --inputs 100000      # one of them
-python -m tests.generated.fuzz --replay tests/generated/fuzz/corpus                # every input ever found
+# all readers; resumes where it stopped
+python -m tests.generated.fuzz --inputs 100000 --jobs 8 --out fuzz.json
+# one of them
+python -m tests.generated.fuzz --reader safetensors --inputs 100000
+# every input ever found
+python -m tests.generated.fuzz --replay tests/generated/fuzz/corpus
 ```
 
 Failing inputs are minimized and saved beside `fuzz.json`; those that were fixed are in

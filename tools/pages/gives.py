@@ -10,8 +10,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from benchmarks.reporting.pictures import Panel, Row, chart
-from tools.pages import decoding
+from benchmarks.reporting.pictures import NARROW, Panel, Row, chart
 from tools.pages.markers import ROOT
 
 #: Shape -> the cases of its run, and what of the model is in host memory.
@@ -88,11 +87,11 @@ def section() -> str:
         for case, what in cases.items():
             speed = with_experts(case)["cases"][case]["speed"]["replayed"]["tok_s"]
             rows.append(f"| {shape} | {_away(case, what)} | **{_number(speed)}** | - | - | - |")
-    notes = [_measured_on(), decoding.first_tokens(), _memory_measured_on()]
+    notes = [_measured_on(), _memory_measured_on()]
     notes.append(
-        "llama.cpp does not train, and its outputs are its own. More: [every depth](docs/benchmarks/depth.md), [the "
-        "comparison](docs/benchmarks/peers.md), [all placements](docs/SMALL_CARD.md), "
-        "[benchmarks](docs/BENCHMARKS.md#decoding-by-replay)."
+        "llama.cpp does not train, and its outputs are its own. More: [every depth](docs/benchmarks/depth.md), [first "
+        "tokens](docs/DECODING_MEASURED.md#prompts), [the comparison](docs/benchmarks/peers.md), [all "
+        "placements](docs/SMALL_CARD.md#measured), [benchmarks](docs/BENCHMARKS.md#decoding-by-replay)."
     )
     rows += ["", " ".join(notes)]
     return "\n".join(rows)
@@ -137,7 +136,7 @@ def pictures() -> dict[Path, str]:
         for depth in depths
         for way, kind in kinds.items()
     ]
-    title = "Tokens a second after so many tokens of text, all on the card (other software: llama.cpp, Q4_0)"
+    title = "Tokens a second by depth of text, beside llama.cpp Q4_0"
     peaks = [
         Row(f"{shape}: {what}", "ours", (peak(newest(shape, case)["cases"][case]),))
         for shape in ("E2B", "E4B")
@@ -147,8 +146,8 @@ def pictures() -> dict[Path, str]:
         Row(f"26B-A4B: {_away(case, what)}", "ours", (_peak_with_experts(case),))
         for case, what in EXPERTS["26B-A4B"].items()
     ]
-    memory = chart("Peak VRAM in GiB while loading and decoding in 4-bit, by what is in host memory", [Panel()], peaks)
-    return {SPEED: chart(title, [Panel("E2B"), Panel("E4B"), Panel("12B")], speeds), MEMORY: memory}
+    memory = chart("Peak VRAM in GiB, in 4-bit, by what is in host memory", [Panel()], peaks, NARROW)
+    return {SPEED: chart(title, [Panel("E2B"), Panel("E4B"), Panel("12B")], speeds, NARROW), MEMORY: memory}
 
 
 def _peak_with_experts(case: str) -> float:

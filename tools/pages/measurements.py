@@ -90,6 +90,40 @@ def import_section() -> str:
     )
 
 
+def commands_section() -> str:
+    """The newest committed run of benchmarks/shim/commands.py."""
+    file = sorted((ROOT / "benchmarks" / "results").glob("*-cpu/commands.json"))[-1]
+    run = json.loads(file.read_text(encoding="utf-8"))
+    shown = [row for row in run["commands"] if row["where"] == "terminal"]
+    rows = [
+        "| command | CPU to the first byte | CPU in the longest silence | CPU in all | seconds | lines |",
+        "|---|---:|---:|---:|---:|---:|",
+        *(
+            f"| `{row['arguments']}` | {_seconds(row['first_byte_cpu_s'])} | {_seconds(row['longest_silence_cpu_s'])} "
+            f"| {_seconds(row['cpu_s'])} | {_seconds(row['wall_s'])} | {row['lines']} |"
+            for row in shown
+            if not row["name"].startswith("wrong")
+        ),
+    ]
+    wrong = [row for row in shown if row["name"].startswith("wrong")]
+    versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("transformers", "peft", "torch"))
+    return "\n".join(
+        [
+            *rows,
+            "",
+            f"{len(wrong)} wrong values, names and folders are refused before torch is imported, after at most "
+            f"{max(row['cpu_s'] for row in wrong):.1f} s of CPU. The machine did other work at the same time, so that "
+            f"seconds are too many (load {run['load'][0]} on {run['cores']} cores, no GPU, {versions}, {run['date']}; "
+            "`python benchmarks/shim/commands.py --where terminal`; "
+            f"[raw]({file.relative_to(ROOT).as_posix()})).",
+        ]
+    )
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} s"
+
+
 def merge_section() -> str:
     """The committed run of benchmarks/adapters/merge.py."""
     file = sorted((ROOT / "benchmarks" / "results" / "merge").glob("*.json"))[-1]

@@ -70,10 +70,8 @@ def _page(heading: str, patches: Sequence[gemma4_compat.Patch]) -> str:
         "",
         generated("the patch files and what was measured"),
         "",
-        "**Measured** counts [stacks](../EVIDENCE.md#the-matrix) on CPUs, and names releases of transformers for a",
-        "[GPU](../GPU.md); variants are [those of Gemma 4](../VARIANTS.md) made small. A release newer than the",
-        "measured one gets a patch only where the code that it replaces is the same. Where an entry does not say",
-        "otherwise, it is a repair and acts only on Gemma 4.",
+        "`import gemma4_compat` applies those that your releases need. The same, by [what you see](../PATCHES.md);",
+        "[how to read an entry](#how-to-read-an-entry).",
         "",
     ]
     for patch in patches:
@@ -93,6 +91,14 @@ def _page(heading: str, patches: Sequence[gemma4_compat.Patch]) -> str:
             f"- **Measured** {'; '.join(_measured(patch))}",
             "",
         ]
+    parts += [
+        "## How to read an entry",
+        "",
+        "**Measured** counts [stacks](../EVIDENCE.md#the-matrix) on CPUs, and names releases of transformers for a",
+        "[GPU](../GPU.md); variants are [those of Gemma 4](../VARIANTS.md) made small. A release newer than the",
+        "measured one gets a patch only where the code that it replaces is the same. Where an entry does not say",
+        "otherwise, it is a repair and acts only on Gemma 4.",
+    ]
     return "\n".join(parts).rstrip() + "\n"
 
 

@@ -31,7 +31,8 @@ also gives, the fault is one device's.
 ```bash
 python -m tests.generated.search.differential --jobs 2                      # all of it
 python -m tests.generated.search.differential --only 'states/' --jobs 2     # some
-python -m tests.generated.search.differential --stack-json docs/evidence/search/differential-newest.json
+python -m tests.generated.search.differential \\
+    --stack-json docs/evidence/search/differential-newest.json
 ```
 """
 _BOTH = """\

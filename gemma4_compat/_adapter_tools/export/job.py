@@ -36,6 +36,8 @@ _WRITERS: Mapping[str, tuple[str, str, _Writer]] = {
     "gguf": ("llama.cpp", gguf.RELEASE, gguf.write),
 }
 TARGETS = (*_WRITERS, "peft")
+#: Programs that read what another name stands for.
+_MEANT = {"llama.cpp": "gguf", "ollama": "gguf", "mlx-lm": "mlx", "mlx-vlm": "mlx"}
 _SHARED = ("self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -55,7 +57,8 @@ def export_adapter(
     Args:
         adapter: its folder, or the id of one in the cache of the hub; keys of any Gemma 4 class are understood.
         out: a folder that does not exist, or is empty.
-        target: "vllm", "sglang", "mlx" (mlx-lm and mlx-vlm), "gguf" (llama.cpp), or "peft" (without this package).
+        target: "vllm", "sglang", "mlx" or "mlx-lm" or "mlx-vlm", "gguf" or "llama.cpp" or "ollama", or "peft" (without
+            this package).
         base: a folder with a ``config.json``, the id of a cached model, a variant ("E2B", "E4B", "12B", "26B-A4B",
             "31B"), or a Gemma 4 configuration; default: the id that the adapter names. Adapters on experts take the
             folder with its weights for "gguf".
@@ -67,6 +70,7 @@ def export_adapter(
         Gemma4CompatError: the reader does not support it, or it cannot be read; the message says why and what to
             do instead, and nothing is left behind.
     """
+    target = _MEANT.get(str(target), target)
     if target not in TARGETS:
         raise Gemma4CompatError(f"the reader {target!r} is unknown; it is one of {', '.join(TARGETS)}")
     shadowed.refuse("torch", "transformers", "peft")

@@ -20,6 +20,8 @@ from gemma4_compat._engine.io import patterns, shadowed
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.adapters import translation
 from gemma4_compat._gemma4.adapters.saved import CONFIG, SavedAdapter, module_of, read
+from gemma4_compat._gemma4.models import build as models
+from gemma4_compat._gemma4.quantization import config
 
 
 def scan_adapter(
@@ -39,6 +41,9 @@ def scan_adapter(
     ranks = Ranks(saved, peft_type)
     if base is None:
         return _alone(saved, peft_type, ranks)
+    models.refuse_unknown(base)
+    if quantize is not None:
+        config.check(quantize, or_none=True)
     return _against(saved, peft_type, ranks, base, quantize, renames)
 
 

@@ -9,6 +9,8 @@ import math
 import os
 import shutil
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,15 +22,81 @@ from gemma4_compat._errors import printable
 #: The number of the format of ``--json`` and of ``merge_report.json``; docs/JSON.md says when it changes.
 SCHEMA = 1
 
+#: Seconds that nothing need explain.
+SOON = 1.0
+_log = logging.getLogger("gemma4_compat")
 
 #: Loggers that write while their library is imported.
 _CHATTER = ("bitsandbytes", "torchao")
+#: Seconds between two looks at the last line, and without other output until it is written.
+_TICK = 1.0
+
+
+class _Line:
+    """The last line of a terminal: what goes on, and for how long. Whatever else is written takes its place.
+
+    A thread writes the seconds, so that a command that is silent for a minute is seen to work.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._text, self._begun, self._written, self._is_shown = "", 0.0, 0.0, False
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def say(self, text: str) -> None:
+        """Show ``text`` from now on; "" shows nothing."""
+        thread = self._thread
+        with self._lock:
+            self.remove()
+            self._text, self._begun = text, time.monotonic()
+            if text:
+                self._show(text)
+        if text and thread is None:
+            self._ended.clear()
+            self._thread = threading.Thread(target=self._tick, daemon=True)
+            self._thread.start()
+        elif thread is not None and not text:
+            self._ended.set()
+            thread.join()
+            self._thread = None
+
+    def remove(self) -> None:
+        """Something else is written now."""
+        with self._lock:
+            self._written = time.monotonic()
+            columns, stream = width(error=True), sys.stderr
+            if self._is_shown and columns is not None and stream is not None:
+                _raw(stream).write("\r" + " " * (columns - 1) + "\r")
+                _raw(stream).flush()
+            self._is_shown = False
+
+    def _show(self, text: str) -> None:
+        columns, stream = width(error=True), sys.stderr
+        if columns is not None and stream is not None:
+            self.remove()
+            _raw(stream).write("\r" + text[: columns - 1])
+            _raw(stream).flush()
+            self._is_shown = True
+
+    def _tick(self) -> None:
+        while not self._ended.wait(_TICK):
+            with self._lock:
+                now = time.monotonic()
+                if now - self._written >= _TICK / 2:
+                    seconds = f" ({now - self._begun:.0f} s)"
+                    room = (width(error=True) or 80) - 1 - len(seconds)
+                    self._show(self._text[:room] + seconds)
+
+
+_line = _Line()
 
 
 class _Shown(PlainView):
     """A stream that writes control characters as escapes; lines stay lines."""
 
     def write(self, text: str) -> int:
+        _line.remove()
         # A progress bar begins each of its writes with a carriage return.
         start = "\r" if text.startswith("\r") else ""
         lines = text[len(start) :].split("\n")
@@ -42,12 +110,16 @@ class _Shown(PlainView):
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Inside, control characters in what this process prints are shown as escapes, also when other libraries print."""
+    """Inside, control characters in what this process prints are shown as escapes, also when other libraries print.
+
+    What :func:`overwrite` shows ends with it.
+    """
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream if stream is None else _Shown(stream) for stream in streams)
     try:
         yield
     finally:
+        overwrite("")
         sys.stdout, sys.stderr = streams
 
 
@@ -65,12 +137,12 @@ def fitted(text: str) -> str:
 
 
 def overwrite(line: str) -> None:
-    """Show ``line`` in place of the last line, only on a terminal; "" removes it. No line break is written."""
-    columns = width(error=True)
-    if columns is not None and sys.stderr is not None:
-        sys.stderr.write("\r" + " " * (columns - 1))
-        sys.stderr.write("\r" + line[: columns - 1])
-        sys.stderr.flush()
+    """Show ``line`` below all other output, with the seconds since then, until the next one; "" removes it.
+
+    Only on a terminal. No line break is written.
+    """
+    if not line or width(error=True) is not None:
+        _line.say(printable(line))
 
 
 @contextlib.contextmanager
@@ -116,9 +188,33 @@ def write(text: str, *, error: bool = False, coloured: bool = False) -> None:
     stream = sys.stderr if error else sys.stdout
     if stream is None:
         return
-    raw = stream._of if coloured and isinstance(stream, _Shown) else stream
-    raw.write(f"{text}\n")
+    _line.remove()
+    (_raw(stream) if coloured else stream).write(f"{text}\n")
     stream.flush()
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Inside, one line says what is waited for, once that takes longer than a second: on standard error if it is a
+    terminal, and in the log.
+    """
+
+    def say() -> None:
+        _log.info("gemma4_compat: %s", what)
+        if width(error=True) is not None:
+            write(f"gemma4_compat: {what}", error=True)
+
+    timer = threading.Timer(SOON, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _raw(stream: Any) -> Any:
+    return stream._of if isinstance(stream, _Shown) else stream
 
 
 def discard() -> None:

@@ -122,6 +122,20 @@ def patches_text(patches: tuple[Patch, ...], width: int | None = None) -> str:
     return table_text(rows, width=width)
 
 
+def areas_text(areas: Mapping[str, str], about: Mapping[str, str], width: int | None = None) -> str:
+    """A screen: each area, how many patches it has, and what they are for.
+
+    Args:
+        areas: the area of each patch.
+        about: what those of an area are for.
+        width: characters of a line; None: any.
+    """
+    count = Counter(areas.values())
+    rows = [("area", "patches", "for"), *((area, str(count[area]), about[area]) for area in sorted(count))]
+    end = f"{len(areas)} patches. Those of an area: `gemma4-compat list AREA`; all: `gemma4-compat list --verbose`."
+    return f"{table_text(rows, header=True, width=width)}\n\n{wrapped(end, width)}"
+
+
 def index_text(name: str, patches: Sequence[Patch], width: int | None = None) -> str:
     """The ids of patches in columns, as a screen shows them; ``name`` is what they have in common."""
     widest = max(len(patch.id) for patch in patches) + 2

@@ -29,6 +29,7 @@ def on_meta(model: Any) -> tuple[Any, str, str]:
     Raises:
         Gemma4CompatError: it is not a Gemma 4, or there is no configuration for it.
     """
+    refuse_unknown(model)
     import torch
     import transformers
 
@@ -58,6 +59,16 @@ def on_meta(model: Any) -> tuple[Any, str, str]:
         ) from error
 
 
+def refuse_unknown(model: Any) -> None:
+    """Refuse a folder or an id of which nothing is here, before torch and transformers are imported.
+
+    Raises:
+        Gemma4CompatError: it is neither a folder with a ``config.json`` nor a variant, nor a model in the cache.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        _found(_name(model))
+
+
 def _name(model: Any) -> str:
     if isinstance(model, (str, os.PathLike)) and isinstance(text := os.fspath(model), str):
         return text
@@ -67,21 +78,35 @@ def _name(model: Any) -> str:
     )
 
 
-def _configuration(model: str) -> tuple[Any, str, str]:
-    from transformers import AutoConfig
-
+def _found(model: str) -> tuple[str | None, Path | None]:
+    """The variant that a name means, and the file with the configuration; one of them may be None."""
     from gemma4_compat._engine.io import json_files
     from gemma4_compat._engine.io.formats import ModelConfig
 
-    variant = variants.find(model)
-    local = files.exists(Path(model), "folder")
+    variant, local = variants.find(model), files.exists(Path(model), "folder")
     if variant is not None and not local and "/" not in model:
-        return variants.config(variant), f"google/gemma-4-{variant}-it", variants.ASSUMED
+        return variant, None
     file = Path(model) / "config.json" if local else folders.cached(model, "config.json")
     if local and not (file is not None and files.exists(file)):
         raise Gemma4CompatError(f"there is no config.json in the folder {model!r}; give the folder of a checkpoint")
     if file is not None:
         json_files.settings(file, ModelConfig)  # refuses wrong types, or too many layers, before they are built
+    elif variant is None:
+        raise Gemma4CompatError(
+            f"{model!r} is not a folder, not a variant ({', '.join(variants.NAMES)}) and not a model in the cache of "
+            f"the hub; give one of these, or fetch its configuration with: hf download {model} config.json"
+        )
+    return None if local else variant, file
+
+
+def _configuration(model: str) -> tuple[Any, str, str]:
+    from transformers import AutoConfig
+
+    variant, file = _found(model)
+    if variant is not None and file is None:
+        if "/" not in model:
+            return variants.config(variant), f"google/gemma-4-{variant}-it", variants.ASSUMED
+        return variants.config(variant), model, f"{model} is not in the cache: {variants.ASSUMED}"
     try:
         # The cache is enough: nothing is downloaded. Code from the folder does not run, and nobody is asked whether
         # to.
@@ -89,14 +114,9 @@ def _configuration(model: str) -> tuple[Any, str, str]:
     except ImportError:  # the libraries' fault, not the file's
         raise
     except Exception as error:
-        if variant is not None and not local:
+        if variant is not None:
             return variants.config(variant), model, f"{model} is not in the cache: {variants.ASSUMED}"
-        if file is not None:
-            raise Gemma4CompatError(f"the configuration in {model!r} cannot be read: {_line(error)}") from error
-        raise Gemma4CompatError(
-            f"{model!r} is not a folder, not a variant ({', '.join(variants.NAMES)}) and not a model in the cache of "
-            f"the hub; give one of these, or fetch its configuration with: hf download {model} config.json"
-        ) from error
+        raise Gemma4CompatError(f"the configuration in {model!r} cannot be read: {_line(error)}") from error
 
 
 def _line(error: Exception) -> str:

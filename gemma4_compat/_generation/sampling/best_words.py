@@ -127,12 +127,12 @@ def _made(decoding: Any, model: Any, rows: int, wanted: int) -> Head | str:
     import torch
 
     from gemma4_compat._kernels.match import custom
-    from gemma4_compat._kernels.specs import dense, head
+    from gemma4_compat._kernels.specs import head
 
     if not decoding.has_room_for_head:
         return _SHORT
-    if rows > dense.MAX_ROWS:
-        return f"more than {dense.MAX_ROWS} texts"
+    if rows > head.MAX_ROWS:
+        return f"more than {head.MAX_ROWS} texts"
     asked = max(head.FEWEST, 2 << (wanted - 1).bit_length())
     if asked > head.MOST:
         return f"more than {head.MOST // 2} words matter"

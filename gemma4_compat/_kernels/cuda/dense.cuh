@@ -7,6 +7,16 @@ namespace dense {
 enum { THREADS = 256, WARPS = THREADS / 32 };
 enum { WARP_ROWS = 4 };  // of a large weight, that a warp takes
 
+// A block multiplies at most eight rows of the input. More of them are divided among as many blocks, next to each other
+// so that they read a weight once from memory; two blocks may compute the same row.
+template <int ROWS>
+struct Parts {
+  enum { COUNT = (ROWS + 7) / 8, EACH = (ROWS + COUNT - 1) / COUNT };
+  static __device__ __forceinline__ unsigned int first(unsigned int block) {
+    return COUNT == 1 ? 0u : min(block % COUNT * EACH, (unsigned int)(ROWS - EACH));
+  }
+};
+
 template <typename T>
 struct Weight {
   const typename T::Stored *weight, *bias;
@@ -75,9 +85,13 @@ __device__ __forceinline__ void share(float (&of_warps)[ROWS][WARPS], float (&su
 }
 
 // A block takes a row of the weight; each thread takes every 256th word.
-template <typename T, typename GIVEN, int ROWS, int INPUTS, bool BIAS, bool ALIGNED>
+template <typename T, typename GIVEN, int ALL, int INPUTS, bool BIAS, bool ALIGNED>
 __device__ __forceinline__ void small(
     unsigned int block, const typename GIVEN::Stored* input, const Weight<T>& own) {
+  constexpr int ROWS = Parts<ALL>::EACH;
+  const unsigned int from = Parts<ALL>::first(block);
+  block /= Parts<ALL>::COUNT;
+  input += from * INPUTS;
   constexpr int WORDS = INPUTS / T::IN_WORD, TURNS = (WORDS + THREADS - 1) / THREADS;
   Word16 w[TURNS];
   #pragma unroll
@@ -102,7 +116,7 @@ __device__ __forceinline__ void small(
     float whole = of_warps[threadIdx.x][0];
     #pragma unroll
     for (int warp = 1; warp < WARPS; ++warp) whole = __fadd_rn(whole, of_warps[threadIdx.x][warp]);
-    write<T, BIAS>(own, threadIdx.x, block, whole);
+    write<T, BIAS>(own, from + threadIdx.x, block, whole);
   }
 }
 
@@ -118,18 +132,22 @@ __device__ __forceinline__ void add(float (&sums)[WARP_ROWS][ROWS], const typena
 }
 
 template <typename T, bool BIAS, unsigned int N = 0, int ROWS>
-__device__ __forceinline__ void finish(
-    const Weight<T>& own, unsigned int first, unsigned int rows, float (&sums)[WARP_ROWS][ROWS]) {
+__device__ __forceinline__ void finish(const Weight<T>& own, unsigned int from, unsigned int first, unsigned int rows,
+    float (&sums)[WARP_ROWS][ROWS]) {
   constexpr unsigned int R = N / ROWS, M = N % ROWS;
   over_lanes(sums[R][M]);
-  if ((threadIdx.x & 31u) == 0u && R < rows) write<T, BIAS>(own, M, first + R, sums[R][M]);
-  if constexpr (N + 1 < WARP_ROWS * ROWS) finish<T, BIAS, N + 1>(own, first, rows, sums);
+  if ((threadIdx.x & 31u) == 0u && R < rows) write<T, BIAS>(own, from + M, first + R, sums[R][M]);
+  if constexpr (N + 1 < WARP_ROWS * ROWS) finish<T, BIAS, N + 1>(own, from, first, rows, sums);
 }
 
 // A warp takes four rows of the weight; each lane takes every 32nd word of each.
-template <typename T, typename GIVEN, int ROWS, int INPUTS, bool BIAS, bool ALIGNED>
+template <typename T, typename GIVEN, int ALL, int INPUTS, bool BIAS, bool ALIGNED>
 __device__ __forceinline__ void large(
     unsigned int block, const typename GIVEN::Stored* input, const Weight<T>& own) {
+  constexpr int ROWS = Parts<ALL>::EACH;
+  const unsigned int from = Parts<ALL>::first(block);
+  block /= Parts<ALL>::COUNT;
+  input += from * INPUTS;
   constexpr int WORDS = INPUTS / T::IN_WORD, TURNS = (WORDS + 31) / 32;
   const unsigned int lane = threadIdx.x & 31u, first = (block * WARPS + (threadIdx.x >> 5)) * WARP_ROWS;
   const unsigned int rows = first < own.outputs ? min((unsigned int)WARP_ROWS, own.outputs - first) : 0u;
@@ -155,6 +173,6 @@ __device__ __forceinline__ void large(
     #pragma unroll
     for (int r = 0; r < WARP_ROWS; ++r) w[r] = ahead[r];
   }
-  finish<T, BIAS>(own, first, rows, sums);
+  finish<T, BIAS>(own, from, first, rows, sums);
 }
 }  // namespace dense

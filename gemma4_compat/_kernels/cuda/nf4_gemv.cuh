@@ -18,6 +18,20 @@ __device__ __forceinline__ uint4 (&table_of_pairs())[256 * 8] {
   return table;
 }
 
+// One of 256 threads fills its line.
+template <typename Values>
+__device__ __forceinline__ void fill(uint4 (&table)[256 * 8], int thread, int lane) {
+  unsigned int pair = 0;
+  #pragma unroll
+  for (int n = 0; n < 16; ++n) {
+    const unsigned int value = Values::pair(n / 2) >> (16 * (n % 2)) & 0xffffu;
+    pair |= thread >> 4 == n ? value : 0u;
+    pair |= (thread & 15) == n ? value << 16 : 0u;
+  }
+  #pragma unroll
+  for (int i = 0; i < 8; ++i) table[thread * 8 + ((i + lane) & 7)] = make_uint4(pair, pair, pair, pair);
+}
+
 // Turns numbers into float16, and returns what these are to be multiplied by. float16 has less range than bfloat16: the
 // largest number of a chunk, which so many lanes have together, becomes 2 ** 14 to 2 ** 15, which the factor takes
 // back. What float16 cannot hold then is 2 ** -38 of it.
@@ -93,17 +107,7 @@ __device__ __forceinline__ void nf4_gemv(
   };
   int tile = block;
   load(tile, 0);
-  if (thread < 256) {
-    unsigned int pair = 0;
-    #pragma unroll
-    for (int n = 0; n < 16; ++n) {
-      const unsigned int value = Values::pair(n / 2) >> (16 * (n % 2)) & 0xffffu;
-      pair |= thread >> 4 == n ? value : 0u;
-      pair |= (thread & 15) == n ? value << 16 : 0u;
-    }
-    #pragma unroll
-    for (int i = 0; i < 8; ++i) table[thread * 8 + ((i + lane) & 7)] = make_uint4(pair, pair, pair, pair);
-  }
+  if (thread < 256) gemv::fill<Values>(table, thread, lane);
   float shift;
   if constexpr (NESTED) {
     if (thread < 256) known[thread] = __ldg(own.codes + thread);

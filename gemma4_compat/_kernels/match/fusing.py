@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemma4_compat._gemma4.state import contents
-from gemma4_compat._kernels.fuse import pointwise, row_kernels
+from gemma4_compat._kernels.fuse import pointwise, repeated
 from gemma4_compat._kernels.fuse.pointwise import Call, Load, Number, Operand, Part, Value
 from gemma4_compat._kernels.match import custom
 from gemma4_compat._kernels.programs import FAR, Kernel, span
@@ -72,9 +72,14 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         self._results: set[int] = set()  # storages of those results
         self._launching = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled inside. What torch would do against that takes a tenth of a capture."""
+        return False
+
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._launching:
+        if self._launching or _is_view(op):
             return op(*args, **kwargs)
         if op is torch.ops.aten.index.Tensor and self.rows.is_order(args[1]) and len(args[0]) == len(args[1][0]):
             return torch.ops.aten.alias.default(args[0])  # the experts are in that order already
@@ -103,8 +108,8 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         pending, self._pending = self._pending, {}
         values = [value for value in pending.values() if _is_held(value.memory)]
         if values:
-            signatures = [value.signature for value in pointwise.everything(values)]
-            for kernel in row_kernels.kernels_of(values):
+            kernels, signatures = repeated.kernels_of(values)
+            for kernel in kernels:
                 self._launch(kernel, signatures)
         self._read = {}
 
@@ -118,13 +123,18 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             deferred.clear()
         self._results.clear()
         for launched in [groups] if together else [[group] for group in groups]:
-            self._launch(products.kernel_of(*launched), [wanted[0].signature for wanted, _ in launched])
+            signatures = [wanted[0].signature for wanted, _ in launched]
+            for kernel in self._apart(products.kernels_of, *launched):
+                self._launch(kernel, signatures)
 
     def _launch(self, kernel: Kernel, signatures: list[tuple[Any, ...]]) -> None:
-        """Hand a kernel to the sink: what that does with tensors is not part of the step."""
+        self._apart(self._sink.kernel, kernel, signatures)
+
+    def _apart(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call what makes or launches kernels: what that does with tensors is not part of the step."""
         self._launching = True
         try:
-            self._sink.kernel(kernel, signatures)
+            return call(*args)
         finally:
             self._launching = False
 
@@ -268,8 +278,6 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         """Whether an operation needs a deferred value, or changes one of its operands."""
         if not isinstance(op, torch._ops.OpOverload):
             return True
-        if _is_view(op):
-            return False
         if any(map(self._is_deferred, contents.tensors_in((args, tuple(kwargs.values()))))):
             return True
         return any(_storage(tensor) in self._read for tensor in _written(op, args, kwargs))
@@ -291,6 +299,8 @@ def _written(op: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 @functools.cache
 def _is_view(op: Any) -> bool:
     """Whether the operation launches nothing: its result is memory of an argument."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
     if op.name().partition(".")[0] in _OTHER_VIEWS:
         return True
     returns = op._schema.returns

@@ -21,8 +21,6 @@ from gemma4_compat._kernels.specs import products
 OPERATION = "dense product"
 #: Inputs of a short product.
 SHORT = 64
-#: Rows of the input.
-MAX_ROWS = 8
 _SMALL = 512  # rows of a weight
 _THREADS = 256
 _WARP_ROWS = 4  # of a large weight, that a warp takes
@@ -62,9 +60,10 @@ class Product(products.Product):
         return _code(self.format)
 
     def blocks(self, outputs: Sequence[int]) -> list[int]:
-        """Each has as many rows of the weight."""
+        """Each has as many rows of the weight, and of the input at most eight."""
         each = 1 if self.format.small else _THREADS // 32 * _WARP_ROWS
-        return [-(-number // each) for number in outputs]
+        parts = -(-self.format.rows // products.FEW_ROWS)
+        return [-(-number // each) * parts for number in outputs]
 
 
 def supports(given: Any, weight: Any, bias: Any = None) -> bool:
@@ -81,7 +80,7 @@ def supports(given: Any, weight: Any, bias: Any = None) -> bool:
         weight.dtype in known
         and weight.dtype != torch.bool
         and given.dtype == weight.dtype
-        and given.numel() // inputs <= MAX_ROWS
+        and given.numel() // inputs <= products.MAX_ROWS
         and weight.numel() < 1 << 31
         and (inputs <= SHORT or not inputs * weight.dtype.itemsize % 16)
         and all(tensor.is_contiguous() and tensor.device == given.device for tensor in (given, weight))

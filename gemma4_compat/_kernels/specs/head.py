@@ -20,6 +20,8 @@ from gemma4_compat._kernels.specs import dense
 #: Best words at most, and the fewest that are asked for: a few more cost less than another graph. Twice as many as
 #: top-k leaves have logits, so that top_tokens.cuh finds enough groups with a logit, and need not look at all words.
 MOST, FEWEST = 1024, 128
+#: Hidden states at once: of more texts the whole head is computed.
+MAX_ROWS = 8
 #: Weights of a head at least; a smaller one is read faster than kernels are launched.
 LEAST = 1 << 25
 _FILE = "head.cuh"
@@ -100,7 +102,7 @@ def best(given: Any, weight: Any, copy: Copy, most: int, cap: float) -> tuple[li
     """The kernels of both stages, and the logits, ``[..., words]``: those of the best words, and -inf.
 
     Args:
-        given: hidden states, contiguous, at most ``dense.MAX_ROWS`` of the weight's dtype.
+        given: hidden states, contiguous, at most :data:`MAX_ROWS` of the weight's dtype.
         weight: of the head.
         copy: of it as it is.
         most: how many of the best words have their logits at least, and all that equal the last of these.

@@ -231,4 +231,5 @@ def trial(signature: tuple[Any, ...], device: Any) -> tuple[Kernel, Any, Any]:
     if product is None:
         raise ValueError(f"there is no kernel for {signature}")
     result = product.empty()
-    return products.kernel_of(([product], [result])), result, op(*args, **kwargs)
+    (kernel,) = products.kernels_of(([product], [result]))
+    return kernel, result, op(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Products of up to eight rows with 4-bit weights by tensor cores, with custom numerics.
+"""Products of a few rows with 4-bit weights by tensor cores, with custom numerics.
 
 bitsandbytes rounds each weight and each product to the dtype of the input. That takes instructions: on an H100 its
 kernel, and ours with its bits (:mod:`nf4_exact`), are compute-bound. Here, a byte of two packed weights is looked up
@@ -6,7 +6,9 @@ as a pair of float16 values, tensor cores multiply pairs by the inputs and add u
 multiplied by their scale. Inputs in bfloat16 become float16 with a factor for each 64, so they lose nothing. What is
 rounded is the table of 16 values (``nf4_gemv.cuh``), sums in ``float``, and the result.
 
-A row of the input has the same bits whatever the others are, and wherever the weights are.
+A row of the input has the same bits whatever the others are, and wherever the weights are. Up to eight rows are one
+multiplication by tensor cores. For more (``nf4_rows.cuh``), a kernel before turns the input into float16 once, where
+each block would do it again, and what is looked up of a weight is multiplied by up to 32 rows.
 """
 
 from __future__ import annotations
@@ -15,16 +17,19 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from gemma4_compat._kernels.programs import kinds
+from gemma4_compat._kernels.programs import Kernel, instance, kinds
 from gemma4_compat._kernels.specs import nf4_exact, products
 from gemma4_compat._kernels.specs.nf4_exact import Format
 
 #: The name in an operation's signature.
 OPERATION = "4-bit product by tensor cores"
-#: Rows of the input.
-MAX_ROWS = 8
 #: Rows of the weight that a warp multiplies at once, and inputs: a chunk has one scale.
 TILE, CHUNK = 16, 64
+#: Up to so many rows, each block turns the input into float16 itself, for every tile; of more, up to so many inputs.
+OWN_ROWS, _OWN_INPUTS = 8, 512
+#: Multiplications by tensor cores, of eight rows each, that a block makes with what it looks up.
+_EIGHTS = 4
+_PREPARING = 128  # threads of a block that prepares an input: a warp for eight rows and a chunk
 _LONG, _FEW = 4096, 2048  # inputs and rows of weights that occupy a GPU only if their blocks have more warps
 #: Warps of an SM: if there is more to do, a block multiplies several tiles, one after the other.
 _WARPS = 16
@@ -41,18 +46,33 @@ class Product(nf4_exact.Product):
         return _code(self.format, _warps_of(self.format.inputs, self.outputs))
 
     def blocks(self, outputs: Sequence[int]) -> list[int]:
-        """As many as a GPU has room for, or fewer."""
-        tiles = [-(-number // TILE) for number in outputs]
+        """As many as a GPU has room for, or fewer; for each part of the rows as many."""
+        tiles, parts = [-(-number // TILE) for number in outputs], _parts_of(self.format.rows)[0]
         blocks = _WARPS // _warps_of(self.format.inputs, self.outputs) * multiprocessors(self.input.device)
-        rounds = -(-sum(tiles) // blocks)
-        return [-(-number // rounds) for number in tiles]
+        rounds = -(-sum(tiles) * parts // blocks)
+        return [-(-number // rounds) * parts for number in tiles]
+
+    def prepared(self) -> tuple[Kernel, Any] | None:
+        """Writes the numbers of more than eight rows in float16, and their factors."""
+        import torch
+
+        rows, inputs = self.format.rows, self.format.inputs
+        if not _is_prepared(self.format):
+            return None
+        parts, each = _parts_of(rows)
+        pieces = parts * each * (inputs // CHUNK)  # of eight rows and a chunk
+        words = products.FEW_ROWS * (CHUNK // 2 + 1)  # of 32 bits
+        written = torch.empty(pieces * words, dtype=torch.int32, device=self.input.device)
+        text = instance("nf4_rows.cuh", "gemv::prepare", kinds()[self.format.dtype].name, inputs, rows, _PREPARING)
+        grid = (-(-pieces // (_PREPARING // 32)), 1)
+        return Kernel(text, (self.input, written), 1, (), _PREPARING, grid), written
 
 
 def match(*args: Any, **kwargs: Any) -> Product | None:
     """The product that ``bitsandbytes::gemm_4bit`` with these arguments asks for; None if it does not suit."""
     import torch
 
-    found = nf4_exact.gemm(MAX_ROWS, *args, **kwargs)
+    found = nf4_exact.gemm(products.MAX_ROWS, *args, **kwargs)
     if found is None or found.format.dtype == torch.float32 or found.format.blocksize < CHUNK:
         return None
     return Product(found.format, found.input, found.weight, found.outputs)
@@ -63,12 +83,27 @@ def _warps_of(inputs: int, outputs: int) -> int:
     return 16 if inputs > _LONG and outputs <= _FEW else 8
 
 
+def _is_prepared(layout: Format) -> bool:
+    """Whether a kernel before turns the input into float16."""
+    return layout.rows > OWN_ROWS and layout.inputs > _OWN_INPUTS
+
+
+def _parts_of(rows: int) -> tuple[int, int]:
+    """How many blocks share the rows of an input, and how many times eight each takes."""
+    eights = -(-rows // products.FEW_ROWS)
+    parts = -(-eights // _EIGHTS)
+    return parts, -(-eights // parts)
+
+
 @functools.cache
 def _code(layout: Format, warps: int) -> products.Code:
     name, shift = kinds()[layout.dtype].name, layout.blocksize.bit_length() - 1
     values = layout.quant_type.capitalize()
     arguments = name, values, layout.inputs, layout.rows, warps, shift, layout.nested, layout.bias
-    return products.Code("nf4_gemv", arguments, "Word16", layout.fields, warps * 32, 16 // warps)
+    rest = "Word16", layout.fields, warps * 32, 16 // warps
+    if layout.rows <= OWN_ROWS:
+        return products.Code("nf4_gemv", arguments, *rest)
+    return products.Code("nf4_rows", (*arguments, _is_prepared(layout)), *rest)
 
 
 @functools.cache

@@ -10,6 +10,11 @@ from typing import Any, ClassVar
 
 from gemma4_compat._kernels.programs import Kernel, with_arguments
 
+#: Rows of the input that kernels with custom numerics take.
+MAX_ROWS = 64
+#: Those of one block, or of one multiplication by tensor cores. More are divided.
+FEW_ROWS = 8
+
 
 @dataclass(frozen=True, eq=False)
 class Code:
@@ -62,6 +67,10 @@ class Product(abc.ABC):
     def blocks(self, outputs: Sequence[int]) -> list[int]:
         """How many blocks each weight has, where those of a launch have so many rows."""
 
+    def prepared(self) -> tuple[Kernel, Any] | None:
+        """A kernel that comes before, and what it writes, which is read in place of the input; None without."""
+        return None
+
     @property
     def signature(self) -> tuple[Any, ...]:
         """As for other operations: name, operands, dtype."""
@@ -80,20 +89,23 @@ class Product(abc.ABC):
         )
 
 
-def kernel_of(*groups: tuple[Sequence[Product], Sequence[Any]]) -> Kernel:
-    """The kernel that writes the results of products.
+def kernels_of(*groups: tuple[Sequence[Product], Sequence[Any]]) -> list[Kernel]:
+    """The kernels that write the results of products, in order: one, after those that prepare inputs.
 
     Args:
         groups: products that :meth:`Product.can_join`, and their results, contiguous. Each group has its own blocks,
             and reads nothing that another writes. A second one has no more threads a block than the first.
     """
+    launched: list[Kernel] = []
     tensors: list[Any] = []
     results: list[Any] = []
     sizes: list[int | float] = []
     codes, blocks = [], []
     for products, written in groups:
         counts = products[0].blocks([one.outputs for one in products])
-        tensors.append(products[0].input)
+        first = products[0].prepared()
+        launched += [] if first is None else [first[0]]
+        tensors.append(products[0].input if first is None else first[1])
         for one, count in zip(products, counts, strict=True):
             tensors += one.weight
             sizes += one.outputs, count
@@ -102,7 +114,8 @@ def kernel_of(*groups: tuple[Sequence[Product], Sequence[Any]]) -> Kernel:
         blocks.append(sum(counts))
     sizes += blocks[:-1]
     text, threads = _text(tuple(codes)), codes[0][0].threads
-    return Kernel(text, (*tensors, *results), len(results), tuple(sizes), threads, (sum(blocks), 1))
+    launched.append(Kernel(text, (*tensors, *results), len(results), tuple(sizes), threads, (sum(blocks), 1)))
+    return launched
 
 
 @functools.cache

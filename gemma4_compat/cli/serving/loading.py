@@ -14,7 +14,7 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.adapters.saved import CONFIG, WEIGHTS
 from gemma4_compat._generation.prefix_cache.parked import Conversations
 from gemma4_compat._offload import host_room
-from gemma4_compat._plan import assistants, budgets
+from gemma4_compat._plan import assistants, budgets, requests
 from gemma4_compat._plan.result import Plan
 
 #: The releases of transformers whose server this is: from 5.15 on it parses what a model writes.
@@ -140,6 +140,18 @@ def load(wanted: Wanted, folder: str) -> Served:
     )
 
 
+def refuse(wanted: Wanted) -> None:
+    """Refuse what can be refused before torch is imported.
+
+    Raises:
+        Gemma4CompatError: transformers has another server, something is not there, or a value is impossible.
+    """
+    refuse_release()
+    for adapter in wanted.adapters:
+        _named(adapter)
+    requests.refuse(requests.Request(model=wanted.model, assistant=wanted.assistant is not None, **wanted.plan))
+
+
 def refuse_release() -> None:
     """Raise an error unless the installed transformers has the server that this one is made of."""
     found = versions.installed("transformers")
@@ -182,7 +194,8 @@ def _base(plan: Plan, device_map: dict[str, Any], folder: str) -> Any:
     import torch
     import transformers
 
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": device_map, "local_files_only": True}
+    dtype = getattr(torch, plan.source.dtype)
+    options: dict[str, Any] = {"dtype": dtype, "device_map": device_map, "local_files_only": True}
     source, places = plan.source, set(device_map.values())
     if source.quantization is not None:
         options["quantization_config"] = transformers.BitsAndBytesConfig(
@@ -190,7 +203,7 @@ def _base(plan: Plan, device_map: dict[str, Any], folder: str) -> Any:
             load_in_4bit=source.quantization != "8bit",
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=source.quantization == "4bit-double",
-            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_compute_dtype=dtype,
             llm_int8_skip_modules=list(source.skip),
         )
     if "disk" in places:
@@ -234,7 +247,11 @@ def _assistant(plan: Plan, name: str) -> Any:
     import transformers
 
     made = getattr(transformers, assistants.class_of(plan.model_class))
-    options = {"dtype": torch.bfloat16, "device_map": {"": next(iter(plan.use))}, "local_files_only": True}
+    options = {
+        "dtype": getattr(torch, plan.source.dtype),
+        "device_map": {"": next(iter(plan.use))},
+        "local_files_only": True,
+    }
     found = _cached(made, name, **options).eval()
     found.generation_config.num_assistant_tokens = found.generation_config.num_assistant_tokens or _DRAFTS
     return found

@@ -149,6 +149,7 @@ def _others(rest: list[str]) -> None:
 
 CHECKS = {
     "curl": _others,
+    "export": _others,
     "systemd-run": _others,
     "pip": _pip,
     "gemma4-compat": _ours,

@@ -100,7 +100,7 @@ def server() -> Iterator[None]:
     except gemma4_compat.Gemma4CompatError as error:
         pytest.skip(str(error))
     adapters, plan = ["pirate=my-adapter"], {"context": 256}
-    served = loading.load(loading.Wanted("google/gemma-4-E4B-it", adapters, plan=plan))
+    served = loading.load(loading.Wanted("google/gemma-4-E4B-it", adapters, plan=plan), str(Path.cwd() / "offload"))
     with serving.running(served) as found, pytest.MonkeyPatch.context() as patch:
         made = openai.OpenAI
         patch.setattr(openai, "OpenAI", lambda base_url, **options: made(base_url=f"{found.address}/v1", **options))

@@ -33,6 +33,10 @@ SLOW = ("TRAINING.md", "index.md")
 CHEAP = ("plan", "scan", "needed", "status", "list", "explain")
 
 
+#: Columns of code that fit beside the navigation on a screen of 1,280 pixels (docs/site.css).
+WIDEST = 95
+
+
 def of(language: str, slow: tuple[str, ...] = ()) -> list[Any]:
     return [
         pytest.param(block, id=block.name, marks=[pytest.mark.full] * (block.page.name in slow))
@@ -57,6 +61,13 @@ def inside(working_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     gemma4_compat.install()
     torch.set_rng_state(dice)
     random.setstate(state)
+
+
+def test_code_fits_a_screen() -> None:
+    """What is to be copied; transcripts show what is printed."""
+    blocks = [block for block in BLOCKS if block.language in ("python", "bash", "yaml")]
+    wide = {(block.name, line) for block in blocks for line in block.code.splitlines() if len(line) > WIDEST}
+    assert wide == set()
 
 
 def run_page(page: Path) -> None:

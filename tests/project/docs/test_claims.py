@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from gemma4_compat._engine import versions
 from tools import claims
 from tools.claims.form import Claim
+from tools.pages import contexts, fits
 
 
 @pytest.mark.parametrize("claim", claims.CLAIMS, ids=lambda claim: f"{claim.page}: {claim.text:.40}")
@@ -27,3 +29,11 @@ def test_numbers_are_seen() -> None:
     assert [found[0] for found in claims.NUMBER.finditer(claims.NAMES.sub("", text))] == [
         *("3.5", "quarter", "twice", "16,384", "times"),
     ]
+
+
+@pytest.mark.full
+def test_the_table_of_cards_is_what_the_planner_says() -> None:
+    if versions.installed("transformers") != contexts.RELEASE:
+        pytest.skip(f"the page is for transformers {contexts.RELEASE}")
+    text = fits.PAGE.read_text(encoding="utf-8")
+    assert fits.page(text) == text, "python -m tools.pages.fits"

@@ -1,15 +1,25 @@
-"""What is built: the same bytes twice, complete, with metadata that is true and a description without dead links."""
+"""What is built: the same bytes twice, complete, with metadata that is true and a description without dead links, and
+installed by name from an index.
+"""
 
 from __future__ import annotations
 
+import ast
 import email
+import functools
 import hashlib
+import http.server
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import threading
+import venv
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +47,34 @@ def build(folder: Path, *targets: str, source: Path = ROOT) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return build(tmp_path_factory.mktemp("first"))
+
+
+@pytest.fixture(scope="module")
+def index(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a package index (PEP 503) on this machine, with what was built and nothing else."""
+    folder = tmp_path_factory.mktemp("index")
+    (folder / "simple" / "gemma4-compat").mkdir(parents=True)
+    links = []
+    for path in built.values():
+        shutil.copy(path, folder / "simple" / "gemma4-compat")
+        link = f'{path.name}#sha256={digest(path)}" data-requires-python="&gt;=3.10'
+        links.append(f'<a href="{link}">{path.name}</a>')
+    (folder / "simple" / "gemma4-compat" / "index.html").write_text("\n".join(links))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/simple"
+        server.shutdown()
+
+
+def environment(folder: Path) -> Path:
+    """The Python of a new environment that sees this one's packages after its own: nothing else is fetched."""
+    venv.create(folder, symlinks=os.name != "nt")
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site = Path(subprocess.run(where, capture_output=True, text=True, check=True).stdout.strip())
+    (site / "zz_here.pth").write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
+    return python
 
 
 def digest(path: Path) -> str:
@@ -79,6 +117,55 @@ def test_the_sdist_builds_the_wheel_that_the_checkout_builds(built: dict[str, Pa
         archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (source,) = tmp_path.iterdir()
     assert digest(build(tmp_path / "out", "wheel", source=source)[".whl"]) == digest(built[".whl"])
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_it_is_installed_by_name_from_an_index(index: str, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("pip", reason="needs pip")
+    python = environment(tmp_path / "environment")
+    settings = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON", "GEMMA4"))}
+    choice = ["--only-binary", ":all:"] if kind == "wheel" else ["--no-binary", ":all:", "--no-build-isolation"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--isolated",
+        "--disable-pip-version-check",
+        "--python",
+        str(python),
+        "install",
+        "--no-cache-dir",
+    ]
+    command += ["--ignore-installed", "--no-deps", "--index-url", index, *choice, "gemma4-compat"]
+    done = subprocess.run(command, cwd=tmp_path, env=settings | {"PIP_CONFIG_FILE": os.devnull}, capture_output=True)
+    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+
+    def says(*words: str) -> str:
+        asked = subprocess.run(words, cwd=tmp_path, env=settings, capture_output=True, text=True)
+        assert asked.returncode == 0, asked.stderr
+        return asked.stdout
+
+    where = says(str(python), "-c", "import gemma4_compat; print(gemma4_compat.__file__)")
+    assert Path(where.strip()).is_relative_to(tmp_path / "environment")
+    script = str(python.with_name("gemma4-compat"))
+    assert says(script, "--version").strip() == gemma4_compat.__version__
+    assert says(script, "list").splitlines()[0].split() == ["area", "patches", "for"]
+    assert says(str(python), "-m", "gemma4_compat", "explain", "F14")
+    question = "from importlib.metadata import metadata; print(metadata('gemma4-compat').get_all('Provides-Extra'))"
+    assert {"stack", "images", "serve"} <= set(ast.literal_eval(says(str(python), "-c", question)))
+
+
+def test_a_wheel_of_a_project_with_an_address_has_its_addresses(built: dict[str, Path], tmp_path: Path) -> None:
+    here = "https://example.org/someone/gemma4-compat"
+    with tarfile.open(built[".tar.gz"]) as archive:
+        archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    (source,) = tmp_path.iterdir()
+    file = source / "gemma4_compat" / "_engine" / "io" / "address.py"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(re.sub(r"^REPOSITORY: .*$", f'REPOSITORY = "{here}"', text, flags=re.MULTILINE), encoding="utf-8")
+    found = metadata(build(tmp_path / "out", "wheel", source=source)[".whl"])
+    assert found.get_all("Project-URL") == [f"{name}, {url}" for name, url in hatch_build.urls(here).items()]
+    assert f"]({here}/blob/main/docs/" in str(found.get_payload())
 
 
 def test_the_wheel_has_the_package_and_nothing_else(built: dict[str, Path]) -> None:

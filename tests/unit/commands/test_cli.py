@@ -87,8 +87,25 @@ def test_status_says_what_was_disabled() -> None:
     assert {item["reason"] for item in json.loads(done.stdout)["patches"]} == {"disabled by GEMMA4_COMPAT_DISABLE"}
 
 
-def test_list_has_a_line_for_each_patch() -> None:
+def test_list_is_a_screen_of_areas() -> None:
     lines = cli_says("list").stdout.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 100
+    areas = {registry.AREA_OF[patch_id] for patch_id in IDS}
+    counts = {line.split()[0]: line.split()[1] for line in lines if line and line.split()[0] in areas}
+    assert counts == {area: str(list(registry.AREA_OF.values()).count(area)) for area in areas}
+    assert f"{len(PATCHES)} patches. " in lines[-1]
+
+
+def test_list_takes_an_area() -> None:
+    expected = [patch.id for patch in PATCHES if patch.area == "offload"]
+    assert [line.split()[0] for line in cli_says("list", "offload").stdout.splitlines()] == expected
+    data = json.loads(cli_says("list", "offload", "--json").stdout)["patches"]
+    assert [item["id"] for item in data] == expected
+
+
+def test_list_has_a_line_for_each_patch() -> None:
+    lines = cli_says("list", "--verbose").stdout.splitlines()
     for line, patch in zip(lines, PATCHES, strict=True):
         assert line.split()[0] == patch.id
         assert line.split()[1] == registry.AREA_OF[patch.id]
@@ -156,11 +173,12 @@ def test_explain_tells_everything_about_the_patches_of_an_area(area: str) -> Non
             ["explain", "peft-keep-dispach"],
             "no patch and no area is called 'peft-keep-dispach'; did you mean 'peft-keep-dispatch'?",
         ),
+        (["list", "offlod"], "no area is called 'offlod'; did you mean 'offload'?"),
         (["explain", "quantisation"], "no patch and no area is called 'quantisation'; did you mean 'quantization'?"),
         (
             ["explain", "F2000"],
             "no patch and no area is called 'F2000'; areas are adapters, checkpoints, generation, multimodal, "
-            "offload, placement, quantization, training, and `gemma4-compat list` shows every id.",
+            "offload, placement, quantization, training, and `gemma4-compat list --verbose` shows every id.",
         ),
     ],
 )

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from gemma4_compat import cli
+from benchmarks.shim import commands
+from gemma4_compat import _startup, cli
 from gemma4_compat._engine.io import terminal
 from gemma4_compat._engine.io.text import paragraphs, table_text, wrapped
-from tests.unit.commands.helpers import command, started
+from tests.unit.commands.helpers import command, finished, started
 
 COMMANDS = sorted(found.name or found.callback.__name__ for found in cli.app.registered_commands)  # type: ignore[union-attr]
 ANSI = re.compile(r"\x1b\[\d+m")
@@ -40,7 +46,8 @@ def on_a_terminal(*arguments: str, columns: int = 80, environment: dict[str, str
 
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize(
-    "arguments", [["status", "-v"], ["status"], ["list"], ["needed", "-v"], ["needed"], ["explain", "KeyError: 3"]]
+    "arguments",
+    [["status", "-v"], ["status"], ["list"], ["list", "-v"], ["needed", "-v"], ["needed"], ["explain", "KeyError: 3"]],
 )
 def test_a_line_fits_the_terminal(arguments: list[str], columns: int) -> None:
     lines = ANSI.sub("", on_a_terminal(*arguments, columns=columns)).split("\n")
@@ -130,6 +137,102 @@ def test_progress_is_written_over_on_a_terminal_alone(capsys: pytest.CaptureFixt
     assert not sys.stderr.isatty()
 
 
+class Screen(io.StringIO):
+    """A terminal of 80 columns that remembers when something was written, and what its last line shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.times.append(time.monotonic())
+        return super().write(text)
+
+    @property
+    def lines(self) -> list[str]:
+        found = []
+        for line in self.getvalue().split("\n"):
+            cells: list[str] = []
+            for part in line.split("\r"):
+                cells[: len(part)] = part
+            found.append("".join(cells).rstrip())
+        return found
+
+
+@contextlib.contextmanager
+def on_a_screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
+    """Inside, standard error is one; pytest replaces it between a fixture and its test."""
+    found = Screen()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", found)
+        patched.setattr(terminal, "_TICK", 0.05)
+        patched.setenv("COLUMNS", "80")
+        yield found
+        terminal.overwrite("")
+
+
+def test_what_takes_long_says_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_a_screen(monkeypatch) as screen:
+        with terminal.guarded():
+            terminal.overwrite("at work")
+            assert screen.lines == ["at work"]
+            time.sleep(0.5)
+            assert screen.lines == ["at work (0 s)"]
+            terminal.overwrite("y" * 200)
+            time.sleep(0.2)
+            assert screen.lines == [f"{'y' * 73} (0 s)"], "cut to the width, the seconds are whole"
+        assert screen.lines == [""]
+        written = len(screen.times)
+        time.sleep(0.2)
+        assert len(screen.times) == written, "nothing is written once it has ended"
+        assert max(after - before for before, after in pairwise(screen.times)) < 0.5
+
+
+def test_what_is_written_takes_the_place_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_a_screen(monkeypatch) as screen:
+        with terminal.guarded():
+            terminal.overwrite("at work")
+            terminal.write("found", error=True)
+            print("a library's line", file=sys.stderr)
+            assert screen.lines == ["found", "a library's line", ""]
+            time.sleep(0.3)
+            assert screen.lines == ["found", "a library's line", "at work (0 s)"]
+        assert screen.lines == ["found", "a library's line", ""]
+
+
+def test_control_characters_in_progress_are_shown_as_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_a_screen(monkeypatch) as screen:
+        terminal.overwrite("a\x1b[31m\nb")
+        assert screen.lines == ["a\\x1b[31m\\nb"]
+
+
+@pytest.mark.full
+def test_a_terminal_is_never_silent_for_long() -> None:
+    """As a user sees it: the first byte within a second of CPU time, then something new within three."""
+    found = commands.measured(["plan", "E2B", "--vram", "8GiB"], "terminal", chats=False, serves=False, limit=300)
+    assert found["exit"] == 0
+    assert found["longest_silence_s"] < 3 * max(1, found["wall_s"] / found["cpu_s"]), "this machine may be shared"
+
+
+WRONG = [name for name in commands.COMMANDS if name.startswith("wrong")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused_before_torch_is_imported(tmp_path: Path, name: str) -> None:
+    words = commands.words(commands.COMMANDS[name], tmp_path / "out")
+    code = (
+        "import sys\nfrom gemma4_compat.cli import main\n"
+        "try:\n    main()\nfinally:\n    print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
+    )
+    done, out, error = finished(started("-c", code, *words))
+    assert (done, out) == (2, "[]\n"), error
+    assert "gemma4-compat: " in error
+
+
 def test_a_slow_command_says_at_once_what_it_does_on_a_terminal_only() -> None:
     arguments = ("plan", "E2B", "--vram", "8 apples")
     first, second = on_a_terminal(*arguments).splitlines()
@@ -138,6 +241,29 @@ def test_a_slow_command_says_at_once_what_it_does_on_a_terminal_only() -> None:
     code, out, error = command(*arguments)
     assert (code, out) == (2, "")
     assert error.strip() == second
+
+
+@pytest.mark.parametrize(
+    "started_as, expected",
+    [
+        ("/usr/bin/gemma4-compat", True),
+        (str(Path(cli.__file__).parents[1] / "__main__.py"), True),  # python -m gemma4_compat
+        ("/usr/lib/python3/pytest/__main__.py", False),
+        ("train.py", False),
+        ("", False),
+    ],
+)
+def test_a_process_of_the_command_knows_it(monkeypatch: pytest.MonkeyPatch, started_as: str, expected: bool) -> None:
+    monkeypatch.setattr(sys, "argv", [started_as])
+    assert _startup.is_command_line() is expected
+
+
+def test_the_heading_of_a_report_that_is_pasted_stays_a_line() -> None:
+    lines = on_a_terminal("reproduce", "peft-keep-dispatch", "--report").splitlines()
+    assert lines[0].startswith("### ")
+    assert len(lines[0]) > 80
+    assert lines[1] == ""
+    assert max(len(line) for line in lines[2:] if "`" not in line) <= 80
 
 
 def test_code_that_a_reader_pastes_is_not_broken() -> None:

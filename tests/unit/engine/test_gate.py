@@ -164,7 +164,7 @@ def test_enable_knows_no_all(library: Library, monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_id_like_no_other_gets_the_list_of_all(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GEMMA4_COMPAT_DISABLE", "zzz")
-    with pytest.warns(Gemma4CompatWarning, match="`gemma4-compat list` shows every id"):
+    with pytest.warns(Gemma4CompatWarning, match="`gemma4-compat list --verbose` shows every id"):
         assert decided(library).state is PatchState.APPLIED
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gemma4_compat._kernels import programs
+from gemma4_compat._kernels import noted, programs
 from gemma4_compat._kernels.programs import Kernel
 
 #: ``cuda_on_host.h`` says what CUDA C has, C++ has not, and kernels here may use.
@@ -43,6 +43,7 @@ class HostCompiler:
 
     def __init__(self, device: Any) -> None:
         """The kernels are for the host, whatever the device."""
+        self.notes = noted.Notes()
 
     @staticmethod
     def unsupported_reason() -> str | None:

@@ -19,6 +19,7 @@ from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs import (
     attention,
     dense,
+    expert_products,
     expert_rows,
     flash,
     head,
@@ -99,7 +100,7 @@ def _nf4_exact() -> Iterator[Kernel]:
 
     for operation, dtype, inputs, more in CASES:
         one = asked(operation, dtype, inputs, 37, **more)
-        yield products.kernel_of(([one], [one.empty()]))
+        yield from products.kernels_of(([one], [one.empty()]))
 
 
 def _nf4_gemv() -> Iterator[Kernel]:
@@ -113,19 +114,34 @@ def _nf4_gemv() -> Iterator[Kernel]:
         (torch.bfloat16, 12288, 1536, 1, 1),
         (torch.bfloat16, 15360, 4000, 1, 1),
         (torch.bfloat16, 21504, 4000, 8, 1),
+        (torch.bfloat16, 1536, 37, 9, 3),
+        (torch.float16, 3840, 4000, 17, 2),
+        (torch.bfloat16, 12288, 1536, 32, 1),
+        (torch.bfloat16, 2560, 4000, 64, 2),
     ):
         given = asked(dtype, inputs, outputs, rows=rows, bias=rows == 1)
         one = nf4_gemv.match(**given)
         assert one is not None
         many = [one] * count, [one.empty()] * count
-        yield products.kernel_of(many)
+        yield from products.kernels_of(many)
         low = dense.product(given["given"], torch.zeros(16, inputs, dtype=torch.float32 if rows == 1 else dtype))
-        yield products.kernel_of(many, ([low] * count, [low.empty()] * count))
+        yield from products.kernels_of(many, ([low] * count, [low.empty()] * count))
 
 
 def _expert_rows() -> Iterator[Kernel]:
     for dtype, nested in itertools.product((torch.bfloat16, torch.float16, torch.float32), (0, 256)):
         yield Kernel(expert_rows._text(expert_rows.Format("nf4", 64, nested, dtype)), (), 1, ())
+
+
+def _expert_products() -> Iterator[Kernel]:
+    for dtype, nested, shape in (
+        (torch.bfloat16, True, [128, 1408, 2816]),
+        (torch.bfloat16, True, [128, 2816, 704]),
+        (torch.float16, False, [4, 128, 64]),
+    ):
+        one = torch.zeros(shape[0])
+        weights = expert_products.Weights(one, one, *((one,) * 3 if nested else (None,) * 3), shape, 64, "nf4")
+        yield expert_products.kernel_of(torch.zeros(2, shape[2], dtype=dtype), torch.zeros(16).long(), weights)[0]
 
 
 def _shifting() -> Iterator[Kernel]:
@@ -158,10 +174,12 @@ def _dense() -> Iterator[Kernel]:
         (torch.bfloat16, 1, (700, 1536), 1),
         (torch.float16, 8, (700, 2560), 1),
         (torch.float32, 3, (700, 5376), 1),
+        (torch.bfloat16, 9, (16, 1536), 3),
+        (torch.bfloat16, 32, (700, 1536), 1),
     ):
         weight, bias = torch.zeros(shape, dtype=dtype), torch.zeros(shape[0], dtype=dtype) if rows == 3 else None
         one = dense.product(torch.zeros(rows, shape[1], dtype=dtype), weight, bias)
-        yield products.kernel_of(([one] * count, [one.empty()] * count))
+        yield from products.kernels_of(([one] * count, [one.empty()] * count))
 
 
 def _head() -> Iterator[Kernel]:
@@ -231,6 +249,7 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "attention_tensor": _matrix_attention,
     "flash": _flash,
     "expert_rows": _expert_rows,
+    "expert_products": _expert_products,
     "shifting": _shifting,
     "nf4_dequantize": _dequantizing,
     "top_tokens": _top_tokens,

@@ -162,7 +162,13 @@ def test_operators_are_what_they_stand_for(kernels_on_host: None) -> None:
                     (one.double() - expected).abs().max() for one in (found, linear(given, weight, bias))
                 )
                 assert error <= pytorchs * 1.5 + 2**-23 * expected.abs().max()
-    many = drawn(9, 320), drawn(40, 320)
+    for outputs, count in ((40, 9), (700, 9), (40, 32), (700, 17)):
+        given, weight = drawn(count, 320), drawn(outputs, 320)
+        with torch.no_grad(), custom.CustomKernels(torch.device("cpu")):
+            found = linear(given, weight)
+            for row in {0, 4, 8, count - 1}:
+                assert torch.equal(found[row : row + 1], linear(given[row : row + 1], weight)), (outputs, count)
+    many = drawn(65, 320), drawn(40, 320)
     expected = linear(*many)
     with torch.no_grad(), custom.CustomKernels(torch.device("cpu")):
         assert torch.equal(linear(*many), expected)  # PyTorch's: more rows than kernels have

@@ -117,7 +117,7 @@ def expected(product: Product) -> Any:
 
 def computed(on_host: kernels.Kernels, *wanted: Product) -> list[Any]:
     results = [torch.full_like(product.empty(), float("nan")) for product in wanted]
-    kernel = products.kernel_of((wanted, results))
+    (kernel,) = products.kernels_of((wanted, results))
     assert on_host.prepare([kernel.text], [])
     on_host.launch(kernel)
     return results

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.decoding.own_products import asked, exact
 from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs import dense, nf4_exact, nf4_gemv, products
 from gemma4_compat._kernels.specs.products import Product
 
@@ -21,11 +22,15 @@ def understood(wanted: dict[str, Any]) -> Product:
     return found
 
 
+def launched(on_host: kernels.Kernels, wanted: list[Kernel]) -> None:
+    on_host.prepare([kernel.text for kernel in wanted], [])
+    for kernel in wanted:
+        on_host.launch(kernel)
+
+
 def computed(on_host: kernels.Kernels, several: list[Any]) -> list[Any]:
     results = [one.empty().fill_(float("nan")) for one in several]
-    kernel = products.kernel_of((several, results))
-    on_host.prepare([kernel.text], [])
-    on_host.launch(kernel)
+    launched(on_host, products.kernels_of((several, results)))
     return results
 
 
@@ -54,7 +59,7 @@ def test_the_errors_are_smaller_than_those_of_bitsandbytes_sums(
 
 @pytest.mark.parametrize("more", [
     {"nested": False}, {"quant_type": "fp4"}, {"bias": True}, {"blocksize": 128}, {"blocksize": 512, "nested": False},
-    {"rows": 8}, {"rows": 3, "bias": True, "quant_type": "fp4", "dtype": torch.float16},
+    {"rows": 8}, {"rows": 20}, {"rows": 3, "bias": True, "quant_type": "fp4", "dtype": torch.float16},
 ], ids=str)  # fmt: skip
 def test_every_format_is_near_float64(on_host: kernels.Kernels, more: dict[str, Any]) -> None:
     wanted = asked(**{"dtype": torch.bfloat16, "inputs": 1024, "outputs": 40, **more})
@@ -63,17 +68,20 @@ def test_every_format_is_near_float64(on_host: kernels.Kernels, more: dict[str, 
     assert (found.double() - right).abs().max() <= torch.finfo(found.dtype).eps * right.abs().max()
 
 
-@pytest.mark.parametrize("inputs", [512, 15360])
-def test_a_row_has_the_same_bits_in_every_batch(on_host: kernels.Kernels, inputs: int) -> None:
-    wanted = asked(torch.bfloat16, inputs, 24, rows=8)
+@pytest.mark.parametrize(("inputs", "rows"), [
+    (512, 8), (15360, 8), (192, 9), (4160, 16), (576, 17), (192, 32), (576, 64),
+])  # fmt: skip
+def test_a_row_has_the_same_bits_in_every_batch(on_host: kernels.Kernels, inputs: int, rows: int) -> None:
+    wanted = asked(torch.bfloat16, inputs, 24, rows=rows)
     (together,) = computed(on_host, [understood(wanted)])
-    for row in (0, 5, 7):
+    for row in {0, 5, 7, rows - 1}:
         (alone,) = computed(on_host, [understood(wanted | {"given": wanted["given"][row : row + 1].contiguous()})])
         assert torch.equal(alone[0], together[row])
 
 
-def test_weights_in_one_launch_have_the_bits_that_they_have_alone(on_host: kernels.Kernels) -> None:
-    several = [asked(torch.bfloat16, 512, outputs, seed=outputs) for outputs in (70, 16, 3)]
+@pytest.mark.parametrize("rows", [1, 40])
+def test_weights_in_one_launch_have_the_bits_that_they_have_alone(on_host: kernels.Kernels, rows: int) -> None:
+    several = [asked(torch.bfloat16, 512, outputs, rows=rows, seed=outputs) for outputs in (70, 16, 3)]
     several = [one | {"given": several[0]["given"]} for one in several]
     together = computed(on_host, [understood(one) for one in several])
     for one, found in zip(several, together, strict=True):
@@ -86,10 +94,9 @@ def test_an_adapters_first_product_goes_beside_one_with_larger_blocks(on_host: k
     adapter = torch.randn(16, 4160, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     other = dense.product(wanted["given"], adapter)
     results = [one.empty(), other.empty()]
-    both = products.kernel_of(([one], results[:1]), ([other], results[1:]))
+    (both,) = products.kernels_of(([one], results[:1]), ([other], results[1:]))
     assert both.block == 512
-    on_host.prepare([both.text], [])
-    on_host.launch(both)
+    launched(on_host, [both])
     assert torch.equal(results[0], computed(on_host, [one])[0])
     assert torch.equal(results[1], computed(on_host, [other])[0])
 
@@ -115,7 +122,7 @@ def test_what_is_no_number_stays_none(on_host: kernels.Kernels) -> None:
         assert not found.isfinite().any()
 
 
-@pytest.mark.parametrize("more", [{"dtype": torch.float32}, {"blocksize": 32}, {"rows": 9}], ids=str)
+@pytest.mark.parametrize("more", [{"dtype": torch.float32}, {"blocksize": 32}, {"rows": 65}], ids=str)
 def test_what_does_not_suit_is_left(more: dict[str, Any]) -> None:
     wanted = asked(**{"dtype": torch.bfloat16, "inputs": 128, "outputs": 8, **more})
     assert nf4_gemv.match(**wanted) is None

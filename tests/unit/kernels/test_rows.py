@@ -249,8 +249,8 @@ def test_two_kernels_side_by_side_do_what_each_does(on_host: kernels.Kernels) ->
     weights = drawn(40, 320, seed=2), drawn(9, 512, seed=3)
     wanted = [dense.product(given, weights[0]), dense.product(other, weights[1])]
     apart, together = ([product.empty() for product in wanted] for _ in range(2))
-    kernels_apart = [products.kernel_of(([one], [result])) for one, result in zip(wanted, apart, strict=True)]
-    joint = products.kernel_of(*(([one], [result]) for one, result in zip(wanted, together, strict=True)))
+    kernels_apart = [products.kernels_of(([one], [result]))[0] for one, result in zip(wanted, apart, strict=True)]
+    (joint,) = products.kernels_of(*(([one], [result]) for one, result in zip(wanted, together, strict=True)))
     on_host.prepare([*(kernel.text for kernel in kernels_apart), joint.text], [])
     for kernel in (*kernels_apart, joint):
         on_host.launch(kernel)

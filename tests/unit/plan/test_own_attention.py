@@ -114,7 +114,7 @@ def test_a_named_card_reads_larger_chunks_in_the_same_memory() -> None:
     assert "decode_fast(model)" in named.code
 
 
-@pytest.mark.parametrize("name", speed.CARDS)
+@pytest.mark.parametrize("name", [name for name, card in speed.CARDS.items() if card.capability >= speed.BFLOAT16])
 def test_known_cards_have_these_kernels(name: str) -> None:
     """Also for heads 512 wide, in the 99 KiB of shared memory that the smallest have."""
     assert prompt_kernels.capability("8GiB", name) >= prompt_kernels.LEAST  # type: ignore[operator]

@@ -14,7 +14,9 @@ from gemma4_compat._gemma4.models import build
 from gemma4_compat._gemma4.quantization.config import default_skip_modules, linear_names
 from gemma4_compat._lab import tiny_models
 from gemma4_compat._memory import blueprint
-from gemma4_compat._plan import budgets, speed, training
+from gemma4_compat._memory.layout import Layout
+from gemma4_compat._plan import budgets, code, speed, training, training_step
+from gemma4_compat._plan.result import Source
 from gemma4_compat._plan.text import plan_text
 
 GIVEN: dict[str, Any] = {"context": 612, "quantize": "4bit-double"}
@@ -118,6 +120,63 @@ def test_a_card_by_its_name_says_how_much_memory_there_is() -> None:
     assert gemma4_compat.plan_device_map("E2B", "8GiB", card="RTX 3060", context=1024).use[0].budget == 8 << 30
     with pytest.raises(Gemma4CompatError, match=r"how much memory the card '28 SMs, .* give vram"):
         gemma4_compat.plan_device_map("E2B", card="28 SMs, 1.78 GHz, 360 GB/s")
+
+
+@pytest.mark.parametrize(
+    "written, name",
+    [
+        ("t4", "T4"),
+        ("Tesla T4", "T4"),
+        ("RTX3060", "RTX 3060"),
+        ("RTX 3060 12GB", "RTX 3060"),
+        ("rtx 4060 ti 16gb", "RTX 4060 Ti 16GB"),
+        ("Tesla P100-PCIE-16GB", "P100"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("Tesla V100-SXM2-32GB", "V100 32GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+    ],
+)
+def test_a_card_by_the_name_that_a_driver_gives_it(written: str, name: str) -> None:
+    assert speed.card(written) == speed.CARDS[name]
+
+
+@pytest.mark.parametrize("written, close", [("A10G", "A10"), ("RTX 3060 6GB", "RTX 3060"), ("RTX 4090 D", "RTX 4090")])
+def test_an_unknown_card_is_answered_with_the_nearest_name(written: str, close: str) -> None:
+    with pytest.raises(Gemma4CompatError, match=rf"^card {written!r} is unknown; did you mean '{close}'\?"):
+        speed.card(written)
+
+
+def test_a_card_without_bfloat16_is_planned_in_float16() -> None:
+    plan = gemma4_compat.plan_device_map("E2B", card="T4", context=1024)
+    assert plan.use[0].budget == 14 << 30
+    assert "bfloat16" not in plan.code
+    assert plan.code.count("torch.float16") == 2
+    assert not plan.modelled
+    said = " ".join(plan_text(plan, width=100).split())
+    assert "In float16: the card has no bfloat16 (compute capability 7.5). If logits are not finite, use" in said
+    assert "cannot be modelled: no card before compute capability 8.0 was measured." in said
+    assert "CUDA 13" not in said
+    old = gemma4_compat.plan_device_map("E2B", card="P100", context=1024)
+    assert "PyTorch's builds for CUDA 13 do not run on it" in " ".join(plan_text(old, width=100).split())
+    new = gemma4_compat.plan_device_map("E2B", card="L4", context=1024)
+    assert "float16" not in new.code.replace("bfloat16", "")
+
+
+def test_a_card_without_bfloat16_trains_in_float16() -> None:
+    source = Source(model="m", model_class="Gemma4ForCausalLM", quantization="4bit", capability=(7, 5))
+    placed = Layout(device_map={"": 0}, use={}, cpu=0, disk=0, streamed=())
+    said = code.training_code(source, placed, training_step.Step(max_length=64))
+    assert "    fp16=True,\n" in said
+    assert "bf16" not in said
+    newer = replace(source, capability=(8, 0))
+    assert "    bf16=True,\n" in code.training_code(newer, placed, training_step.Step(max_length=64))
+
+
+@pytest.mark.parametrize("vram", ["0GiB", 0, ["8GiB", "0MB"], {"cuda:0": "0"}])
+def test_no_memory_is_answered_with_the_words_typed(vram: Any) -> None:
+    with pytest.raises(Gemma4CompatError, match=r"^vram is ('0GiB'|0|'0MB'|'0'); it must be more than 0"):
+        budgets.of(vram, None)
 
 
 @pytest.mark.parametrize("name", speed.CARDS)

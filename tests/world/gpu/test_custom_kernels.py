@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 import gemma4_compat
+from gemma4_compat._lab import tiny_models
 from tests.conftest import is_affected, patch
 from tests.unit.generation.calls import (
     CHANGES,
@@ -128,11 +129,22 @@ def test_the_same_bits_however_long_the_cache_is(
 def test_the_same_bits_whatever_else_is_in_the_batch(
     models: Models, quantization: str | None, adapter: str | None, where: str
 ) -> None:
-    """Up to three rows, and more than those that products of ours take."""
     model = models(quantization, adapter, where, own=True)
     with read_alike(model):
         expected = first_row(model)
-        for batch in (2, 3, 5):
+        for batch in (2, 3, 9, 33):
+            assert_same(first_row(model, batch), expected)
+
+
+@pytest.mark.parametrize(("quantization", "where"), [("4bit-double", "device"), (None, "device"), ("4bit", "nested")])
+def test_the_same_bits_beside_others_with_experts(workspace: Any, quantization: str | None, where: str) -> None:
+    from tests.unit.offload.test_expert_lookup import loaded, placed
+
+    model = loaded(workspace, workspace.cached(tiny_models.build_moe_checkpoint), quantization)
+    model = gemma4_compat.decode_fast(model if where == "device" else placed(workspace, model, where, "memory"))
+    with read_alike(model):
+        expected = first_row(model)
+        for batch in (2, 6, 20):
             assert_same(first_row(model, batch), expected)
 
 
@@ -290,7 +302,7 @@ def test_a_product_errs_less_than_bitsandbytes(outputs: int, inputs: int, dtype:
 
 
 @pytest.mark.parametrize("columns", [256, 1536, 2560, 3840, 5376])
-@pytest.mark.parametrize(("batch", "tokens"), [(4, 1), (8, 1), (1, 8), (2, 3)])
+@pytest.mark.parametrize(("batch", "tokens"), [(4, 1), (8, 1), (1, 8), (2, 3), (17, 1), (64, 1)])
 def test_means_of_norms_do_not_depend_on_the_number_of_rows(batch: int, tokens: int, columns: int) -> None:
     import torch
 

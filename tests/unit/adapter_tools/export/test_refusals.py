@@ -165,7 +165,7 @@ def test_bad_arguments(workspace: Any, tmp_path: Path) -> None:
     adapter, base = workspace.adapter("language"), workspace.checkpoint
     (tmp_path / "place").mkdir()
     out = tmp_path / "place" / "out"
-    refused(adapter, out, "ollama", base, "'ollama' is unknown; it is one of vllm, sglang, mlx, gguf, peft")
+    refused(adapter, out, "tgi", base, "'tgi' is unknown; it is one of vllm, sglang, mlx, gguf, peft")
     refused(tmp_path / "none", out, "vllm", base, "does not exist")
     refused(adapter, out, "vllm", "no-such-model", "is not a folder, not a variant")
     refused(adapter, out, "vllm", None, r"not a hub id; give the base \(--base\)")

@@ -95,6 +95,12 @@ def test_several_ranks_and_scales_are_said(adapters: Any, tmp_path: Path) -> Non
     assert "--max-lora-rank 8 " in report.command
 
 
+@pytest.mark.parametrize("program, target", [("llama.cpp", "gguf"), ("ollama", "gguf"), ("mlx-lm", "mlx")])
+def test_a_program_stands_for_what_it_reads(adapters: Any, tmp_path: Path, program: str, target: str) -> None:
+    adapter, base = adapters("language")
+    assert gemma4_compat.export_adapter(adapter, tmp_path / "out", program, base=base).target == target
+
+
 @pytest.mark.parametrize("target", ["vllm", "sglang", "mlx", "gguf"])
 def test_keys_of_layers_that_share_are_left_out(adapters: Any, tmp_path: Path, target: str) -> None:
     """Releases of transformers that have them there saved them; mlx-lm and llama.cpp refuse them."""
