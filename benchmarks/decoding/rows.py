@@ -104,7 +104,6 @@ class Case:
     def _own(self) -> Iterator[None]:
         import gemma4_compat
         from gemma4_compat._graphs import decoder
-        from gemma4_compat._kernels.match import custom
         from gemma4_compat._kernels.specs import products
 
         base = models.base(self.model)
@@ -116,7 +115,6 @@ class Case:
         with contextlib.ExitStack() as stack:
             if self.before:
                 stack.enter_context(mock.patch.object(products, "MAX_ROWS", BEFORE))
-                stack.enter_context(mock.patch.object(custom, "expert_product", return_value=None))
             stack.enter_context(measure.fused_early())
             yield
 

@@ -7,13 +7,12 @@ import contextlib
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._engine.runtime import locks
 from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._gemma4.models import walk
-from gemma4_compat._gemma4.quantization import expert_forward
 from gemma4_compat._graphs import deferred_stop, static_caches, steps, unsupported
 from gemma4_compat._graphs.captured_calls import REMEMBERED, CapturedCalls, Pool, State
 from gemma4_compat._graphs.guards.model import ModelGuards
@@ -192,12 +191,10 @@ class Decoding:
         if not self.custom:
             return contextlib.nullcontext()
         from gemma4_compat._kernels.match import custom
-        from gemma4_compat._kernels.specs import products
 
         reason = custom.unsupported_reason(device)
         if reason is None:
-            alone = expert_forward.each_token_alone(products.MAX_ROWS, custom.expert_product)
-            return _both(custom.CustomKernels(device, tokens, head), alone)
+            return custom.CustomKernels(device, tokens, head)
         self.reason_not_fused(reason, "with PyTorch's bits")
         return contextlib.nullcontext()
 
@@ -290,14 +287,6 @@ class Decoding:
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
         self._stream = stream
-
-
-@contextlib.contextmanager
-def _both(
-    one: contextlib.AbstractContextManager[Any], other: contextlib.AbstractContextManager[Any]
-) -> Iterator[None]:
-    with one, other:
-        yield
 
 
 def of(model: Any) -> Decoding:

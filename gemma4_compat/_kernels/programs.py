@@ -5,7 +5,7 @@ Each file says who launches its kernels, and which test proves them.
 * ``prelude.cuh``: what every kernel needs. ``tensor_cores.cuh``: one multiplication by tensor cores.
 * ``attention.cuh``, ``attention_tensor.cuh``: attention of one query. ``flash.cuh``: of a prompt.
 * ``nf4_gemv.cuh``, ``nf4_exact.cuh``: products with 4-bit weights, with custom numerics and with bitsandbytes'.
-  ``nf4_rows.cuh``: the former, of more than eight rows; ``expert_products.cuh``: with the weights of experts.
+  ``nf4_rows.cuh``: the former, of more than eight rows.
   ``nf4_dequantize.cuh``, ``experts.cuh``: such weights, and rows of experts, dequantized. ``four_bit.cuh``: how they
   are stored.
 * ``dense.cuh``: products with weights that are not quantized. ``head.cuh``: the best words of a head.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._engine.runtime.views import PlainView
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.accelerate import attached, module_hooks
@@ -19,73 +17,10 @@ from gemma4_compat._gemma4.quantization.experts import NAMES, quantized_paramete
 from gemma4_compat._gemma4.state import checkpointing
 
 _ADDED = attached.ADDED
-#: Multiplies tokens by the weights of a parameter, each by those of the experts that are chosen for it: (tokens,
-#: columns), the parameter, and the numbers of experts, one after the other; ``from_host``: where it is. None if it
-#: cannot.
-Product = Callable[..., Any]
-
-
-class _Alone(NamedTuple):
-    most: int = 0
-    product: Product | None = None
-
-
-_NOT_ALONE = _Alone()
-_alone: contextvars.ContextVar[_Alone] = contextvars.ContextVar("gemma4_compat_experts_alone", default=_NOT_ALONE)
-
-
-def each_token_alone(most: int, product: Product) -> contextlib.AbstractContextManager[None]:
-    """Inside, the experts of up to so many tokens compute each as if it were the only one: by ``product``, or by
-    PyTorch, whose bits, and which weights are dequantized, depend on how many there are.
-    """
-    return in_place.bound(_alone, _Alone(most, product))
-
-
-def by_token(run: Callable[..., Any], hidden_states: Any, *rest: Any) -> Any:
-    """What ``run`` returns for a forward's arguments, one token after the other inside :func:`each_token_alone`."""
-    import torch
-
-    if torch.compiler.is_compiling() or not 1 < len(hidden_states) <= _alone.get().most:
-        return run(hidden_states, *rest)
-    return torch.cat([run(*one) for one in zip(*(given.split(1) for given in (hidden_states, *rest)))])
-
-
-def by_products(
-    module: Any, weights: Mapping[str, Any], hidden_states: Any, index: Any, shares: Any, *, from_host: bool = False
-) -> Any:
-    """What the forward of an experts module returns for its arguments, by the product of :func:`each_token_alone`;
-    None if that cannot compute it.
-    """
-    import torch
-
-    most, product = _alone.get()
-    if (
-        product is None
-        or torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
-        or len(hidden_states) > most
-        or added_to(module)
-        or getattr(module, "_is_expert_parallel", False)
-    ):
-        return None
-    gate_up, down = (weights[name] for name in NAMES)
-    chosen = index.flatten()
-    found = product(hidden_states, gate_up, chosen, from_host=from_host)
-    if found is None:
-        return None
-    gate, up = found.chunk(2, dim=-1)
-    found = product(module.act_fn(gate) * up, down, chosen, from_host=from_host)
-    if found is None:
-        return None
-    first, *others = (found * shares.reshape(-1, 1)).view(*index.shape, -1).unbind(1)
-    for one in others:  # in this order for any number of tokens
-        first = first + one
-    return first.to(hidden_states.dtype)
 
 
 def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-    """``Gemma4TextExperts.forward`` by upstream's own code, over the dequantized weights of the experts that are hit;
-    :func:`by_token`.
+    """``Gemma4TextExperts.forward`` by upstream's own code, over the dequantized weights of the experts that are hit.
 
     The backward pass keeps the packed weights and dequantizes them again. ``torch.compile`` must be able to trace this
     as one graph.
@@ -93,12 +28,6 @@ def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_i
     Raises:
         Gemma4CompatError: the packed weights have lost their scales.
     """
-    given = hidden_states, top_k_index, top_k_weights
-    found = by_products(self, {name: getattr(self, name, None) for name in NAMES}, *given)
-    return by_token(functools.partial(_forward, original, self), *given) if found is None else found
-
-
-def _forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
     if not any(hasattr(getattr(self, name, None), "quant_state") for name in NAMES):
         refuse_packed(self)
         return original(self, hidden_states, top_k_index, top_k_weights)
@@ -175,9 +104,9 @@ _MOSTLY_DISTINCT = 0.25
 def numbers(top_k_index: Any, number: int) -> Any:
     """The indices in ``top_k_index``, ascending, or unsorted if a :class:`expert_storage.Reader` accepts that.
 
-    For one or a few tokens, and inside :func:`each_token_alone`: one entry per pair, including duplicates. This needs
-    no synchronization and can be captured in a CUDA graph. For more tokens: each index once. :func:`positions` finds
-    the first of equal entries, so duplicates are dequantized for nothing.
+    For one or a few tokens: one entry per pair, including duplicates. This needs no synchronization and can be
+    captured in a CUDA graph. For more tokens: each index once. :func:`positions` finds the first of equal entries, so
+    duplicates are dequantized for nothing.
 
     Args:
         top_k_index: int64, (tokens, experts per token).
@@ -187,8 +116,7 @@ def numbers(top_k_index: Any, number: int) -> Any:
 
     if _in_order(top_k_index) is not None:
         return top_k_index.flatten()
-    few = top_k_index.numel() <= _MOSTLY_DISTINCT * number
-    if few or len(top_k_index) <= max(1, _alone.get().most):
+    if len(top_k_index) == 1 or top_k_index.numel() <= _MOSTLY_DISTINCT * number:
         return top_k_index.flatten().sort().values
     return torch.unique(top_k_index)
 

@@ -22,7 +22,7 @@ from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
 from gemma4_compat._kernels.fuse.pointwise import DOT, Load, Value
 from gemma4_compat._kernels.match import top_tokens
-from gemma4_compat._kernels.specs import attention, dense, expert_products, flash, head, nf4_gemv, products, shifting
+from gemma4_compat._kernels.specs import attention, dense, flash, head, nf4_gemv, products, shifting
 
 #: Properties of a tensor that its shape, dtype and device decide.
 _PROPERTIES = frozenset({"device", "dtype", "is_cuda", "itemsize", "layout", "ndim", "requires_grad", "shape"})
@@ -143,9 +143,9 @@ class CustomKernels(Repeats):
 
     def _means(self, given: Any, *args: Any, **kwargs: Any) -> Any:
         """The means of norms, each as for one token: PyTorch's order of additions depends on how many there are."""
-        if given.device != self._device or given.ndim < 2 or (given.ndim > 2 and given.shape[1] != self._tokens):
+        if given.device != self._device or given.ndim < 3 or given.shape[1] != self._tokens:
             return None
-        rows = given.shape[0] * (1 if given.ndim == 2 else self._tokens)  # experts and their router see flat rows
+        rows = given.shape[0] * self._tokens
         if not 1 < rows <= products.MAX_ROWS or (args, kwargs) != ((-1,), {"keepdim": True}):
             return None
         return self._computed(torch.ops.gemma4_compat.means, given, rows)
@@ -194,17 +194,6 @@ def _computed(device: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
     except RuntimeError as error:
         _broken[device] = f"this package's kernels failed: {' '.join(str(error).split()):.200}"
         return None
-
-
-def expert_product(given: Any, parameter: Any, chosen: Any, *, from_host: bool = False) -> Any:
-    """Tokens times 4-bit weights of their experts, see :mod:`expert_products`; None if kernels cannot compute it."""
-    weights = expert_products.weights_of(parameter, given.dtype, given.device)
-    suits = given.ndim == 2 and given.is_contiguous() and not given.data_ptr() % 16 and chosen.dtype is torch.int64
-    if weights is None or not suits or given.device.type not in kernels.COMPILERS:
-        return None
-    if from_host:
-        weights, chosen = weights.of(chosen), torch.arange(len(chosen), device=chosen.device)
-    return _computed(given.device, operator("expert_product"), given, chosen, *weights)
 
 
 def unsupported_reason(device: Any) -> str | None:
@@ -306,12 +295,6 @@ def _product(*args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _expert_product(given: Any, chosen: Any, *weights: Any) -> Any:
-    kernel, result = expert_products.kernel_of(given, chosen, expert_products.Weights(*weights))
-    launch(given.device, kernel)
-    return result
-
-
 def _shift(keys: Any, values: Any, new_keys: Any, new_values: Any, by_kernel: bool) -> None:
     found = shifting.kernel_of(keys, values, new_keys, new_values) if by_kernel else None
     if found is not None:
@@ -352,8 +335,6 @@ _OPERATORS: dict[Callable[..., Any], str] = {
     # As bitsandbytes::gemm_4bit.
     _product: "(Tensor given, Tensor packed, int[] shape, Tensor absmax, int blocksize, str quant_type,"
     " Tensor? bias=None, Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None) -> Tensor",
-    _expert_product: "(Tensor given, Tensor chosen, Tensor packed, Tensor absmax, Tensor? quantized, Tensor? codes,"
-    " Tensor? offset, int[] shape, int blocksize, str quant_type) -> Tensor",
     _means: "(Tensor given, int parts) -> Tensor",
     _flash_bounds: "(Tensor mask) -> Tensor",
     _flash: "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bounds, float scale) -> Tensor",

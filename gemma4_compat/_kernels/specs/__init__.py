@@ -5,7 +5,6 @@
   :mod:`nf4_exact`: 4-bit weights, with bitsandbytes' bits. :mod:`products`: what these three have in common.
 * :mod:`head`: the best words of a head, from a copy of it in 8 bits.
 * :mod:`nf4_dequantize`, :mod:`expert_rows`: dequantized weights, and those of the experts that a token hits.
-  :mod:`expert_products`: products with the latter.
 """
 
 from __future__ import annotations

@@ -62,10 +62,6 @@ class ExpertLookup:
     def _compute_with_rows(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         import torch
 
-        given = hidden_states, top_k_index, top_k_weights
-        done = expert_forward.by_products(self._module, self._weights, *given, from_host=True)
-        if done is not None:
-            return done
         chosen = expert_forward.numbers(top_k_index, self._module.num_experts)
         found = expert_forward.positions(chosen, top_k_index)
         added = expert_forward.added_to(self._module)
@@ -77,8 +73,7 @@ class ExpertLookup:
                 read_ahead.rows(tensor, numbers)
         values = {name: self._values(weight, chosen, added.get(name, ())) for name, weight in self._weights.items()}
         substitute = PlainView(self._module, num_experts=len(chosen), **values)
-        run = functools.partial(self._forward, substitute)  # the weights are read once for all tokens
-        return expert_forward.by_token(run, hidden_states, found, top_k_weights)
+        return self._forward(substitute, hidden_states, found, top_k_weights)
 
     def _values(self, weight: Any, chosen: Any, added: Iterable[Callable[[Any], Any]]) -> Any:
         if hasattr(weight, "quant_state"):

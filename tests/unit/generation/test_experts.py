@@ -9,14 +9,11 @@ import pytest
 
 pytest.importorskip("bitsandbytes")
 
-import gemma4_compat
 from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._graphs import unsupported
-from gemma4_compat._kernels.match import custom
 from gemma4_compat._lab import tiny_models
 from gemma4_compat._offload.transfer import streaming
 from tests.unit.generation.calls import ask, assert_equal, compared, generate, steps, text
-from tests.unit.kernels.by_rows import ByRows
 from tests.unit.offload.test_expert_lookup import loaded, placed
 
 pytestmark = pytest.mark.usefixtures("tapes")
@@ -72,27 +69,6 @@ def test_with_an_adapter_on_the_experts(workspace: Any, checkpoint: Path, where:
     found = generate(model, text(model), new=6)
     assert (steps(model).captured, steps(model).reasons) == (1, ())
     assert_equal(found, generate(plain, text(plain), {"disable_compile": True}, new=6))
-
-
-@pytest.mark.parametrize(("quantization", "where"), [(None, ""), ("4bit-double", ""), ("4bit-double", "nested")])
-def test_each_row_of_a_step_has_its_experts_alone(
-    workspace: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None, where: str
-) -> None:
-    """After ``decode_fast``: of 12 rows, which hit so many of the 32 experts that other bits would come of it."""
-    import torch
-
-    monkeypatch.setattr(custom, "CustomKernels", ByRows)
-    monkeypatch.setattr(custom, "unsupported_reason", lambda _device: None)
-    model = loaded(workspace, checkpoint, quantization, experts_implementation="batched_mm")
-    model = gemma4_compat.decode_fast(placed(workspace, model, where, "memory") if where else model)
-    counts: list[int] = []
-    bmm = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda one, other: (counts.append(len(one)), bmm(one, other))[1])
-    given = text(model)
-    many = generate(model, {name: tensor.repeat(12, 1) for name, tensor in given.items()}, new=6)
-    assert set(counts) == {12 * 24 * 2, 2}  # the prompt's and a token's
-    assert steps(model).replayed
-    assert all(torch.equal(row, logits[0]) for logits in many.logits for row in logits)
 
 
 @pytest.mark.parametrize("tokens", [3, 64])

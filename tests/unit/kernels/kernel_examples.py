@@ -19,7 +19,6 @@ from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs import (
     attention,
     dense,
-    expert_products,
     expert_rows,
     flash,
     head,
@@ -133,17 +132,6 @@ def _expert_rows() -> Iterator[Kernel]:
         yield Kernel(expert_rows._text(expert_rows.Format("nf4", 64, nested, dtype)), (), 1, ())
 
 
-def _expert_products() -> Iterator[Kernel]:
-    for dtype, nested, shape in (
-        (torch.bfloat16, True, [128, 1408, 2816]),
-        (torch.bfloat16, True, [128, 2816, 704]),
-        (torch.float16, False, [4, 128, 64]),
-    ):
-        one = torch.zeros(shape[0])
-        weights = expert_products.Weights(one, one, *((one,) * 3 if nested else (None,) * 3), shape, 64, "nf4")
-        yield expert_products.kernel_of(torch.zeros(2, shape[2], dtype=dtype), torch.zeros(16).long(), weights)[0]
-
-
 def _shifting() -> Iterator[Kernel]:
     """Words of each size, and one to several of them in a thread."""
     for word, times in itertools.product(shifting._WORDS, (1, 2, 3, 4)):
@@ -249,7 +237,6 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "attention_tensor": _matrix_attention,
     "flash": _flash,
     "expert_rows": _expert_rows,
-    "expert_products": _expert_products,
     "shifting": _shifting,
     "nf4_dequantize": _dequantizing,
     "top_tokens": _top_tokens,
