@@ -59,7 +59,8 @@ def write_tokenizer(checkpoint: Path) -> None:
 def serving(checkpoint: Path, adapter: Path, given: list[str]) -> Iterator[tuple[str, int]]:
     """A server's address, and its process."""
     words = [sys.executable, "-m", "gemma4_compat", "serve", str(checkpoint), "--adapter", f"adapted={adapter}"]
-    environment = dict(os.environ, PYTHONPATH=str(common.ROOT), HF_HUB_OFFLINE="1")
+    path = os.pathsep.join([str(common.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = dict(os.environ, PYTHONPATH=path, HF_HUB_OFFLINE="1")
     process = subprocess.Popen(
         [*words, "--port", "0", *given], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
     )
@@ -128,7 +129,7 @@ def bare(checkpoint: Path, adapter: Path, context: int, most: int) -> dict[str, 
     from gemma4_compat.cli.serving import answers, loading, media, requests
 
     wanted = loading.Wanted(str(checkpoint), [f"adapted={adapter}"], plan={"context": context})
-    served = loading.load(wanted)
+    served = loading.load(wanted, str(checkpoint.parent))
     preparation = answers.Preparation(served, media.Limits())
     said = [{"role": "user", "content": QUESTIONS[1]}]
     asked = {"messages": said, "temperature": 0, "max_tokens": most}

@@ -269,6 +269,7 @@ CLAIMS = (
     Claim(_PAGE, "none, {}, {} or {}, whichever", lambda: draft_length.COUNTS),
     Claim(_PAGE, "drafts after {}, {}, ... {:,} tokens", lambda: (draft_length.AGAIN, 2 * draft_length.AGAIN, 1024)),
     Claim(_PAGE, "After {} replays of a graph", lambda: captures("_graphs/fused_steps")[:1]),
+    Claim(_PAGE, "has room for {} more tokens", lambda: captures("_graphs/fused_steps")[:1]),
     Claim(_PAGE, "after {} replays at the latest", lambda: captures("_graphs/fused_steps")[1:]),
     Claim(_PAGE, "all {} shapes tried were equal", lambda: trials()[:1]),
     Claim(_PAGE, "of {} combinations of", lambda: trials()[1:2]),
