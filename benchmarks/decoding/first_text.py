@@ -1,4 +1,4 @@
-"""The first text of a process against a later one, and where its seconds go.
+"""How long does the first text of a process take against a later one, and where do its seconds go?
 
 python benchmarks/decoding/first_text.py --shape E2B --out FILE.json [--tokens 300] [--later 3] [--runs RUN,...]
 
@@ -33,6 +33,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gemma4_compat
+from benchmarks import common
 from benchmarks.common import MARK, Data
 from benchmarks.decoding import models, rounds
 
@@ -188,7 +189,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.child:
         return child(options)
-    found: Data = {"options": {name: value for name, value in vars(options).items() if name != "out"}, "runs": {}}
+    given = [f"--{name} {value}" for name, value in vars(options).items() if name not in ("out", "child")]
+    found = common.header(Path(__file__), sys.modules[__name__], options.shape, given) | {"runs": {}}
     with tempfile.TemporaryDirectory() as folder:
         for name in options.runs.split(","):
             command = [sys.executable, __file__, "--child", name, "--shape", options.shape]
@@ -197,11 +199,11 @@ def main() -> int:
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             said = next(line for line in done.stdout.splitlines() if line.startswith(MARK))
             found["runs"][name] = json.loads(said.removeprefix(MARK))
+            found["machine"] = found["runs"][name].pop("machine")
             print(shown(name, found["runs"][name]), flush=True)
     texts = [text for one in found["runs"].values() for text in one.pop("tokens")]
     found["equal"] = all(text == texts[0] for text in texts)
-    if options.out is not None:
-        options.out.write_text(json.dumps(found, indent=1))
+    common.write(found, options.out)
     print(f"{len(texts)} texts equal: {found['equal']}")
     return int(not found["equal"])
 

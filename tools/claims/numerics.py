@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from typing import Any
 
 from gemma4_compat._gemma4.state import contents
@@ -164,6 +165,29 @@ def captures(file: str) -> tuple[str, ...]:
     return in_file(f"gemma4_compat/{file}.py", r"early, after = (\d+), (\d+)")
 
 
+def heads_in_two_stages() -> tuple[str, ...]:
+    """Their time against that of the whole head, by model, and that of a greedy token."""
+    found = result("*-h200/two_stage_heads-E2B.json")
+    heads = [one["us"]["two stages"] / one["us"]["whole"] for one in found["kernels"] if "us" in one]
+    return tuple(
+        f"{ratio:.2f}" for ratio in (*heads, found["greedy"]["two stages"]["ms"] / found["greedy"]["whole"]["ms"])
+    )
+
+
+def first_texts() -> tuple[str, ...]:
+    """Seconds of the first text with nothing, with kernels and with notes, and of a later one."""
+    runs = result("*-h200/first_text-E2B.json")["runs"]
+    seconds = [runs[name]["texts"][0]["seconds"] for name in ("empty", "kernels", "noted")]
+    return tuple(f"{one:.1f}" for one in (*seconds, min(text["seconds"] for text in runs["noted"]["texts"][1:])))
+
+
+def streamed(kind: str) -> tuple[str, ...]:
+    """Milliseconds of a token without a streamer, with transformers' and with a user's, after the first round."""
+    rounds = result("*-h200/graph_decoding-E2B-streamed.json")["cases"]["gpu"]["streamed"]["rounds"][1:]
+    ways = [[turns[f"{way} {kind}"]["ms"] for turns in rounds] for way in ("none", "transformers", "user")]
+    return tuple(f"{statistics.mean(found):.1f}" for found in ways)
+
+
 CLAIMS = (
     Claim(
         _PAGE,
@@ -269,6 +293,27 @@ CLAIMS = (
     Claim(_PAGE, "none, {}, {} or {}, whichever", lambda: draft_length.COUNTS),
     Claim(_PAGE, "drafts after {}, {}, ... {:,} tokens", lambda: (draft_length.AGAIN, 2 * draft_length.AGAIN, 1024)),
     Claim(_PAGE, "After {} replays of a graph", lambda: captures("_graphs/fused_steps")[:1]),
+    Claim(
+        _PAGE,
+        "the whole head for an E2B, {} for an E4B, {} for a 12B and {} for a 31B",
+        lambda: heads_in_two_stages()[1:4],
+    ),
+    Claim(_PAGE, "both stages take {} of the time of", lambda: heads_in_two_stages()[:1]),
+    Claim(_PAGE, "a greedy token of an E2B takes {} of its time", lambda: heads_in_two_stages()[4:]),
+    Claim(
+        _PAGE,
+        "took {} s with an empty folder, {} s with the kernels alone, and {} s with the notes",
+        lambda: first_texts()[:3],
+    ),
+    Claim(
+        _PAGE,
+        "The first text of {} tokens of an E2B",
+        lambda: tuple(re.findall(r"--tokens (\d+)", result("*-h200/first_text-E2B.json")["command"])),
+    ),
+    Claim(_PAGE, "later texts take {} s", lambda: first_texts()[3:]),
+    Claim(_PAGE, "took {} ms without a streamer, {} with transformers'", lambda: streamed("greedy")[:2]),
+    Claim(_PAGE, "and {} with one of your own, which", lambda: streamed("greedy")[2:]),
+    Claim(_PAGE, "a sampled one {}, {} and {}", lambda: streamed("sampled")),
     Claim(_PAGE, "has room for {} more tokens", lambda: captures("_graphs/fused_steps")[:1]),
     Claim(_PAGE, "after {} replays at the latest", lambda: captures("_graphs/fused_steps")[1:]),
     Claim(_PAGE, "all {} shapes tried were equal", lambda: trials()[:1]),
