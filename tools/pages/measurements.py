@@ -91,8 +91,8 @@ def import_section() -> str:
 
 
 def commands_section() -> str:
-    """The newest committed run of benchmarks/shim/commands.py."""
-    file = sorted((ROOT / "benchmarks" / "results").glob("*-cpu/commands.json"))[-1]
+    """The run of benchmarks/shim/commands.py."""
+    file = ROOT / "benchmarks/results/2026-11-29-cpu/commands.json"
     run = json.loads(file.read_text(encoding="utf-8"))
     shown = [row for row in run["commands"] if row["where"] == "terminal"]
     rows = [

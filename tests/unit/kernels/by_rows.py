@@ -18,7 +18,7 @@ _ALONE = (torch.nn.functional.linear, torch.Tensor.mean, torch.pow, torch.Tensor
 class ByRows(TorchFunctionMode):  # type: ignore[misc]
     """As :class:`custom.CustomKernels`."""
 
-    def __init__(self, _device: Any, tokens: int = 1) -> None:
+    def __init__(self, _device: Any, tokens: int = 1, _head: Any = None) -> None:
         super().__init__()
         self._tokens = tokens
 

@@ -84,6 +84,7 @@ def test_every_other_lock_of_the_package_guards_a_few_lines() -> None:
         "_engine/runtime/locks.py": "the attributes of locks",
         "_kernels/compiling.py": "loading a kernel",
         "_engine/runtime/selftest.py": "trying something once on a device",
+        "_engine/io/terminal.py": "the last line of a terminal",
         "_kernels/kernels.py": "the kernels of devices",
         "_kernels/launching.py": "a kernel's memory",
         "_kernels/match/custom.py": "defining operations once",
