@@ -302,7 +302,7 @@ CLAIMS = (
     Claim(_PAGE, "a greedy token of an E2B takes {} of its time", lambda: heads_in_two_stages()[4:]),
     Claim(
         _PAGE,
-        "took {} s with an empty folder, {} s with the kernels alone, and {} s with the notes",
+        "took {} s with an empty folder, {} s with only the kernels, and {} s with the notes",
         lambda: first_texts()[:3],
     ),
     Claim(
