@@ -205,7 +205,7 @@ class Products:
         return {"dtype": str(dtype), "outputs": outputs, "inputs": inputs, **found, "same_bits": all(equal)}
 
     def _has_rows_of(self, wanted: dict[str, Any], together: Any, rows: Iterable[int]) -> bool:
-        """Whether these rows of a product have the bits that each has alone."""
+        """Whether each of these rows has the same bits in a product of all as in one of its own."""
         import torch
 
         alone = {row: wanted["given"][row : row + 1].contiguous() for row in rows}

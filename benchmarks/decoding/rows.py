@@ -1,16 +1,16 @@
-"""How many tokens a second do batches decode, by their rows, and is each row what it is alone?
+"""How many tokens a second do batches decode, by their rows, and has each row the same bits as by itself?
 
 python benchmarks/decoding/rows.py --shape E2B [--out FILE.json] [--rows 1,2,4,8,16,32] [--where gpu] [--tokens 128]
     [--rounds 3] [--checked 24] [--limit SECONDS] [--own ROWS] [--profile]
 
 Random weights in the real shape, 4-bit with double quantization unless `--where bf16`, after `decode_fast`, greedy.
-Batches of more than eight rows are also measured "before": PyTorch and bitsandbytes compute what has more than eight
-rows, and experts see all rows at once. With experts one row is, too: PyTorch computes those. Each case keeps its own
-graphs, and they take turns. A speed is that of the tokens between the 32nd and the last of a call: the difference of
-two calls.
+Batches of more than eight rows are also measured "before": PyTorch and bitsandbytes compute their products. Each case
+keeps its own graphs, and they take turns. A speed is that of the tokens between the 32nd and the last of a call: the
+difference of two calls.
 
-Then some rows of the largest batch are decoded alone. PyTorch reads prompts, and its bits depend on the batch, so each
-row gets keys, values and a first token of its own after it. Logits and tokens are compared bit by bit.
+Then some rows of the largest batch are decoded by themselves. PyTorch reads prompts, and its bits depend on the batch,
+so each row gets keys, values and a first token of its own after it. Logits and tokens are compared bit by bit; not
+those of a 26B-A4B, whose experts see all rows at once.
 
 `--own 4` has products with 4-bit weights of five to eight rows use the kernels of more rows (`nf4_gemv.OWN_ROWS`).
 `--profile` lists the kernels of a step of one row, of eight, and of the most. `--limit` begins no case later than that
@@ -180,7 +180,7 @@ class Case:
 
 
 def checked(alone: Case, together: Case, tokens: int) -> Data:
-    """Whether rows of a batch have the tokens and the logits that they have alone."""
+    """Whether rows have the same tokens and logits in the batch as by themselves."""
     import torch
 
     rows = list(range(together.rows))
@@ -208,7 +208,7 @@ def run(model: Any, options: Any, write: Callable[[str, Any], None]) -> Data:
     base.generation_config.max_cache_len = PROMPT + SETTLED + options.tokens
     read_alike(type(base))
     experts = bool(getattr(base.config.get_text_config(), "enable_moe_block", False))
-    both = {rows for rows in options.rows if rows > BEFORE or (experts and rows == 1)}
+    both = {rows for rows in options.rows if rows > BEFORE}
     kinds = [(rows, before) for rows in options.rows for before in (False, True)[: 1 + (rows in both)]]
     # The largest batch and a row alone first, for a limit of time.
     kinds.sort(key=lambda kind: (-kind[0] if kind[0] in (max(options.rows), 1) else 0, kind[1]))
@@ -240,7 +240,7 @@ def run(model: Any, options: Any, write: Callable[[str, Any], None]) -> Data:
             for one in profile.get("longest", ())[:14]:
                 print(f"    {one['ms']:.3f} ms  {one['count']:6.1f}  {one['name']}", flush=True)
     own = {case.rows: case for case in cases if not case.before}
-    if 1 in own and len(own) > 1:
+    if 1 in own and len(own) > 1 and not experts:
         found["checked"] = checked(own[1], own[max(own)], options.checked)
         write(f"each of {max(own)} rows alone", found["checked"])
     return found

@@ -1,4 +1,4 @@
-"""How long does each command leave its user alone: seconds to the first byte, the longest silence, CPU seconds, lines?
+"""How long is each command silent, how much CPU time does it take, and how many lines does it print?
 
 python benchmarks/shim/commands.py [--only plan,scan] [--where terminal,pipe] [--out FILE]
 

@@ -183,8 +183,17 @@ def _seen_by_others(model: Any, linear: Any) -> str | None:
     for module in (model, linear):
         if any(torch_hooks.counted(vars(module)[kind]) for kind in torch_hooks.kinds()):
             return "a hook sees logits"
-        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+        if not _has_own_forward(module):
             return "a forward was replaced"
     if any(map(torch_hooks.counted, torch_hooks.on_every_module())):
         return "a hook sees logits"
     return None if deferred_stop.is_libraries(type(model).forward) else "a forward was replaced"
+
+
+def _has_own_forward(module: Any) -> bool:
+    """Whether a call runs the forward of its class, directly or through accelerate's hook."""
+    found = vars(module).get("forward")
+    if found is None:
+        return True
+    is_hooked = getattr(getattr(found, "func", None), "__module__", None) == "accelerate.hooks"
+    return is_hooked and getattr(vars(module).get("_old_forward"), "__func__", None) is type(module).forward

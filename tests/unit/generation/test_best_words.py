@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -215,6 +216,18 @@ def test_who_else_sees_logits(plain: Any) -> None:
     every = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     assert best_words._seen_by_others(model, model.lm_head) == "a hook sees logits"
     every.remove()
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(model, hooks.ModelHook())
+    assert best_words._seen_by_others(model, model.lm_head) is None
+    hooked = model.forward
+    model.forward = lambda *args, **kwargs: hooked(*args, **kwargs)  # after dispatch, and before
+    assert best_words._seen_by_others(model, model.lm_head) == "a forward was replaced"
+    hooks.remove_hook_from_module(model)
+    model.forward = functools.partial(type(model).forward, model)
+    hooks.add_hook_to_module(model, hooks.ModelHook())
+    assert best_words._seen_by_others(model, model.lm_head) == "a forward was replaced"
+    hooks.remove_hook_from_module(model)
+    del model.forward
     model.lm_head.forward = model.lm_head.forward
     assert best_words._seen_by_others(model, model.lm_head) == "a forward was replaced"
     adapted = torch.nn.Sequential(model.lm_head)
