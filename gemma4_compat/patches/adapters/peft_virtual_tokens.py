@@ -53,7 +53,8 @@ def prepare_inputs_for_generation(original: Original, self: Any, *args: Any, **k
         embeds = inputs["inputs_embeds"][:, self.active_peft_config.num_virtual_tokens :]
         tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         inputs |= _beside(self, inputs, tokens[:, -embeds.shape[1] :], None)
-    return inputs | _types_after_prefix(self, inputs)
+    inputs |= _types_after_prefix(self, inputs)
+    return inputs
 
 
 def _inserts_tokens(model: Any) -> bool:

@@ -25,12 +25,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat.patches import registry
+from gemma4_compat import _shim
 
 CALLS: dict[str, int] = {}
 ACTED: dict[str, set[str]] = {}
 FAILED: dict[str, str] = {}
 TRACE: list[str] = []
+
+
+def spy_on(engine: Any) -> None:
+    """Each patch that is not applied yet, with replacements that note what they do."""
+    for record in engine._records.values():
+        assert not record.is_loaded, f"{record.id} was loaded before anybody looked"
+        record._source = record._source._replace(load=lambda load=record._source.load: spied(load()))
 
 
 def spied(patch: Any) -> Any:
@@ -196,6 +203,8 @@ class Run:
 
         with torch.no_grad():
             note(self.name, model(input_ids=self.ids).logits, model=model)
+            asked = model(input_ids=self.ids, output_attentions=True)
+            note(f"{self.name}: output_attentions", asked.logits, *(asked.attentions or ()))
             for options in (
                 *({}, {"cache_implementation": "static", "disable_compile": True}, {"num_beams": 2}),
                 *({"prefill_chunk_size": 4}, {"prompt_lookup_num_tokens": 2}, {"inputs_embeds": self.embedded}),
@@ -228,6 +237,9 @@ class Run:
 
         self.use(self.load())
         self.use(self.load(device_map="disk"))
+        with step(f"{self.name}: early exit"):
+            made = self.load().generate(self.ids, max_new_tokens=3, assistant_early_exit=1, pad_token_id=0)
+            note(f"{self.name}: early exit", made)
         with step(f"{self.name}: auto"):
             self.use(self.load(device_map="auto", max_memory={"cpu": 10**6}, offload_folder=str(self.place())))
         model = self.split()
@@ -321,10 +333,9 @@ class Run:
 
 
 def main(folder: Path, names: list[str]) -> dict[str, Any]:
+    spy_on(_shim.engine)
     import torch
 
-    complete = registry.complete
-    registry.complete = lambda name: spied(complete(name))
     warnings.simplefilter("ignore")
     for library in ("gemma4_compat", "transformers", "accelerate", "peft", "bitsandbytes"):
         logging.getLogger(library).addHandler(Lines())
