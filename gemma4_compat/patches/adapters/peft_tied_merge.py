@@ -26,7 +26,7 @@ ROUNDING = 0.01
 
 @PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.merge_adapter")
 def merge_adapter(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not family.is_gemma4(self.model):
+    if not family.has_parts(self.model):
         return original(self, *args, **kwargs)
     with merged_layers.parting(self.model):
         return original(self, *args, **kwargs)
@@ -35,7 +35,7 @@ def merge_adapter(original: Original, self: Any, *args: Any, **kwargs: Any) -> A
 @PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner._unload_and_optionally_merge")
 @PATCH.replaces("peft.tuners.mixed.model", "MixedModel._unload_and_optionally_merge")
 def unload_and_optionally_merge(original: Original, self: Any, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
-    if not merge or not family.is_gemma4(self.model):
+    if not merge or not family.has_parts(self.model):
         return original(self, merge, *args, **kwargs)
     config: Any = self.model.config
     before = getattr(config, "tie_word_embeddings", None)
@@ -51,7 +51,7 @@ def unload_and_optionally_merge(original: Original, self: Any, merge: bool = Tru
 @PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.unmerge_adapter")
 def unmerge_adapter(original: Original, self: Any) -> Any:
     result = original(self)
-    if family.is_gemma4(self.model):
+    if family.has_parts(self.model):
         merged_layers.join(self.model)
     return result
 

@@ -37,7 +37,7 @@ from gemma4_compat._gemma4.quantization.experts import (
     report,
     tail_of,
 )
-from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_DIFFUSION, MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F21", severity="memory", affected=">=5.5", requires="accelerate bitsandbytes")
 
@@ -128,7 +128,7 @@ def deserialize(
 @PATCH.replaces("transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer._process_model_after_weight_loading")
 @PATCH.replaces("transformers.quantizers.quantizer_bnb_8bit", "Bnb8BitHfQuantizer._process_model_after_weight_loading")
 def process_model_after_weight_loading(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    if family.is_gemma4(model):
+    if family.has_parts(model):
         report(model, 4 if type(self).__name__ == "Bnb4BitHfQuantizer" else 8)
     return original(self, model, *args, **kwargs)
 
@@ -142,6 +142,7 @@ def dequantize(original: Original, self: Any, model: Any, *args: Any, **kwargs: 
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4TextExperts.forward")
+@PATCH.replaces(MODELING_DIFFUSION, "DiffusionGemmaTextExperts.forward", group="diffusion_gemma")
 def experts_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return expert_forward.forward(original, self, *args, **kwargs)
 

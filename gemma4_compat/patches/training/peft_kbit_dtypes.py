@@ -36,7 +36,7 @@ _PER_LAYER = "embed_tokens_per_layer"
 
 @PATCH.replaces("peft.utils.other", "prepare_model_for_kbit_training")
 def prepare_model_for_kbit_training(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-    if not family.is_gemma4(model) or not _is_quantized(model):
+    if not family.has_parts(model) or not _is_quantized(model):
         return original(model, *args, **kwargs)
     with _uncast_hidden(model):
         prepared = original(model, *args, **kwargs)
