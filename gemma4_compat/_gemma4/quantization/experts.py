@@ -71,10 +71,12 @@ def report(model: Any, bits: int) -> None:
     defect.
     """
     plain: dict[str, int] = {}  # bytes by dtype
+    counted: set[int] = set()  # experts may share their weights
     for module in all_experts(model).values():
         for name in NAMES:
             parameter = module._parameters.get(name)
-            if parameter is not None and quantized_parameter(module, name) is None:
+            if parameter is not None and quantized_parameter(module, name) is None and id(parameter) not in counted:
+                counted.add(id(parameter))
                 kind = offloaded.precision(parameter)
                 plain[kind] = plain.get(kind, 0) + stored_bytes(parameter)
     if not plain:

@@ -83,9 +83,9 @@ def _cast_offloaded_norms(model: Any) -> None:
 
 
 def _is_norm(module: Any) -> bool:
-    """Whether this is one of Gemma 4's norms, which return the dtype of their input."""
+    """Whether this is one of Gemma 4's norms, or a copy of them, which return the dtype of their input."""
     name = type(module).__name__
-    return name.startswith("Gemma4") and name.endswith("RMSNorm")
+    return name.endswith("RMSNorm") and (name.startswith("Gemma4") or hasattr(module, "with_scale"))
 
 
 def reproduce(workspace: Workspace) -> Outcome:
