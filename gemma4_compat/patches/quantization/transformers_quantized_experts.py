@@ -152,14 +152,14 @@ def by_hand(model: Any, quantization: str) -> Any:
     import torch
     from bitsandbytes import functional
 
-    for module in all_experts(model).values():
-        for name in NAMES:
-            with torch.no_grad():
-                for matrix in module.get_parameter(name):
-                    packed = functional.quantize_4bit(
-                        matrix.contiguous(), quant_type="nf4", compress_statistics=quantization == "4bit-double"
-                    )
-                    matrix.copy_(functional.dequantize_4bit(*packed))
+    parameters = [module.get_parameter(name) for module in all_experts(model).values() for name in NAMES]
+    with torch.no_grad():
+        for parameter in {id(parameter): parameter for parameter in parameters}.values():  # some are shared
+            for matrix in parameter:
+                packed = functional.quantize_4bit(
+                    matrix.contiguous(), quant_type="nf4", compress_statistics=quantization == "4bit-double"
+                )
+                matrix.copy_(functional.dequantize_4bit(*packed))
     return model
 
 
