@@ -163,7 +163,10 @@ def test_what_is_not_for_them_says_so(checkpoint: Path) -> None:
     kind = type(model).__name__
     for call, what in (
         (lambda: gemma4_compat.decode_fast(model), rf"one token after another, which {kind} does not do"),
-        (lambda: gemma4_compat.train_fast(model), rf"train_fast requires a Gemma 4 model with text layers; got {kind}"),
+        (
+            lambda: gemma4_compat.train_fast(model),
+            rf"train_fast requires a Gemma 4 model with text layers; got {kind}",
+        ),
         (lambda: gemma4_compat.plan_device_map(str(checkpoint), vram="8GiB"), "not a Gemma 4; known are"),
         (lambda: gemma4_compat.quantization_skip_modules(str(checkpoint)), "not a Gemma 4; known are"),
     ):

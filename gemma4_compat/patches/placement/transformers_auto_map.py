@@ -98,8 +98,10 @@ def _offloaded(placement: dict[str, Any]) -> set[str]:
 
 def _is_planned_for(model: Any, hf_quantizer: Any) -> bool:
     """Whether the layout supports the model and its quantization; there is no plan for a tower on its own."""
-    return family.is_gemma4(model) and not str(model.config.model_type).endswith(("_vision", "_audio")) and (
-        hf_quantizer is None or type(hf_quantizer).__name__ in ("Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer")
+    return (
+        family.is_gemma4(model)
+        and not str(model.config.model_type).endswith(("_vision", "_audio"))
+        and (hf_quantizer is None or type(hf_quantizer).__name__ in ("Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer"))
     )
 
 
