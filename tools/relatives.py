@@ -1,7 +1,7 @@
 """Which families of transformers have Gemma 4's parts, which patches act on them, and what quantizing them gives.
 
 python -m tools.relatives            print it, from the installed transformers
-python -m tools.relatives --write    into docs/evidence/relatives.json, from which tools/docs.py makes docs/RELATIVES.md
+python -m tools.relatives --write    into docs/evidence/relatives.json, for docs/RELATIVES.md
 
 The parts are looked up in the families' source. Sizes are those of models without weights, on meta.
 """
@@ -220,8 +220,8 @@ def sizes_section() -> str:
         lines.append(f"| `{name}` | {' | '.join(sizes)} |")
     row = read()["sizes"]["DiffusionGemmaForBlockDiffusion"]
     said = (
-        f"Of the {row['text linears']} linears in the layers of the DiffusionGemma's encoder and decoder, upstream quantizes "
-        f"{row['text linears upstream']}, the shim {row['text linears ours']}; the others are routers."
+        f"The layers of the DiffusionGemma's encoder and decoder have {row['text linears']} linears. Upstream "
+        f"quantizes {row['text linears upstream']} of them, the shim {row['text linears ours']}: all but routers."
     )
     return "\n".join([*lines, "", said])
 
@@ -229,8 +229,9 @@ def sizes_section() -> str:
 def gates_section() -> str:
     """How many patches act on what, and those for Gemma 4's parts by name."""
     found = gates()
-    said = ", ".join(f"{len(found[kind])} act on {kind}" for kind in GATES)
-    return f"Of the patches, {said}. For Gemma 4's parts: {', '.join(f'`{name}`' for name in found[GATES[1]])}."
+    said = ", ".join(f"{kind} {len(found[kind])}" for kind in GATES)
+    names = ", ".join(f"`{name}`" for name in found[GATES[1]])
+    return f"How many patches act on what: {said}. Those for Gemma 4's parts: {names}."
 
 
 SECTIONS: dict[str, Callable[[], str]] = {

@@ -56,29 +56,19 @@ def embedding_config(**text: Any) -> Any:
     )
 
 
-def build_diffusion(folder: Path) -> Path:
-    """Write a ``DiffusionGemmaForBlockDiffusion`` (bf16, random weights) into ``folder`` and return it.
+_CONFIGS = {DIFFUSION: diffusion_config, EMBEDDING: embedding_config}
+
+
+def build(folder: Path, *, name: str = DIFFUSION) -> Path:
+    """Write a model of the class ``name`` (bf16, random weights) into ``folder`` and return it.
 
     Raises:
         MissingPartError: the installed transformers has no such model.
     """
-    return _build(folder, diffusion_config(), DIFFUSION)
-
-
-def build_embedding(folder: Path) -> Path:
-    """Write an ``EmbeddingGemma2Model`` (bf16, random weights) into ``folder`` and return it.
-
-    Raises:
-        MissingPartError: the installed transformers has no such model.
-    """
-    return _build(folder, embedding_config(), EMBEDDING)
-
-
-def _build(folder: Path, config: Any, name: str) -> Path:
     import torch
 
     torch.manual_seed(0)
-    model = tiny_models.randomized(getattr(_needs(name), name)(config))
+    model = tiny_models.randomized(getattr(_needs(name), name)(_CONFIGS[name]()))
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if parameter.ndim == 1 and not path.endswith("per_dim_scale"):
@@ -88,11 +78,11 @@ def _build(folder: Path, config: Any, name: str) -> Path:
 
 
 def build_untied_diffusion(folder: Path) -> Path:
-    """Write the model of :func:`build_diffusion` with a copy of its own for each tied weight, and return ``folder``."""
+    """Write the DiffusionGemma of :func:`build` with a copy for each tied weight, and return ``folder``."""
     import torch
     from safetensors.torch import save_file
 
-    build_diffusion(folder)
+    build(folder)
     transformers = _needs(DIFFUSION)
     model = getattr(transformers, DIFFUSION).from_pretrained(folder, dtype=torch.bfloat16)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}

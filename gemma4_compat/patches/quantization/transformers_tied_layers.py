@@ -85,7 +85,7 @@ def remove_tied_weights_from_state_dict(original: Original, state_dict: dict[str
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._lab import relatives
 
-    checkpoint = workspace.cached(relatives.build_diffusion)
+    checkpoint = workspace.cached(relatives.build)
     apart = workspace.cached(relatives.build_untied_diffusion)
     found = []
     for quantization in ("4bit", "8bit"):

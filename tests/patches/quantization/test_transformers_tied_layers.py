@@ -24,7 +24,7 @@ class TestPromise(Promise):
 @pytest.fixture
 def checkpoint(workspace: Workspace) -> Path:
     try:
-        return workspace.cached(relatives.build_diffusion)
+        return workspace.cached(relatives.build)
     except MissingPartError as error:
         pytest.skip(str(error))
 
