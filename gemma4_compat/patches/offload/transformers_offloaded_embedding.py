@@ -13,8 +13,8 @@ embedding on another device it raises.
 Fix: While such a model runs, an offloaded embedding has a stand-in weight between its own forwards, with the padding
 row in every place: one row, expanded without taking memory. The stand-in is removed for the forward of the embedding,
 including that of an adapter layer around it, which may need the real weight (DoRA). To search the whole weight, the
-embedding is onloaded as for a forward. So it is for a step of a DiffusionGemma, and the logits of the step before go to
-its device.
+embedding is onloaded as for a forward. So it is for a step of a DiffusionGemma, and the logits of the step before go
+to its device.
 
 Remove when: transformers calls the embedding instead of reading ``embed_tokens.weight`` outside the embedding's
 forward.
