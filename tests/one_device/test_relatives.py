@@ -99,6 +99,46 @@ def test_an_adapter(workspace: Workspace, checkpoint: Path, quantization: str | 
     assert difference(answers, relatives.outputs(PeftModel.from_pretrained(model, tmp_path).eval())) == 0.0
 
 
+@pytest.mark.parametrize("quantization", [None, pytest.param("4bit", marks=full), pytest.param("8bit", marks=full)])
+def test_merged_as_with_a_copy_of_each_shared_weight(
+    workspace: Workspace, diffusion: Path, quantization: str | None, tmp_path: Path
+) -> None:
+    """The encoder's layer and the decoder's have adapters of their own, and one weight."""
+    from peft import PeftModel
+
+    tiny_adapters.write_adapter(relatives.load(diffusion), ["q_proj", "up_proj"], tmp_path / "adapter")
+
+    def merged(checkpoint: Path) -> Any:
+        base = relatives.load(checkpoint, quantization, skip_modules=["lm_head", "router.proj"])
+        return PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().eval()
+
+    model = merged(diffusion)
+    answers = relatives.outputs(merged(workspace.cached(relatives.build_untied_diffusion)))
+    assert difference(answers, relatives.outputs(model)) == 0.0
+    model.save_pretrained(tmp_path / "merged")
+    assert difference(answers, relatives.outputs(relatives.load(tmp_path / "merged"))) == 0.0
+
+
+@pytest.mark.parametrize("quantization", [None, pytest.param("4bit", marks=full)])
+def test_a_step_of_training(workspace: Workspace, checkpoint: Path, quantization: str | None, tmp_path: Path) -> None:
+    """The gradients of an adapter on a split model are those of one device."""
+    from peft import PeftModel
+
+    tiny_adapters.write_adapter(relatives.load(checkpoint), ["q_proj", "up_proj"], tmp_path)
+
+    def gradients(base: Any) -> dict[str, Any]:
+        model = PeftModel.from_pretrained(base, tmp_path, is_trainable=True).train()
+        answer = model(**relatives.inputs(base))
+        answer[next(name for name in ("logits", "last_hidden_state") if name in answer)].float().sum().backward()
+        return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+    mine = gradients(dispatched(relatives.load(checkpoint, quantization), workspace, "layers"))
+    theirs = gradients(relatives.load(checkpoint, quantization))
+    assert mine.keys() == theirs.keys()
+    assert mine
+    assert [name for name, value in theirs.items() if not value.equal(mine[name])] == []
+
+
 @pytest.mark.parametrize("quantization", ["4bit", "4bit-double"])
 def test_experts_in_4_bits(workspace: Workspace, diffusion: Path, quantization: str) -> None:
     from gemma4_compat.patches.quantization.transformers_quantized_experts import by_hand

@@ -8,7 +8,8 @@ place. With ``ensure_weight_tying`` the same change is added twice.
 
 Fix: Before the merge the head gets its own weight. If the two are equal afterwards, they become one parameter again;
 if not, the unloaded model has ``tie_word_embeddings`` off, so that both are saved and loaded. ``unmerge_adapter`` ties
-them again. Trained tokens, which PEFT puts on both, are left to it.
+them again. The layers of a DiffusionGemma, which share their weights in pairs, are parted likewise; weights that stay
+shared keep that option on, with which transformers loads those that differ as they are. Trained tokens, which PEFT puts on both, are left to it.
 
 Remove when: PEFT unties two weights before it merges into one of them.
 """
@@ -16,7 +17,7 @@ Remove when: PEFT unties two weights before it merges into one of them.
 from typing import Any
 
 from gemma4_compat._gemma4.models import family
-from gemma4_compat._offload.weights import merged_layers, stored_weights
+from gemma4_compat._offload.weights import merged_layers, stored_weights, tied_pairs
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F91", severity="wrong_result", affected=">=0.18.0", requires="transformers>=5.5")
@@ -44,7 +45,9 @@ def unload_and_optionally_merge(original: Original, self: Any, merge: bool = Tru
     if pairs:
         merged_layers.join(self.model)
         tied = all(stored_weights.is_same(*pair) for pair in pairs)
-        config.tie_word_embeddings = before if tied else False
+        others = [pair for pair in tied_pairs.pairs(unloaded) if pair not in pairs]
+        # With others that are still tied, transformers compares those of a file: it ties what is equal.
+        config.tie_word_embeddings = before if tied or others else False
     return unloaded
 
 
