@@ -178,6 +178,16 @@ def test_a_load_says_what_stays_unquantized(
     assert "gemma4_compat: experts:" in said
 
 
+def test_another_family_is_told_that_its_experts_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)).save_pretrained(tmp_path)
+    with gemma4_compat.quantize(experts=True):
+        relatives.load(tmp_path, "4bit")
+    assert "gemma4_compat: quantize(experts=True) is not for LlamaForCausalLM" in caplog.messages
+
+
 def test_routers_stay_in_bf16(diffusion: Path) -> None:
     model = relatives.load(diffusion, "4bit")
     assert type(model.model.decoder.layers[0].router.proj).__name__ == "Linear"

@@ -8,8 +8,9 @@ place. With ``ensure_weight_tying`` the same change is added twice.
 
 Fix: Before the merge the head gets its own weight. If the two are equal afterwards, they become one parameter again;
 if not, the unloaded model has ``tie_word_embeddings`` off, so that both are saved and loaded. ``unmerge_adapter`` ties
-them again. The layers of a DiffusionGemma, which share their weights in pairs, are parted likewise; weights that stay
-shared keep that option on, with which transformers loads those that differ as they are. Trained tokens, which PEFT puts on both, are left to it.
+them again. The layers of a DiffusionGemma, which share their weights in pairs, are parted likewise; where weights stay
+shared, that option stays on, with which transformers loads those that differ as they are. Trained tokens, which PEFT
+puts on both, are left to it.
 
 Remove when: PEFT unties two weights before it merges into one of them.
 """

@@ -20,6 +20,7 @@ such experts need it.
 Remove when: transformers can quantize experts with bitsandbytes.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,7 @@ from gemma4_compat.patches.api import MODELING_DIFFUSION, MODELING_GEMMA4, Origi
 
 PATCH = Patch("F21", severity="memory", affected=">=5.5", requires="accelerate bitsandbytes")
 
+_LOGGER = logging.getLogger("gemma4_compat")
 _STORED = attached.STORED_EXPERTS
 
 
@@ -50,6 +52,8 @@ _STORED = attached.STORED_EXPERTS
 def process_model_before_weight_loading(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, model, *args, **kwargs)
     if not is_moe(model):
+        if opt_in.EXPERTS.is_enabled() and not family.has_parts(model):
+            _LOGGER.warning("gemma4_compat: quantize(experts=True) is not for %s", type(model).__name__)
         return result
     config = self.quantization_config
     if self.pre_quantized:
