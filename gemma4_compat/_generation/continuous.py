@@ -1,9 +1,9 @@
 """Continuous batching: texts that are decoded together, and begin and end at different times.
 
 The texts are rows of one static cache. The newest token of each is in the same slot, and slots before a shorter text
-are masked, as for a batch that is padded on the left. So a text that joins is copied to where it ends with the others,
-and one that leaves only gives its row to the last one: no graph is captured for either. The custom kernels compute each
-row as if it were alone, from the first valid key of its mask on, so its bits are those of ``generate`` for this text.
+are masked, as for a batch that is padded on the left. So a text that joins is copied to where it ends with the rest,
+and one that leaves gives its row to the last one: no graph is captured for either. The custom kernels compute each row
+by itself, from the first valid key of its mask on, so its bits are those of ``generate`` for this text.
 """
 
 from __future__ import annotations
@@ -89,16 +89,16 @@ class Batch:
         self.lengths.pop()
         self._given = None
 
-    def rows_of(self, row: int) -> rows.Layers:
-        """Copies of the keys and values of a text."""
+    def rows_of(self, row: int, tokens: int) -> rows.Layers:
+        """Copies of the keys and values of the first tokens of a text, which may leave out the last one."""
         found: rows.Layers = {}
+        length = self.lengths[row]
         for index, layer in enumerate(self._largest.layers):
-            if layer.__class__.__name__ == "DummyLayer":
-                continue
-            end = self._window if rows.is_sliding(layer) else self._end
-            count = min(self.lengths[row], end)
-            own = (held[row : row + 1, :, end - count : end].clone() for held in (layer.keys, layer.values))
-            found[index] = rows.Rows(self.lengths[row] - count, *own)
+            if type(layer).__name__ != "DummyLayer":
+                end = self._window if rows.is_sliding(layer) else self._end
+                start = end - min(length, end)
+                own = (held[row : row + 1, :, start : end - length + tokens] for held in (layer.keys, layer.values))
+                found[index] = rows.Rows(length - end + start, *(part.clone() for part in own))
         return found
 
     def step(self, tokens: Any, words: int | str) -> Any:

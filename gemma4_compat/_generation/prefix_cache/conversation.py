@@ -120,9 +120,7 @@ class Conversation:
     @property
     def nbytes(self) -> int:
         """Bytes of its rows."""
-        return sum(
-            one.nbytes for layers in (self.layers, *self.copies) for one in layers.values()
-        )
+        return sum(one.nbytes for layers in (self.layers, *self.copies) for one in layers.values())
 
     def move_to_host(self) -> None:
         """Have its rows in host memory, so that its cache is free."""

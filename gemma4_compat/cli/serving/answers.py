@@ -294,14 +294,14 @@ class Worker:
             options = {"generation_config": prompt.config, "streamer": streamer}
             self._served.generate(prompt.adapter, prompt.inputs, **options)
 
-        return self._failure_of(generate, f"this request, whose prompt has {prompt.tokens} tokens")
+        return self._failure_of(f"this request, whose prompt has {prompt.tokens} tokens", generate)
 
-    def _failure_of(self, action: Callable[[], None], what: str) -> Refused | None:
+    def _failure_of(self, what: str, action: Callable[..., None], *args: Any) -> Refused | None:
         """Do something; what requests are told if that fails. ``what`` may need too much memory."""
         import torch
 
         try:
-            action()
+            action(*args)
         except upstream._GenerationCancelled:
             return None
         except (torch.OutOfMemoryError, MemoryError):

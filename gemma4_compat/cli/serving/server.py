@@ -36,7 +36,7 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 class Limits:
     """What the server takes: bytes of a request, requests that wait, seconds that one waits, connections at a time.
 
-    ``parallel``: answers that are written at a time. ``grace``: seconds that running requests have when the server is told to end.
+    ``parallel``: answers at a time. ``grace``: seconds that running requests have when the server is told to end.
     """
 
     body: int = 64 << 20
@@ -113,7 +113,7 @@ class _Chat(chat_completion.ChatCompletionHandler):  # type: ignore[misc]
 
 
 def _worker(served: Served, limits: Limits) -> answers.Worker:
-    options = {"waiting": limits.waiting, "patience": limits.patience}
+    options: dict[str, Any] = {"waiting": limits.waiting, "patience": limits.patience}
     if limits.parallel == 1:
         return answers.Worker(served, **options)
     reason = together.unsupported_reason(served)

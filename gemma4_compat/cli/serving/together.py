@@ -12,8 +12,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers.cli.serving import utils as upstream
-
 from gemma4_compat._generation import continuous
 from gemma4_compat._generation.prefix_cache.conversation import Conversation
 from gemma4_compat._generation.sampling import best_words
@@ -52,7 +50,6 @@ class _Answer:
     def prepare(self, model: Any) -> None:
         """Find how its tokens are chosen, as ``generate`` would."""
         import torch
-
         from transformers import LogitsProcessorList
 
         ids, device = self.prompt.inputs["input_ids"], model.device
@@ -86,13 +83,20 @@ class _Answer:
             self.ids[:, at : at + 1] = token
         self.drawn += 1
 
-    def deliver(self, token: int) -> bool:
-        """Send a token to the client; whether the answer ends with it."""
+    def deliver(self, token: int) -> None:
+        """Send a token to the client, and the end of the answer if it is the last one."""
         import torch
 
-        self.tokens.append(token)
         self.streamer.put(torch.tensor([token]))
-        return self.streamer.is_end(token) or len(self.tokens) >= self.config.max_new_tokens
+        self.tokens.append(token)
+        if self.is_whole:
+            self.streamer.end()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the client has its last token."""
+        last = self.tokens[-1:]
+        return any(map(self.streamer.is_end, last)) or len(self.tokens) >= self.config.max_new_tokens
 
 
 def unsupported_reason(served: Served) -> str | None:
@@ -159,7 +163,7 @@ class Together(Worker):
                 self._begin(answer)
                 answer = self._waiting_for(adapter) if len(self._answers) < self._parallel else None
             if self._answers:
-                failed = self._failure_of(self._step, f"{len(self._answers)} answers at a time")
+                failed = self._failure_of(f"{len(self._answers)} answers at a time", self._step)
                 if failed is not None:
                     self._give_up(failed)
             if len(self._answers) < self._parallel:
@@ -171,7 +175,7 @@ class Together(Worker):
             self._ended(answer.streamer, self.late())
             return
         what = f"this request, whose prompt has {answer.prompt.tokens} tokens"
-        failed = self._failure_of(lambda: self._read(answer), what)
+        failed = self._failure_of(what, self._read, answer)
         if answer not in self._answers:
             self._ended(answer.streamer, failed)
 
@@ -197,8 +201,8 @@ class Together(Worker):
         token = answer.token(logits[0])
         answer.note(token)
         answer.streamer.put(prompt.inputs["input_ids"].cpu())
-        if answer.deliver(int(token)):
-            answer.streamer.end()
+        answer.deliver(int(token))
+        if answer.is_whole:
             served.conversations.add(prompt.adapter, prompt.tokens, answer.conversation)
             return
         if self._batch is None:
@@ -238,23 +242,20 @@ class Together(Worker):
     def _deliver(self, answers: list[_Answer], tokens: Any) -> None:
         for answer, token in zip(answers, tokens.tolist()):
             if answer in self._answers:
-                ended: list[bool] = []
-                failed = self._failure_of(lambda: ended.append(answer.deliver(token)), "this request")
-                if ended != [False]:
-                    self._end(answer, failed, whole=ended == [True])
+                before = len(answer.tokens)
+                failed = self._failure_of("this request", answer.deliver, token)
+                if answer.is_whole or len(answer.tokens) == before:
+                    self._end(answer, failed)
 
-    def _end(self, answer: _Answer, failed: Refused | None, *, whole: bool) -> None:
+    def _end(self, answer: _Answer, failed: Refused | None) -> None:
         """End an answer, and keep its conversation."""
         import torch
 
         assert self._batch is not None
         row, conversation = self._answers.index(answer), answer.conversation
-        if whole:
-            answer.streamer.end()
         if conversation is not None and self._served.conversations is not None:
-            held = self._batch.lengths[row]
-            text = torch.tensor([*answer.prompt.inputs["input_ids"][0].tolist(), *answer.tokens])
-            conversation.grow(text[:held], self._batch.rows_of(row))
+            text = torch.tensor([*answer.prompt.inputs["input_ids"][0].tolist(), *answer.tokens[:-1]])
+            conversation.grow(text, self._batch.rows_of(row, len(text)))  # as `generate`, which does not read the last
             self._served.conversations.add(answer.prompt.adapter, answer.prompt.tokens, conversation)
         self._batch.leave(row)
         order = [*range(row), len(self._answers) - 1, *range(row + 1, len(self._answers))][: len(self._answers) - 1]
