@@ -90,7 +90,7 @@ class Batch:
         self._given = None
 
     def rows_of(self, row: int, tokens: int) -> rows.Layers:
-        """Copies of the keys and values of the first tokens of a text, which may leave out the last one."""
+        """Views of the keys and values of a text's first tokens: of all, or of some fewer."""
         found: rows.Layers = {}
         length = self.lengths[row]
         for index, layer in enumerate(self._largest.layers):
@@ -98,7 +98,7 @@ class Batch:
                 end = self._window if rows.is_sliding(layer) else self._end
                 start = end - min(length, end)
                 own = (held[row : row + 1, :, start : end - length + tokens] for held in (layer.keys, layer.values))
-                found[index] = rows.Rows(length - end + start, *(part.clone() for part in own))
+                found[index] = rows.Rows(length - end + start, *own)
         return found
 
     def step(self, tokens: Any, words: int | str) -> Any:

@@ -51,11 +51,10 @@ _Exact = Annotated[bool, typer.Option("--exact", help="PyTorch's bits, which are
 _Parallel = Annotated[
     int,
     typer.Option(
-        help="Answers at a time, decoded together; each has the text of an idle server. The plan leaves room for them. "
-        "Where that cannot be (a CPU, experts, --exact, --assistant), they come one after the other, and a line says "
-        "why.",
+        help="Answers at a time, decoded together; each has the text of an idle server. Where that cannot be (a CPU, "
+        "experts, --exact, --assistant), they come one after the other, and a line says why.",
         min=1,
-        max=64,
+        max=32,
         metavar="NUMBER",
     ),
 ]

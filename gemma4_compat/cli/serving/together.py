@@ -19,6 +19,9 @@ from gemma4_compat.cli.serving.answers import Prompt, Streamer, Worker
 from gemma4_compat.cli.serving.loading import Served
 from gemma4_compat.cli.serving.requests import Refused
 
+#: Words that matter for a token at least, those of Gemma's top-k: greedy and sampled texts share graphs.
+_WORDS = 64
+
 
 @dataclass(eq=False)
 class _Answer:
@@ -186,6 +189,7 @@ class Together(Worker):
         answer.prepare(served.base)
         config, logits = copy.copy(prompt.config), []
         config.do_sample, config.max_new_tokens, config.repetition_penalty = False, 1, None
+        config.temperature = config.top_p = config.top_k = config.min_p = None
 
         def note(_ids: Any, scores: Any) -> Any:
             logits.append(scores.clone())
@@ -216,7 +220,7 @@ class Together(Worker):
         """Compute a token of each answer, and send those of the last step meanwhile."""
         assert self._batch is not None
         all_words = [answer.words for answer in self._answers]
-        words = next((each for each in all_words if isinstance(each, str)), None) or max(all_words)
+        words = next((each for each in all_words if isinstance(each, str)), None) or max(*all_words, _WORDS)
         logits = self._batch.step(self._next, words)
         before, self._sent = self._sent, ([*self._answers], self._chosen(logits))
         self._next = self._sent[1]

@@ -71,12 +71,13 @@ def decoded(model: Any, rows: int, context: int, prompts: list[tuple[int, int, i
     while len(found) < len(prompts) or here:
         while len(found) < len(prompts) and prompts[len(found)][2] <= step and len(here) < rows:
             length, tokens, _ = prompts[len(found)]
-            ids = torch.randint(5, 60, (1, length), generator=draw)
+            ids = torch.randint(5, 60, (1, length), generator=draw).to(model.device)
             found.append(Text(model, batch, ids, tokens))
             here.append(found[-1])
             assert found[-1].row == len(here) - 1
         if here:
-            logits = batch.step(torch.tensor([text.token for text in here]), "all are compared")
+            tokens = torch.tensor([text.token for text in here], device=model.device)
+            logits = batch.step(tokens, "all are compared")
             for text, row in zip(here, logits):
                 text.logits.append(row)
         for text in [text for text in here if text.is_whole]:
