@@ -75,6 +75,11 @@ class Served:
 
     def generate(self, adapter: str | None, inputs: dict[str, Any], **options: Any) -> None:
         """Run ``generate`` with an adapter or without any, after the conversation that the prompt continues."""
+        with self.speaking(adapter):
+            self.read(adapter, inputs, **options)
+
+    def read(self, adapter: str | None, inputs: dict[str, Any], **options: Any) -> None:
+        """The same, while this adapter speaks."""
         import torch
 
         if self.assistant is not None:
@@ -83,11 +88,12 @@ class Served:
         inputs = {name: value.to(device) if hasattr(value, "to") else value for name, value in inputs.items()}
         if self.conversations is not None:
             self.conversations.turn_to(adapter, inputs)
-        with torch.no_grad(), self._with(adapter):
+        with torch.no_grad():
             self.model.generate(**inputs, **options)
 
     @contextlib.contextmanager
-    def _with(self, adapter: str | None) -> Iterator[None]:
+    def speaking(self, adapter: str | None) -> Iterator[None]:
+        """Inside, the model answers with an adapter, or without any."""
         if adapter is None:
             with contextlib.nullcontext() if self.model is self.base else self.model.disable_adapter():
                 yield
