@@ -27,6 +27,7 @@ PAGE = ROOT / "docs" / "SYSTEMS.md"
 COLUMNS = {"NVIDIA": "cuda", "AMD (ROCm)": "cuda", "Intel (XPU)": "xpu", "Apple (MPS)": "mps", "CPU": "cpu"}
 #: Files that ask whether this package's kernels can be compiled -> what the page calls it.
 ASKS_FOR_KERNELS = {
+    "_generation/continuous.py": "texts that `serve` decodes together",
     "_generation/sampling/best_words.py": "the head in 8 bits",
     "_generation/speculative/drafted_calls.py": "drafts",
     "_graphs/decoder.py": "fused steps",
