@@ -18,7 +18,7 @@ os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
 
 from benchmarks.reporting import compare_report, questions  # noqa: E402
 from benchmarks.small_card import report as small_card_report  # noqa: E402
-from tools import fingerprints, variants  # noqa: E402
+from tools import fingerprints, relatives, variants  # noqa: E402
 from tools.pages import (  # noqa: E402
     cards,
     checks,
@@ -52,6 +52,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "docs/HOW_IT_WORKS.md": [("import time", measurements.import_section)],
     "docs/PLACEMENT.md": [("search", measurements.search_section)],
     "docs/CARDS.md": [("cards", cards.section)],
+    "docs/RELATIVES.md": list(relatives.SECTIONS.items()),
     "docs/CHECK.md": [("checks", checks.section)],
     "docs/TRAINED_MODEL.md": [
         ("learned", trained.learned),
