@@ -179,14 +179,12 @@ def _named(adapter: str) -> tuple[str, Path]:
 
 def _planned(wanted: Wanted, adapters: list[Path]) -> Plan:
     """The plan: with the largest adapter, and the others in less memory."""
-    import torch
-
     options = dict(wanted.plan)
     sizes = sorted(((folder / WEIGHTS).stat().st_size, folder) for folder in adapters if (folder / WEIGHTS).exists())
     if sizes:
         options["adapter"] = sizes[-1][1]
     asked = options.get("vram") is not None or options.get("card") is not None
-    if wanted.device_map is not None or not (asked or torch.cuda.is_available()):
+    if wanted.device_map is not None or not (asked or budgets.machine()):
         free = 1 << 50 if wanted.device_map is not None else host_room.available() or 1 << 40
         options |= {"vram": {"cpu": free}, "card": None, "quantize": options.get("quantize") or "none"}
     options["quantize"] = options.get("quantize") or "4bit"
