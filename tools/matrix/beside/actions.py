@@ -1,0 +1,259 @@
+"""What a process does with a tiny Gemma 4: each action says a digest of what came out, and whether it is exact.
+
+An answer is exact ("own") if it has the bits of the same weights on one device, computed in the same process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+STEPS = 2
+#: Of a training step by ``train_fast``, relative to the largest: it rounds elsewhere.
+NEAR = 2e-2
+
+
+@dataclass
+class Table:
+    """What the actions of a process share.
+
+    Attributes:
+        workspace: the tiny checkpoint, ``gemma4_compat._lab.workspace.Workspace``.
+        known: results of earlier actions, for later ones to compare with.
+    """
+
+    workspace: Any
+    known: dict[str, Any] = field(default_factory=dict)
+
+
+def loading(table: Table) -> dict[str, Any]:
+    model = table.workspace.load()
+    return {"digest": digest(sorted(model.state_dict().items()))}
+
+
+def forward(table: Table) -> dict[str, Any]:
+    """Text, a picture and sound."""
+    outputs = table.known["forward"] = table.workspace.outputs(table.workspace.load())
+    return {"digest": digest(outputs.logits)}
+
+
+def generating(table: Table) -> dict[str, Any]:
+    return {"digest": digest(table.known["forward"].tokens)}
+
+
+def adapter(table: Table) -> dict[str, Any]:
+    outputs = table.known["adapter"] = table.workspace.outputs(_adapted(table))
+    return {"digest": digest([outputs.logits, outputs.tokens])}
+
+
+def merging(table: Table) -> dict[str, Any]:
+    outputs = table.workspace.outputs(_adapted(table).merge_and_unload())
+    return {"digest": digest([outputs.logits, outputs.tokens])}
+
+
+def four_bits(table: Table) -> dict[str, Any]:
+    outputs = table.known["4-bit"] = table.workspace.outputs(table.workspace.load("4bit"))
+    return {"digest": digest([outputs.logits, outputs.tokens])}
+
+
+def split(table: Table) -> dict[str, Any]:
+    """Layers and towers on disk."""
+    return _same(table, "forward", table.workspace.outputs(table.workspace.split()))
+
+
+def split_four_bits(table: Table) -> dict[str, Any]:
+    return _same(table, "4-bit", table.workspace.outputs(table.workspace.split("4bit")))
+
+
+def split_adapter(table: Table) -> dict[str, Any]:
+    return _same(table, "adapter", table.workspace.outputs(_adapted(table, table.workspace.split())))
+
+
+def training(table: Table) -> dict[str, Any]:
+    """Steps of a LoRA adapter by hand, with checkpointing."""
+    found = table.known["training"] = _steps(table, lambda model: model)
+    return {"digest": digest(found)}
+
+
+def training_split(table: Table) -> dict[str, Any]:
+    found = _steps(table, lambda model: table.workspace.dispatch(model, "layers"))
+    return {"digest": digest(found), "own": digest(found) == digest(table.known["training"])}
+
+
+def trainer(table: Table) -> dict[str, Any]:
+    """transformers' ``Trainer``, which accumulates gradients."""
+    import torch
+    import transformers
+
+    transformers.set_seed(0)
+    model = _adapted(table, trainable=True)
+    batch = table.workspace.inputs(text_only=True, device="cpu")
+    row = {key: value[0] for key, value in batch.items() if torch.is_tensor(value)}
+    rows = [row | {"labels": row["input_ids"]}, row | {"labels": torch.where(row["input_ids"] % 2 > 0, row["input_ids"], -100)}]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(table.workspace.new_folder()), per_device_train_batch_size=1, gradient_accumulation_steps=2,
+        max_steps=STEPS, learning_rate=1e-2, optim="sgd", report_to="none", logging_steps=1, save_strategy="no",
+        use_cpu=True, disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    made = transformers.Trainer(model, arguments, train_dataset=rows)
+    made.train()
+    losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    return {"digest": digest([losses, _trained(model)])}
+
+
+def decoding_fast(table: Table) -> dict[str, Any]:
+    """``decode_fast``, with a stand-in for CUDA graphs on the CPU: replayed tokens, beside those without it."""
+    import gemma4_compat
+    from gemma4_compat._graphs.recording import RECORDERS
+    from gemma4_compat._lab.stand_ins import tape
+
+    model, inputs = table.workspace.load(), table.workspace.inputs(text_only=True)
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "output_logits": True}
+    options["return_dict_in_generate"] = True
+    plain = model.generate(**inputs, **options)
+    with tape.standing_in(RECORDERS):
+        gemma4_compat.decode_fast(model, exact=True)
+        fast = model.generate(**inputs, **options)
+    shown = digest([fast.sequences, fast.logits])
+    replays = gemma4_compat.statistics(model).decoding.replayed
+    return {"digest": shown, "own": shown == digest([plain.sequences, plain.logits]), "note": f"{replays} replays"}
+
+
+def training_fast(table: Table) -> dict[str, Any]:
+    """``train_fast`` as it is: its losses are near those without it, and exact with its parts off."""
+    import gemma4_compat
+
+    exact = _steps(table, lambda model: gemma4_compat.train_fast(
+        model, loss=False, mlp=False, windows=False, products=False))  # fmt: skip
+    found = _steps(table, gemma4_compat.train_fast)
+    distance = _distance(found, table.known["training"])
+    own = digest(exact) == digest(table.known["training"]) and distance < NEAR
+    return {"digest": digest(found), "own": own, "note": f"{distance:.1g} from its own training"}
+
+
+def chunked_loss(table: Table) -> dict[str, Any]:
+    """A loss in chunks, asked for by name: it is there, or one error says why not."""
+    import gemma4_compat
+
+    found = _steps(table, lambda model: gemma4_compat.train_fast(model, loss=True))
+    return {"digest": digest(found), "own": _distance(found, table.known["training"]) < NEAR}
+
+
+def reverting(table: Table) -> dict[str, Any]:
+    """Everything once more, after ``revert()``: only the other library is left."""
+    import gemma4_compat
+
+    gemma4_compat.revert()
+    outputs = table.workspace.outputs(table.workspace.load())
+    return {"digest": digest([outputs.logits, outputs.tokens, _steps(table, lambda model: model)])}
+
+
+#: In the order in which a process does them: later ones compare with earlier ones, and the last one ends the shim.
+ACTIONS: dict[str, Callable[[Table], dict[str, Any]]] = {
+    "loading": loading,
+    "forward": forward,
+    "generate": generating,
+    "LoRA": adapter,
+    "merging": merging,
+    "4-bit": four_bits,
+    "split": split,
+    "split, 4-bit": split_four_bits,
+    "split, LoRA": split_adapter,
+    "training": training,
+    "training, split": training_split,
+    "Trainer": trainer,
+    "decode_fast": decoding_fast,
+    "train_fast": training_fast,
+    "train_fast(loss=True)": chunked_loss,
+    "revert()": reverting,
+}
+#: What needs the shim.
+OF_THE_SHIM = ("decode_fast", "train_fast", "train_fast(loss=True)")
+
+
+def done(table: Table, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each action and what came of it; an error is what came, too."""
+    for name in names:
+        try:
+            found = ACTIONS[name](table)
+        except Exception as error:  # noqa: BLE001  # a result like any other
+            found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", "kind": type(error).__name__}
+        yield name, found
+
+
+def digest(value: Any) -> str:
+    """Of tensors and numbers in lists, tuples and mappings."""
+    import torch
+
+    found = hashlib.sha256()
+
+    def add(part: Any) -> None:
+        if torch.is_tensor(part):
+            part = part.detach().cpu().contiguous()
+            found.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            found.update(part.flatten().view(torch.uint8).numpy().tobytes() if part.numel() else b"")
+        elif isinstance(part, dict):
+            add(sorted(part.items()))
+        elif isinstance(part, (list, tuple)):
+            found.update(f"{len(part)}:".encode())
+            for one in part:
+                add(one)
+        else:
+            found.update(repr(part).encode())
+
+    add(value)
+    return found.hexdigest()[:12]
+
+
+def _same(table: Table, of: str, outputs: Any) -> dict[str, Any]:
+    from gemma4_compat._lab.workspace import difference
+
+    shown = digest([outputs.logits, outputs.tokens])
+    return {"digest": shown, "own": difference(table.known[of], outputs) == 0.0}
+
+
+def _adapted(table: Table, model: Any = None, *, trainable: bool = False) -> Any:
+    from peft import PeftModel
+
+    model = table.workspace.load() if model is None else model
+    return PeftModel.from_pretrained(model, table.workspace.adapter("language"), is_trainable=trainable).eval()
+
+
+def _steps(table: Table, prepared: Callable[[Any], Any]) -> dict[str, Any]:
+    """Losses and the adapter of some steps; ``prepared``: the model before it gets its adapter."""
+    import torch
+
+    torch.manual_seed(0)
+    model = _adapted(table, prepared(table.workspace.load()), trainable=True).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    batch = table.workspace.inputs(text_only=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1e-2)
+    losses = []
+    for _ in range(STEPS):
+        with contextlib.ExitStack():
+            loss = model(**batch, labels=batch["input_ids"]).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return {"losses": losses} | _trained(model)
+
+
+def _trained(model: Any) -> dict[str, Any]:
+    return {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
+
+
+def _distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """The largest relative difference of a loss or a trained tensor."""
+    import torch
+
+    largest = 0.0
+    for name, value in expected.items():
+        one, other = torch.as_tensor(value).double(), torch.as_tensor(found[name]).double()
+        largest = max(largest, float((one - other).abs().max() / one.abs().max().clamp(min=1e-12)))
+    return largest
