@@ -16,6 +16,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from tools.matrix.beside.others import TEXT_ONLY, TURN_ON
+
 WAYS = ("other", "shim", "shim first", "other first")
 
 
@@ -46,7 +48,7 @@ def main(other: str, way: str, samples: str, *names: str) -> dict[str, Any]:
         if way == "other":
             wanted = [name for name in wanted if name not in actions.OF_THE_SHIM]
         found["actions"] = {}
-        table = actions.Table(Workspace(Path(samples)))
+        table = actions.Table(Workspace(Path(samples)), text_only=other in TEXT_ONLY)
         for name, result in actions.done(table, wanted):
             found["actions"][name] = result
             if os.environ.get("BESIDE_VERBOSE"):
@@ -58,8 +60,6 @@ def main(other: str, way: str, samples: str, *names: str) -> dict[str, Any]:
 
 
 def _import(other: str, way: str) -> None:
-    from tools.matrix.beside.others import TURN_ON
-
     if way in ("shim", "shim first"):
         import gemma4_compat  # noqa: F401
     if way != "shim":

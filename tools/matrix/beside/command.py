@@ -81,7 +81,7 @@ def measure(one: Beside, work: Path, *, keep: bool = False) -> dict[str, Any]:
         from tools.matrix.beside.child import WAYS
 
         ways = {way: _way(python, one.name, way, samples, environment, scratch) for way in WAYS}
-    return {"name": one.name, "called": one.called, "releases": dict(sorted(releases.items())), "ways": ways}
+    return {"name": one.name, "called": one.called, "module": one.module, "releases": dict(sorted(releases.items())), "ways": ways}
 
 
 def _way(

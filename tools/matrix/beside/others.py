@@ -86,6 +86,8 @@ TURN_ON: dict[str, Callable[[], None]] = {
     "ms-swift": _swift,
     "unsloth": _unsloth,
 }
+#: Those whose kernels run in Triton's interpreter, which is slow.
+TEXT_ONLY = ("liger-kernel", "axolotl")
 
 
 def _interpret_triton() -> None:

@@ -19,7 +19,8 @@ class Beside:
 
     Attributes:
         name: of the entry, and in ``others.TURN_ON``.
-        called: what messages call it.
+        called: what people call it.
+        module: what it is imported as, which messages name.
         why: what its releases are chosen for.
         pins: distribution -> release, the four libraries; they go before what the others ask for.
         install: requirements.
@@ -28,6 +29,7 @@ class Beside:
 
     name: str
     called: str
+    module: str
     why: str
     pins: dict[str, str]
     install: list[str]
@@ -45,6 +47,7 @@ def read(file: Path = TABLE) -> dict[str, Beside]:
         name: Beside(
             name=name,
             called=entry.get("called", name),
+            module=entry.get("module", name),
             why=entry["why"],
             pins={library: entry[library] for library in LIBRARIES},
             install=entry.get("install", []),

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tools.matrix.beside.actions import OF_THE_SHIM
-
 #: Verdict -> what it means. The last two are not good.
 WORDS = {
     "both": "the bits of each of the two alone",
     "other": "the bits of the other library alone",
     "shim": "the bits of the shim alone",
     "one device": "the bits of the same weights on one device, or without the call, in the same process",
+    "near": "but for rounding as without the call, or as one batch, in the same process; no more is promised",
     "one error": "an error of this package in one line that names the other library",
+    "said": "a line at the import has named the other library and said what to do; without that it would be bad",
     "its own error": "the other library raises the same alone",
     "error": "an error that neither alone has",
     "differs": "other bits than each alone, and than on one device",
@@ -22,18 +22,22 @@ BAD = ("error", "differs")
 ORDERS = ("shim first", "other first")
 
 
-def verdict(action: str, results: Mapping[str, Mapping[str, Any]], order: str, library: str) -> str:
-    """One of :data:`WORDS`.
+def verdict(action: str, result: Mapping[str, Any], order: str) -> str:
+    """One of :data:`WORDS`, of an action in an order: "shim first" or "other first"."""
+    ways = result["ways"]
+    found, other, shim = (ways[way]["actions"].get(action, {}) for way in (order, "other", "shim"))
+    word = _alone(found, other, shim, result["module"])
+    return "said" if word in BAD and any(result["module"] in line for line in lines(ways[order])) else word
 
-    Args:
-        action: its name.
-        results: way -> what came of this action there.
-        order: "shim first" or "other first".
-        library: as an error must name it.
-    """
-    found, other, shim = (results[way].get(action, {}) for way in (order, "other", "shim"))
+
+def lines(way: Mapping[str, Any]) -> list[str]:
+    """What was said at an import about another library's patches."""
+    return [line for line in way["said"] if "repairs of functions that" in line]
+
+
+def _alone(found: Mapping[str, Any], other: Mapping[str, Any], shim: Mapping[str, Any], module: str) -> str:
     if "error" in found:
-        if found["kind"] == "Gemma4CompatError" and library in found["error"]:
+        if found["kind"] == "Gemma4CompatError" and module in found["error"]:
             return "one error"
         return "its own error" if found.get("error") == other.get("error") else "error"
     as_other, as_shim = (found["digest"] == one.get("digest") for one in (other, shim))
@@ -43,15 +47,16 @@ def verdict(action: str, results: Mapping[str, Mapping[str, Any]], order: str, l
         return "other"
     if as_shim:
         return "shim"
-    return "one device" if found.get("own") else "differs"
+    if found.get("own"):
+        return "one device"
+    return "near" if found.get("near") else "differs"
 
 
 def table(result: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Action -> order -> verdict, of a library."""
-    actions = {way: one["actions"] for way, one in result["ways"].items()}
     return {
-        action: {order: verdict(action, actions, order, result["called"]) for order in ORDERS if order in actions}
-        for action in actions["shim first"]
+        action: {order: verdict(action, result, order) for order in ORDERS}
+        for action in result["ways"]["shim first"]["actions"]
     }
 
 
@@ -68,7 +73,3 @@ def bad(result: Mapping[str, Any]) -> list[str]:
 def said(result: Mapping[str, Any], order: str, action: str) -> str:
     found = result["ways"][order]["actions"][action]
     return found.get("error") or found.get("note") or f"digest {found['digest']}"
-
-
-def is_of_the_shim(action: str) -> bool:
-    return action in OF_THE_SHIM
