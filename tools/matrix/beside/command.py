@@ -7,12 +7,14 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tools import evidence
 from tools.matrix import UsageError, environments
 from tools.matrix.beside import stacks, verdicts
+from tools.matrix.beside.child import WAYS
 from tools.matrix.beside.stacks import Beside
 
 FILE = "beside.json"
@@ -44,7 +46,7 @@ def beside(options: argparse.Namespace) -> int:
     bad = []
     for one in chosen:
         try:
-            result = measure(one, options.work / "beside", keep=options.keep)
+            result = measure(one, options.work / "beside", keep=options.keep, jobs=options.jobs)
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             bad.append(f"{one.name}: {error}")
             print(bad[-1], flush=True)
@@ -64,8 +66,8 @@ def write(file: Path, result: dict[str, Any], order: list[str]) -> None:
     evidence.write(file, {name: found[name] for name in order if name in found})
 
 
-def measure(one: Beside, work: Path, *, keep: bool = False) -> dict[str, Any]:
-    """What came of the four ways, in an environment of its own."""
+def measure(one: Beside, work: Path, *, keep: bool = False, jobs: int = 1) -> dict[str, Any]:
+    """What came of the four ways, ``jobs`` of them at once, in an environment of its own."""
     never = [f'{name} ; sys_platform == "never"' for name in WITHOUT]
     # Entries with the same requirements share an environment.
     folder = work / "-".join(requirement.replace("==", "-") for requirement in [*one.install, *one.pinned[:1]])
@@ -78,9 +80,9 @@ def measure(one: Beside, work: Path, *, keep: bool = False) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         samples = Path(scratch, "samples")
         _run([str(python), "-c", _BUILD, str(samples)], environment | {"GEMMA4_COMPAT_DISABLE": "all"}, scratch)
-        from tools.matrix.beside.child import WAYS
-
-        ways = {way: _way(python, one.name, way, samples, environment, scratch) for way in WAYS}
+        with ThreadPoolExecutor(max_workers=jobs) as pool:
+            found = pool.map(lambda way: _way(python, one.name, way, samples, environment, scratch), WAYS)
+            ways = dict(zip(WAYS, found))
     return {"name": one.name, "called": one.called, "module": one.module, "releases": dict(sorted(releases.items())), "ways": ways}
 
 

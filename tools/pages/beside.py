@@ -1,0 +1,63 @@
+"""The shim beside libraries that patch the same classes, from docs/evidence/beside.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tools import evidence
+from tools.matrix.beside import verdicts
+from tools.matrix.beside.command import FILE
+
+#: The distribution whose release a row names, by entry.
+_NAMED = {
+    "trl": "trl",
+    "liger-kernel": "liger-kernel",
+    "axolotl": "axolotl",
+    "axolotl-hybrid": "axolotl",
+    "llama-factory": "llamafactory",
+    "ms-swift": "ms-swift",
+    "unsloth": "unsloth",
+}
+_GOOD = [word for word in verdicts.WORDS if word not in (*verdicts.BAD, "said", "one error", "its own error")]
+_OTHERWISE = {
+    "said": "not exact, a line at the import says so",
+    "one error": "one error that names both",
+    "its own error": "its own error, as alone",
+    "error": "an error",
+    "differs": "differs",
+}
+
+
+def section() -> str:
+    results: Mapping[str, Any] = evidence.read(evidence.EVIDENCE / FILE)
+    lines = [
+        "| beside | imported first | exact | otherwise |",
+        "|---|---|---|---|",
+    ]
+    for result in results.values():
+        table = verdicts.table(result)
+        cells = {order: _cells(order, table) for order in verdicts.ORDERS}
+        orders = {"either": cells["shim first"]} if cells["shim first"] == cells["other first"] else cells
+        shown = {"shim first": "the shim", "other first": result["called"]}
+        for order, cell in orders.items():
+            lines.append(f"| {_who(result)} | {shown.get(order, order)} | {cell} |")
+    return "\n".join(lines)
+
+
+def _who(result: Mapping[str, Any]) -> str:
+    releases, named = result["releases"], _NAMED.get(result["name"])
+    what = f"{result['called']} {releases[named]}" if named else result["called"]
+    note = ", masks of hybrid attention" if result["name"] == "axolotl-hybrid" else ""
+    return f"{what}{note}, transformers {releases['transformers']}"
+
+
+def _cells(order: str, table: Mapping[str, Mapping[str, str]]) -> str:
+    words = {action: cells[order] for action, cells in table.items()}
+    good = sum(word in _GOOD for word in words.values())
+    rest = [
+        f"{', '.join(f'`{action}`' if '(' in action or '_' in action else action for action in named)}: {text}"
+        for word, text in _OTHERWISE.items()
+        if (named := [action for action, found in words.items() if found == word])
+    ]
+    return f"{good} of {len(words)} | {'; '.join(rest)}"
