@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tools.matrix.beside.others import TEXT_ONLY, TURN_ON
+from tools.matrix.beside.others import INTERPRETED, TURN_ON
 
 WAYS = ("other", "shim", "shim first", "other first")
 
@@ -48,7 +48,7 @@ def main(other: str, way: str, samples: str, *names: str) -> dict[str, Any]:
         if way == "other":
             wanted = [name for name in wanted if name not in actions.OF_THE_SHIM]
         found["actions"] = {}
-        table = actions.Table(Workspace(Path(samples)), text_only=other in TEXT_ONLY)
+        table = actions.Table(Workspace(Path(samples)), short=other in INTERPRETED)
         for name, result in actions.done(table, wanted):
             found["actions"][name] = result
             if os.environ.get("BESIDE_VERBOSE"):

@@ -87,7 +87,7 @@ TURN_ON: dict[str, Callable[[], None]] = {
     "unsloth": _unsloth,
 }
 #: Those whose kernels run in Triton's interpreter, which is slow.
-TEXT_ONLY = ("liger-kernel", "axolotl")
+INTERPRETED = ("liger-kernel", "axolotl")
 
 
 def _interpret_triton() -> None:
