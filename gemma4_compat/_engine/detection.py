@@ -7,7 +7,7 @@ reproductions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from gemma4_compat._engine import changes, hooks, versions
@@ -111,11 +111,11 @@ def explained(patch: Patch, releases: Mapping[str, str], what: str) -> str:
 
 
 def beside(name: str, reason: str) -> str:
-    """The warning that another library has patched what patches repair, and what to do; ``reason`` is of the first."""
+    """The warning that another library has patched what patches repair, and what to do. ``reason``: why the first is off."""
     order = list(sys.modules)
-    advice = f"Both cannot be there: leave out what {name} does, or use one of the two."
+    advice = f"Leave out what {name} does there, or use one of the two."
     if order.index(name) < order.index("gemma4_compat"):
-        advice = f"Import gemma4_compat before {name}."
+        advice = f"Import gemma4_compat before {name}; if this is said again, use one of the two."
     return (
         f"{reason}. This and other repairs of functions that {name} has patched are off, and its code runs there: "
         f"`gemma4_compat.status()` names them. {advice} GEMMA4_COMPAT_DISABLE=ID,ID silences this."

@@ -122,7 +122,7 @@ def foreign(function: Any, home: str, ours: Callable[[Any], bool]) -> str | None
 def library(name: str) -> str:
     """The library of "module.name": its package, or the imported one whose name its package's begins with.
 
-    Empty where that is no other library, or is not imported under that name.
+    Empty if that is no other library, or is not imported under that name.
     """
     package = name.partition(".")[0]
     if package in _NO_LIBRARY or package not in sys.modules:

@@ -32,7 +32,9 @@ def unavailable(model: Any) -> str | None:
         return None
     if (other := foreign(kind.forward, "transformers", changes.is_installed)) is not None:
         who = library(other) or "one"
-        return f"{other} is in the place of {kind.__name__}.forward, or around it: {who} or the loss in chunks, not both"
+        return (
+            f"{other} is in the place of {kind.__name__}.forward, or around it: {who} or the loss in chunks, not both"
+        )
     return f"the patch {ID} is not applied to {kind.__name__}.forward"
 
 

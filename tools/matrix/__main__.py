@@ -53,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("others", nargs="*", metavar="LIBRARY", help="default: all of them")
     command.add_argument("--ci", action="store_true", help="only those of CI")
     command.add_argument("--out", type=Path, default=EVIDENCE, help="where results go (default: docs/evidence)")
-    command.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: one a core)")
+    command.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: one a core)"
+    )
     command.add_argument("--keep", action="store_true", help="take environments that are there as they are")
     command.set_defaults(act=beside.beside)
 

@@ -185,7 +185,7 @@ def test_what_another_library_has_replaced_is_said_in_one_line_for_all_patches(
     other = types.ModuleType("otherlib_core")
     monkeypatch.setitem(sys.modules, "otherlib_core", other)
     monkeypatch.setitem(sys.modules, "otherlib", types.ModuleType("otherlib"))
-    exec(REPLACING, vars(other))  # noqa: S102  # a module of another library
+    exec(REPLACING, vars(other))  # a module of another library
     core.double = core.Layer.forward = other.doubled
     linecache.cache["<otherlib>"] = (len(REPLACING), None, REPLACING.splitlines(keepends=True), "<otherlib>")
     other.doubled.__code__ = other.doubled.__code__.replace(co_filename="<otherlib>")
@@ -196,5 +196,5 @@ def test_what_another_library_has_replaced_is_said_in_one_line_for_all_patches(
         assert status.reason.startswith(f"otherlib_core.doubled is in the place of {core.__name__}.")
     (line,) = said
     assert "repairs of functions that otherlib has patched are off" in line
-    assert "leave out what otherlib does, or use one of the two" in line  # it was imported after this package
+    assert "Leave out what otherlib does there, or use one of the two" in line  # it was imported after this package
     assert core.double(2) == ("other", 2)

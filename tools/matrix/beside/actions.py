@@ -33,6 +33,7 @@ class Table:
     def outputs(self, model: Any) -> Any:
         """Logits of forwards, and the tokens of a greedy ``generate``."""
         import torch
+
         from gemma4_compat._lab.workspace import Outputs
 
         if not self.short:
@@ -102,7 +103,7 @@ def training_split(table: Table) -> dict[str, Any]:
 
 
 def trainer(table: Table) -> dict[str, Any]:
-    """transformers' ``Trainer`` with accumulated gradients: as with all rows in one batch, but for rounding."""
+    """Transformers' ``Trainer`` with accumulated gradients: as with all rows in one batch, but for rounding."""
     accumulated, whole = _trainer(table, 1), _trainer(table, 2)
     near = _distance(accumulated, whole)
     return {"digest": digest(accumulated), "near": near < NEAR, "note": f"{near:.1g} from one batch"}
@@ -212,7 +213,10 @@ def done(table: Table, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
         try:
             found = ACTIONS[name](table)
         except Exception as error:  # noqa: BLE001  # a result like any other
-            found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", "kind": type(error).__name__}
+            found = {
+                "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+                "kind": type(error).__name__,
+            }
         yield name, found
 
 

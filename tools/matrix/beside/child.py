@@ -61,11 +61,11 @@ def main(other: str, way: str, samples: str, *names: str) -> dict[str, Any]:
 
 def _import(other: str, way: str) -> None:
     if way in ("shim", "shim first"):
-        import gemma4_compat  # noqa: F401
+        import gemma4_compat
     if way != "shim":
         TURN_ON[other]()
     if way == "other first":
-        import gemma4_compat  # noqa: F401, F811
+        import gemma4_compat  # noqa: F401
 
 
 @contextlib.contextmanager

@@ -83,7 +83,13 @@ def measure(one: Beside, work: Path, *, keep: bool = False, jobs: int = 1) -> di
         with ThreadPoolExecutor(max_workers=jobs) as pool:
             found = pool.map(lambda way: _way(python, one.name, way, samples, environment, scratch), WAYS)
             ways = dict(zip(WAYS, found))
-    return {"name": one.name, "called": one.called, "module": one.module, "releases": dict(sorted(releases.items())), "ways": ways}
+    return {
+        "name": one.name,
+        "called": one.called,
+        "module": one.module,
+        "releases": dict(sorted(releases.items())),
+        "ways": ways,
+    }
 
 
 def _way(

@@ -37,6 +37,7 @@ class Beside:
 
     @property
     def pinned(self) -> list[str]:
+        """The four libraries as requirements."""
         return [f"{name}=={release}" for name, release in self.pins.items()]
 
 
