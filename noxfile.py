@@ -111,7 +111,7 @@ def matrix(session: nox.Session) -> None:
 
 @nox.session
 def beside(session: nox.Session) -> None:
-    """The shim beside libraries that patch the same classes, in either order of import. `-- --ci`, `-- LIBRARY ...`."""
+    """The shim beside libraries that patch the same classes, in both orders. `-- --ci`, `-- LIBRARY ...`."""
     session.install(*NEWEST, *MATRIX)
     session.run("python", "-m", "tools.matrix", "beside", *session.posargs)
 

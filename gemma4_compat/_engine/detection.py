@@ -111,7 +111,7 @@ def explained(patch: Patch, releases: Mapping[str, str], what: str) -> str:
 
 
 def beside(name: str, reason: str) -> str:
-    """The warning that another library has patched what patches repair, and what to do. ``reason``: why the first is off."""
+    """Say once that a library has patched what patches repair, and what to do; ``reason``: why the first is off."""
     order = list(sys.modules)
     advice = f"Leave out what {name} does there, or use one of the two."
     if order.index(name) < order.index("gemma4_compat"):
