@@ -11,8 +11,10 @@ The backend stays registered until the process ends, so use it in a separate pro
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +36,9 @@ _SET_DATA = torch.Tensor.data.__set__
 #: Marks tensors made by ``torch.tensor(number)``, which would be on the host, not on the other GPU.
 _NUMBER = "made_of_a_number"
 _kernels: list[Any] = []  # registered once
+#: Seconds in which the device's thread drops the tensors of the last backward pass. Where it does so while the
+#: interpreter ends, Python ends the thread, and C++ the process ("terminate called without an active exception").
+_REST = 0.2
 
 
 def available() -> bool:
@@ -264,6 +269,7 @@ def _register() -> None:
     if _kernels:
         return
     backend_registration._setup_privateuseone_for_python_backend(TYPE, backend_module=_Backend())
+    atexit.register(time.sleep, _REST)
     library = torch.library.Library("aten", "IMPL")
     _kernels.append(library)
 
