@@ -351,7 +351,7 @@ class Engine:
         notice = None if found is None else found.notice
         key = notice
         if found is not None and found.library and notice is None:
-            key, notice = f"library {found.library}", detection.beside(found.library, record.status.reason)
+            key, notice = f"library {found.library}", detection.beside(found.library, found.reason)
         self._outbox.failure(record, notice, key, strict=self._gate.settings.strict)
 
     @contextlib.contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tools import evidence
-from tools.matrix.beside import verdicts
+from tools.matrix.beside import stacks, verdicts
 from tools.matrix.beside.command import FILE
 
 #: The distribution whose release a row names, by entry.
@@ -42,6 +42,8 @@ def section() -> str:
         shown = {"shim first": "the shim", "other first": result["called"]}
         for order, cell in orders.items():
             lines.append(f"| {_who(result)} | {shown.get(order, order)} | {cell} |")
+    if left := [one.called for name, one in stacks.read().items() if name not in results]:
+        lines += ["", f"Not measured so far: {', '.join(left)}."]
     return "\n".join(lines)
 
 

@@ -44,15 +44,15 @@ def test_what_a_cell_says(
     assert len(verdicts.bad(one)) == (2 if expected in verdicts.BAD else 0)
 
 
-def test_every_entry_can_be_turned_on_and_was_measured_with_its_releases() -> None:
+def test_every_entry_can_be_turned_on_and_what_is_measured_has_its_releases() -> None:
     known, measured = stacks.read(), evidence.read(evidence.EVIDENCE / FILE)
     assert set(known) == set(others.TURN_ON)
-    assert list(measured) == list(known)
-    for name, one in known.items():
-        assert one.pins.items() <= measured[name]["releases"].items(), name
+    assert list(measured) == [name for name in known if name in measured]
+    for name, one in measured.items():
+        assert known[name].pins.items() <= one["releases"].items(), name
 
 
-@collect_failures(name=sorted(stacks.read()))
+@collect_failures(name=list(evidence.read(evidence.EVIDENCE / FILE)))
 def test_no_cell_is_bad(name: str) -> None:
     one = evidence.read(evidence.EVIDENCE / FILE)[name]
     assert list(verdicts.table(one)) == list(actions.ACTIONS)
