@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("beside", help="the shim beside libraries that patch the same classes")
     command.add_argument("others", nargs="*", metavar="LIBRARY", help="default: all of them")
     command.add_argument("--ci", action="store_true", help="only those of CI")
+    command.add_argument(
+        "--actions", nargs="+", default=[], metavar="ACTION", help="only these; what is known of the others stays"
+    )
     command.add_argument("--out", type=Path, default=EVIDENCE, help="where results go (default: docs/evidence)")
     command.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: one a core)"

@@ -21,7 +21,7 @@ _NAMED = {
 }
 _GOOD = [word for word in verdicts.WORDS if word not in (*verdicts.BAD, "said", "one error", "its own error")]
 _OTHERWISE = {
-    "said": "not exact, a line at the import says so",
+    "said": "wrong or an error, which a line at the import announces",
     "one error": "one error that names both",
     "its own error": "its own error, as alone",
     "error": "an error",

@@ -6,7 +6,7 @@ import argparse
 import json
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ from typing import Any
 from tools import evidence
 from tools.matrix import UsageError, environments
 from tools.matrix.beside import stacks, verdicts
+from tools.matrix.beside.actions import ACTIONS
 from tools.matrix.beside.child import WAYS
 from tools.matrix.beside.stacks import Beside
 
 FILE = "beside.json"
-LIMIT_S = 900
+LIMIT_S = 1800
 #: What a library asks for and does not get: it needs another torch, or a GPU.
 WITHOUT = (
     *("torchvision", "torchaudio", "torchao", "torchdata", "torchcodec", "xformers", "vllm", "flash-attn"),
@@ -46,12 +47,12 @@ def beside(options: argparse.Namespace) -> int:
     bad = []
     for one in chosen:
         try:
-            result = measure(one, options.work / "beside", keep=options.keep, jobs=options.jobs)
+            result = measure(one, options.work / "beside", options.actions, keep=options.keep, jobs=options.jobs)
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             bad.append(f"{one.name}: {error}")
             print(bad[-1], flush=True)
             continue
-        write(file, result, list(known))
+        write(file, result, list(known), options.actions)
         wrong = verdicts.bad(result)
         bad += wrong
         seconds = sum(way["seconds"] for way in result["ways"].values())
@@ -60,13 +61,22 @@ def beside(options: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def write(file: Path, result: dict[str, Any], order: list[str]) -> None:
-    """Put a result into the file in the place of an earlier one, in the order of matrix.toml."""
-    found = {**evidence.read(file), result["name"]: result}
+def write(file: Path, result: dict[str, Any], order: list[str], actions: Sequence[str] = ()) -> None:
+    """Put a result into the file in the place of an earlier one, in the order of matrix.toml.
+
+    ``actions``: only these were done; what is known of the others stays.
+    """
+    before = evidence.read(file)
+    for way, found in before.get(result["name"], {"ways": {}})["ways"].items() if actions else ():
+        done = found["actions"] | result["ways"][way]["actions"]
+        result["ways"][way] = {**found, "actions": {name: done[name] for name in ACTIONS if name in done}}
+    found = {**before, result["name"]: result}
     evidence.write(file, {name: found[name] for name in order if name in found})
 
 
-def measure(one: Beside, work: Path, *, keep: bool = False, jobs: int = 1) -> dict[str, Any]:
+def measure(
+    one: Beside, work: Path, actions: Sequence[str] = (), *, keep: bool = False, jobs: int = 1
+) -> dict[str, Any]:
     """What came of the four ways, ``jobs`` of them at once, in an environment of its own."""
     never = [f'{name} ; sys_platform == "never"' for name in WITHOUT]
     # Entries with the same requirements share an environment.
@@ -81,7 +91,9 @@ def measure(one: Beside, work: Path, *, keep: bool = False, jobs: int = 1) -> di
         samples = Path(scratch, "samples")
         _run([str(python), "-c", _BUILD, str(samples)], environment | {"GEMMA4_COMPAT_DISABLE": "all"}, scratch)
         with ThreadPoolExecutor(max_workers=jobs) as pool:
-            found = pool.map(lambda way: _way(python, one.name, way, samples, environment, scratch), WAYS)
+            found = pool.map(
+                lambda way: _way(python, [one.name, way, str(samples), *actions], environment, scratch), WAYS
+            )
             ways = dict(zip(WAYS, found))
     return {
         "name": one.name,
@@ -92,12 +104,9 @@ def measure(one: Beside, work: Path, *, keep: bool = False, jobs: int = 1) -> di
     }
 
 
-def _way(
-    python: Path, name: str, way: str, samples: Path, environment: Mapping[str, str], scratch: str
-) -> dict[str, Any]:
-    command = [str(python), "-m", "tools.matrix.beside.child", name, way, str(samples)]
-    lines = [line for line in _run(command, environment, scratch).splitlines() if line.startswith('{"import_s"')]
-    found: dict[str, Any] = json.loads(lines[-1])
+def _way(python: Path, arguments: list[str], environment: Mapping[str, str], scratch: str) -> dict[str, Any]:
+    printed = _run([str(python), "-m", "tools.matrix.beside.child", *arguments], environment, scratch)
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
 
 

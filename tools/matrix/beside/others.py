@@ -94,15 +94,17 @@ def _interpret_triton() -> None:
     """Have Triton run its kernels in its interpreter: there is no GPU.
 
     Its interpreter passes a float as it is, where a compiled kernel gets a scalar of the language with methods, and
-    it has none of CUDA's functions.
+    it has none of CUDA's functions. A backward pass asks a GPU how many multiprocessors it has: one.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     import numpy
+    import torch
     import triton.language as tl
     from triton.language.extra import libdevice
     from triton.language.extra.cuda import libdevice as of_cuda
     from triton.runtime import interpreter
 
+    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(multi_processor_count=1)
     for module in (libdevice, of_cuda):
         module.rsqrt = lambda x: 1.0 / tl.sqrt(x)
         module.tanh = lambda x: 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
