@@ -21,7 +21,7 @@ _NAMED = {
 }
 _GOOD = [word for word in verdicts.WORDS if word not in (*verdicts.BAD, "said", "one error", "its own error")]
 _OTHERWISE = {
-    "said": "wrong or an error, which a line at the import announces",
+    "said": "wrong or an error, and a line at the import has named it",
     "one error": "one error that names both",
     "its own error": "its own error, as alone",
     "error": "an error",

@@ -14,7 +14,7 @@ WORDS = {
     "near": "but for rounding as without the call, or as one batch, in the same process; no more is promised",
     "one error": "an error of this package in one line that names the other library",
     "said": "a line at the import has named the other library and said what to do; without that it would be bad",
-    "its own error": "the other library raises the same alone",
+    "its own error": "the other library raises the same alone, in this action or another",
     "error": "an error that neither alone has",
     "differs": "other bits than each alone, and than on one device",
 }
@@ -26,7 +26,8 @@ def verdict(action: str, result: Mapping[str, Any], order: str) -> str:
     """One of :data:`WORDS`, of an action in an order: "shim first" or "other first"."""
     ways = result["ways"]
     found, other, shim = (ways[way]["actions"].get(action, {}) for way in (order, "other", "shim"))
-    word = _alone(found, other, shim, result["module"])
+    own = {one["error"] for one in ways["other"]["actions"].values() if "error" in one}
+    word = "its own error" if found.get("error") in own else _alone(found, other, shim, result["module"])
     return "said" if word in BAD and any(result["module"] in line for line in lines(ways[order])) else word
 
 
@@ -39,7 +40,7 @@ def _alone(found: Mapping[str, Any], other: Mapping[str, Any], shim: Mapping[str
     if "error" in found:
         if found["kind"] == "Gemma4CompatError" and module in found["error"]:
             return "one error"
-        return "its own error" if found.get("error") == other.get("error") else "error"
+        return "error"
     as_other, as_shim = (found["digest"] == one.get("digest") for one in (other, shim))
     if as_other and as_shim:
         return "both"
