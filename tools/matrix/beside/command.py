@@ -31,10 +31,17 @@ _BUILD = (
     "import sys; from pathlib import Path; from gemma4_compat._lab.workspace import Workspace; "
     "Workspace.build(Path(sys.argv[1]))"
 )
-_RELEASES = (
-    "import json, sys; from importlib.metadata import distributions; "
-    "print(json.dumps({item.name: item.version for item in distributions() if item.name in sys.argv[1:]}))"
-)
+_RELEASES = """
+import json, sys
+from importlib.metadata import PackageNotFoundError, version
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = version(name)
+    except PackageNotFoundError:
+        continue
+print(json.dumps(found))
+"""
 
 
 def beside(options: argparse.Namespace) -> int:
