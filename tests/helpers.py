@@ -180,6 +180,11 @@ class Library:
         return Patch(id=id, targets=targets or (self.target(),), **(defaults | fields))
 
 
+def gpu(major: int, minor: int, **properties: Any) -> Any:
+    """What ``torch.cuda.get_device_properties`` returns for a GPU that is not there."""
+    return types.SimpleNamespace(major=major, minor=minor, **properties)
+
+
 def no_reproduction(_workspace: Any) -> Any:
     raise NotImplementedError("fake patches are not reproduced")
 

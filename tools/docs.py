@@ -18,7 +18,7 @@ os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
 
 from benchmarks.reporting import compare_report, questions  # noqa: E402
 from benchmarks.small_card import report as small_card_report  # noqa: E402
-from tools import fingerprints, variants  # noqa: E402
+from tools import fingerprints, relatives, variants  # noqa: E402
 from tools.pages import (  # noqa: E402
     beside,
     cards,
@@ -54,6 +54,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "docs/PLACEMENT.md": [("search", measurements.search_section)],
     "docs/CARDS.md": [("cards", cards.section)],
     "docs/TRAINERS.md": [("beside", beside.section)],
+    "docs/RELATIVES.md": list(relatives.SECTIONS.items()),
     "docs/CHECK.md": [("checks", checks.section)],
     "docs/TRAINED_MODEL.md": [
         ("learned", trained.learned),

@@ -152,7 +152,8 @@ def measured(address: str, process: int | None, options: argparse.Namespace, res
 
     client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=600)
     names = [model.id for model in client.models.list()]
-    asked(client, names[0], 3, options.answer)  # its first answer captures and compiles
+    for clients in (1, *CLIENTS):  # first answers capture and compile
+        load(client, names[:1], clients, 1, options.answer)
     for clients in CLIENTS:
         result["loads"].append(found := load(client, names[:1], clients, options.each, options.answer))
         print(json.dumps(common.rounded(found)), flush=True)
@@ -174,6 +175,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=512, help="tokens (default: 512)")
     parser.add_argument("--answer", type=int, default=64, help="tokens of the longest answers (default: 64)")
     parser.add_argument("--each", type=int, default=4, help="requests of each client (default: 4)")
+    parser.add_argument("--parallel", type=int, default=1, help="answers at a time (default: 1)")
     parser.add_argument("--requests", type=int, default=500, help="after which memory is read (default: 500)")
     parser.add_argument("--bare", nargs=2, type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="a file for the results, in JSON")
@@ -181,8 +183,8 @@ def main() -> int:
     if options.bare:
         print(json.dumps(bare(*options.bare, options.context, options.answer)))
         return 0
-    given = {name: value for name, value in vars(options).items() if name not in ("out", "bare")}
-    result: dict[str, Any] = {"options": given, "loads": []}
+    asked_for = {name: value for name, value in vars(options).items() if name not in ("out", "bare")}
+    result: dict[str, Any] = {"options": asked_for, "loads": []}
     with contextlib.ExitStack() as stack:
         if options.address:
             measured(options.address, None, options, result)
@@ -200,7 +202,8 @@ def main() -> int:
             done = subprocess.run(words, capture_output=True, text=True, env=dict(os.environ, HF_HUB_OFFLINE="1"))
             result["bare"] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr[-500:]
             print(json.dumps(result["bare"]), flush=True)
-            address, process = stack.enter_context(serving(checkpoint, adapter, ["--context", str(options.context)]))
+            given = ["--context", str(options.context), "--parallel", str(options.parallel)]
+            address, process = stack.enter_context(serving(checkpoint, adapter, given))
             measured(address, process, options, result)
     if options.out:
         options.out.write_text(json.dumps(common.rounded(result), indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What this machine has: what some patches require before they apply, and free memory."""
+"""What this machine has: what some patches require before they apply, its GPU, and free memory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ def packs_for_cpu() -> Detection:
     """Bitsandbytes repacks 4-bit weights for its fused kernel only on CPUs with AVX512-BF16."""
     functional = sys.modules["bitsandbytes.functional"]
     return Detection.AFFECTED if functional.has_avx512bf16() else Detection.NOT_AFFECTED
+
+
+def capability(device: Any) -> tuple[int, int] | None:
+    """The CUDA compute capability of a device; None for others: ROCm's are "cuda" to PyTorch, with AMD's numbers."""
+    import torch
+
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return found.major, found.minor
 
 
 def free_memory(device: Any, kept: int = 0) -> int | None:

@@ -1,6 +1,7 @@
 """What ``generate`` does with graphs: prompts, speculative steps, sampling, and a prefix that is read once.
 
 * :mod:`prompts`, :mod:`speculative`, :mod:`sampling`, :mod:`prefix_cache`: one each.
+* :mod:`continuous`: texts that are decoded together, for ``gemma4-compat serve``.
 
 Called by ``patches/generation``: :mod:`call` is the call that ``generate`` takes for its prompt and its steps,
 :mod:`fast` is :func:`gemma4_compat.decode_fast`.

@@ -84,6 +84,11 @@ def decode_fast(
             with ``exact`` or without ``graphs``.
     """
     inner = walk.unwrapped(model)
+    if family.has_parts(inner) and not family.is_gemma4(inner):
+        raise Gemma4CompatError(
+            "decode_fast replays how a Gemma 4 writes one token after another, which "
+            f"{type(inner).__name__} does not do; it runs without decode_fast."
+        )
     if not family.is_gemma4(inner) or getattr(inner, "generation_config", None) is None:
         raise Gemma4CompatError(
             f"decode_fast requires a Gemma 4 model with generate(); got {arguments.shown(inner)}. Load it with "

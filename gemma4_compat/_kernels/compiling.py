@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from gemma4_compat._engine.io import terminal
+from gemma4_compat._gemma4 import host
 from gemma4_compat._kernels import kernel_files, launching, noted, programs
 from gemma4_compat._kernels.kernel_files import Compiled
 from gemma4_compat._kernels.programs import Kernel
@@ -211,9 +212,8 @@ class CudaCompiler:
 
     @functools.cached_property
     def _capability(self) -> tuple[int, int]:
-        import torch
-
-        found: tuple[int, int] = torch.cuda.get_device_capability(self._device)
+        found = host.capability(self._device)
+        assert found is not None  # :meth:`unsupported_reason` has seen to it
         return found
 
     @functools.cached_property

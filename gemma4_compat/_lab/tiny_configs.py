@@ -32,7 +32,7 @@ TEXT: dict[str, Any] = {
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
-_LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 #: Settings of each variant's text model: the larger variants have no KV-shared layers and no per-layer embeddings.
 _LARGE: dict[str, Any] = {
     "num_kv_shared_layers": 0,
@@ -46,7 +46,7 @@ TEXT_VARIANTS: dict[str, dict[str, Any]] = {
     "31B": _LARGE,
     "26B-A4B": {**_LARGE, "enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 64, "top_k_experts": 2},
 }
-_VISION: dict[str, Any] = {
+VISION: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -57,7 +57,7 @@ _VISION: dict[str, Any] = {
     "position_embedding_size": 16,
     "pooling_kernel_size": 3,
 }
-_AUDIO: dict[str, Any] = {
+AUDIO: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -87,7 +87,7 @@ _TOKENS: dict[str, Any] = {
 
 def text_shape(layers: int = 6) -> dict[str, Any]:
     """:data:`TEXT` with ``layers`` layers, a multiple of 3."""
-    return {**TEXT, "num_hidden_layers": layers, "layer_types": _LAYER_TYPES * (layers // 3)}
+    return {**TEXT, "num_hidden_layers": layers, "layer_types": LAYER_TYPES * (layers // 3)}
 
 
 def config(
@@ -127,9 +127,9 @@ def config(
     return gemma4.Gemma4Config(
         text_config=gemma4.Gemma4TextConfig(**text),
         vision_config=gemma4.Gemma4VisionConfig(
-            **{**_VISION, "position_embedding_size": positions}, use_clipped_linears=True
+            **{**VISION, "position_embedding_size": positions}, use_clipped_linears=True
         ),
-        audio_config=gemma4.Gemma4AudioConfig(**_AUDIO),
+        audio_config=gemma4.Gemma4AudioConfig(**AUDIO),
         **_TOKENS,
     )
 
@@ -151,8 +151,8 @@ def _scaled(variant: str, layers: int, per_layer_vocabulary: int, sizes: dict[st
         text |= {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": per_layer_vocabulary}
     return gemma4.Gemma4Config(
         text_config=gemma4.Gemma4TextConfig(**text),
-        vision_config=gemma4.Gemma4VisionConfig(**{**shape["vision"], **_VISION}),
-        audio_config=None if shape["audio"] is None else gemma4.Gemma4AudioConfig(**_AUDIO),
+        vision_config=gemma4.Gemma4VisionConfig(**{**shape["vision"], **VISION}),
+        audio_config=None if shape["audio"] is None else gemma4.Gemma4AudioConfig(**AUDIO),
         **_TOKENS,
     )
 

@@ -57,11 +57,23 @@ def _positive(size: float | str) -> int:
 
 
 def _machine() -> dict[int | str, int]:
-    import torch
-
-    if not torch.cuda.is_available():
+    found = machine()
+    if not found:
         raise Gemma4CompatError(
             "this machine has no GPU whose memory could be read; give vram (--vram 8GiB), or a card by its name "
             "(--card 'RTX 3060')"
         )
-    return {index: torch.cuda.mem_get_info(index)[0] - _LEFT for index in range(torch.cuda.device_count())}
+    return found
+
+
+def machine() -> dict[int | str, int]:
+    """Bytes by accelerator: what is free on those that PyTorch sees, of one kind; empty without any."""
+    import torch
+
+    if torch.cuda.is_available():  # AMD's as well
+        return {index: torch.cuda.mem_get_info(index)[0] - _LEFT for index in range(torch.cuda.device_count())}
+    if torch.xpu.is_available() and hasattr(torch.xpu, "mem_get_info"):  # not in torch 2.4
+        return {f"xpu:{index}": torch.xpu.mem_get_info(index)[0] - _LEFT for index in range(torch.xpu.device_count())}
+    if torch.backends.mps.is_available() and hasattr(torch.mps, "recommended_max_memory"):  # nor this
+        return {"mps": torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory() - _LEFT}
+    return {}

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from gemma4_compat._engine import dormant
+from gemma4_compat._gemma4 import host
 from gemma4_compat._gemma4.attention import windows
 from gemma4_compat._kernels.specs import flash
 from gemma4_compat._memory import formulas, layout
@@ -48,7 +49,8 @@ def capability(vram: Any, card: str | None) -> _Capability | None:
         return None
     import torch
 
-    return min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())), default=None)
+    found = [host.capability(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    return min((one for one in found if one is not None), default=None)
 
 
 def unsupported_reason(blueprint: Blueprint, load: Load, found: _Capability | None) -> str:
@@ -59,6 +61,8 @@ def unsupported_reason(blueprint: Blueprint, load: Load, found: _Capability | No
         load: what it has to compute.
         found: the card's compute capability; None: not known.
     """
+    import torch
+
     if load.attention != "sdpa":
         return f"the model is loaded with {load.attention} attention"
     if load.assistant and assistants.unsupported_reason(blueprint):
@@ -69,7 +73,7 @@ def unsupported_reason(blueprint: Blueprint, load: Load, found: _Capability | No
     if not dormant.is_installed(windows.ID):
         return f"the patch {windows.ID} is off"
     if found is None:
-        return UNKNOWN
+        return "this package's kernels need CUDA" if torch.version.hip is not None else UNKNOWN
     if found < LEAST:
         return f"this package's kernels need compute capability {_text(LEAST)}, and the card has {_text(found)}"
     return ""

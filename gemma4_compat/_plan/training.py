@@ -141,9 +141,10 @@ def planned(request: Request) -> TrainingPlan:
     if experts is None and quantization is not None and _experts_leave(cut, budget):
         cut, source = _described(model, quantization, experts=True)
     source = replace(source, capability=capability)
-    measure: Callable[[Step], StepMemory] = functools.partial(_measure, model, quantization)
+    built = _Built(model)
+    measure: Callable[[Step], StepMemory] = functools.partial(_measure, built, quantization)
     if source.experts is not None:
-        measure = functools.partial(_measure, model, quantization, quantized_experts=True)
+        measure = functools.partial(_measure, built, quantization, quantized_experts=True)
     measured = _measured(measure, step, replayed=request.train_fast is not False)
     free = [switch for switch in _SWITCHES if getattr(request, switch) is None]
     step, reasons = switches.chosen((cut, device, budget), step, free, measured)
@@ -211,10 +212,22 @@ def _described(model: Any, quantization: str | None, *, experts: bool = False) -
     return cut, source
 
 
+class _Built:
+    """Steps of the model of one plan."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.steps = functools.cache(self._steps)
+
+    def _steps(self, quantization: str | None, r: int, quantized_experts: bool) -> training_step.Steps:
+        built = build.on_meta(self._model)[0]
+        names = config.linear_names(built, config.default_skip_modules(built)) if quantization else ()
+        return training_step.Steps(built, names, r, quantized_experts=quantized_experts)
+
+
 def _measure(model: Any, quantization: str | None, step: Step, *, quantized_experts: bool = False) -> StepMemory:
-    built = build.on_meta(model)[0]
-    names = config.linear_names(built, config.default_skip_modules(built)) if quantization else ()
-    return training_step.measure(built, names, step, quantized_experts=quantized_experts)
+    built = model if isinstance(model, _Built) else _Built(model)
+    return built.steps(quantization, step.r, quantized_experts).measure(step)
 
 
 def _measured(measure: Callable[[Step], StepMemory], first: Step, *, replayed: bool) -> Callable[[Step], StepMemory]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import inspect
 import warnings
 import weakref
@@ -20,10 +19,9 @@ from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.attention import windows
-from gemma4_compat._gemma4.quantization import expert_forward
-from gemma4_compat._gemma4.quantization.experts import NAMES, all_experts
+from gemma4_compat._gemma4.quantization.experts import all_experts
 from gemma4_compat._memory.blueprint import rounded
-from gemma4_compat._plan import equal_layers
+from gemma4_compat._plan import equal_layers, fake_model
 from gemma4_compat._training import chunks, counting, loss, mlp
 from gemma4_compat._training.counting import Kept
 
@@ -110,51 +108,71 @@ class StepMemory:
 
 
 def measure(model: Any, quantized: Collection[str], step: Step, *, quantized_experts: bool = False) -> StepMemory:
-    """Run one step of a model on meta.
-
-    Args:
-        model: from ``_gemma4.models.build.on_meta``, in bfloat16. It is changed and cannot be used again.
-        quantized: paths of the linear layers that bitsandbytes stores in 4 bits.
-        step: what to run.
-        quantized_experts: whether its experts are stored in 4 bits.
+    """Run one step of a model on meta: see :class:`Steps`.
 
     Raises:
         Gemma4CompatError: the settings contradict each other, or this model cannot be trained with them.
     """
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     check(step)
-    if step.sliding_windows and windows.unavailable() is not None:
-        raise _off("sliding_windows", windows.ID)
-    with _quiet():
-        adapted = _adapted(model, step)
-    by_windows = windows.planned() if step.sliding_windows else contextlib.nullcontext()
-    with FakeTensorMode(), _quiet(), by_windows, chunks.planned():
-        sizes = _fake(adapted, quantized)
-        for module in all_experts(model).values() if quantized_experts else ():
-            _experts_to_4bit(module)
-        adapted.train()
-        _ask("chunked_loss", step.chunked_loss, loss, adapted)
-        _ask("chunked_mlp", step.chunked_mlp, mlp, adapted)
-        if step.gradient_checkpointing:
-            adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            if step.activation_offloading:
-                _offload_checkpoints(model)
-            adapted.enable_input_require_grads()
-        tokens = torch.zeros(step.batch, step.max_length, dtype=torch.long)
-        inputs = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
-        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
-            inputs["mm_token_type_ids"] = torch.zeros_like(tokens)
-        forward, backward, graphs = _run(adapted, model, step, inputs)
-    return StepMemory(
-        adapter=sum(rounded(4 * size) for size in sizes),
-        optimizer=optimizer_bytes(step.optim, sizes),
-        forward=forward,
-        backward=backward,
-        sizes=tuple(sizes),
-        graphs=graphs,
-    )
+    return Steps(model, quantized, step.r, quantized_experts=quantized_experts).measure(step)
+
+
+class Steps:
+    """Runs steps of one model: it is built once.
+
+    Args:
+        model: from ``_gemma4.models.build.on_meta``, in bfloat16. It is changed and cannot be used again.
+        quantized: paths of the linear layers that bitsandbytes stores in 4 bits.
+        r: LoRA rank of all steps.
+        quantized_experts: whether its experts are stored in 4 bits.
+    """
+
+    def __init__(self, model: Any, quantized: Collection[str], r: int, *, quantized_experts: bool = False) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self._model, self._mode = model, FakeTensorMode()
+        with _quiet():
+            self._adapted = _adapted(model, r)
+        with self._mode, _quiet():
+            self._sizes = fake_model.replace_weights(self._adapted, quantized)
+            for module in all_experts(model).values() if quantized_experts else ():
+                fake_model.experts_to_4bit(module)
+
+    def measure(self, step: Step) -> StepMemory:
+        """Run a step.
+
+        Raises:
+            Gemma4CompatError: the settings contradict each other, or this model cannot be trained with them.
+        """
+        import torch
+
+        check(step)
+        if step.sliding_windows and windows.unavailable() is not None:
+            raise _off("sliding_windows", windows.ID)
+        model, adapted, sizes = self._model, self._adapted, self._sizes
+        by_windows = windows.planned() if step.sliding_windows else contextlib.nullcontext()
+        with self._mode, _quiet(), by_windows, chunks.planned(), fake_model.put_back(adapted):
+            adapted.train()
+            _ask("chunked_loss", step.chunked_loss, loss, adapted)
+            _ask("chunked_mlp", step.chunked_mlp, mlp, adapted)
+            if step.gradient_checkpointing:
+                adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                if step.activation_offloading:
+                    _offload_checkpoints(model)
+                adapted.enable_input_require_grads()
+            tokens = torch.zeros(step.batch, step.max_length, dtype=torch.long)
+            inputs = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+            if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+                inputs["mm_token_type_ids"] = torch.zeros_like(tokens)
+            forward, backward, graphs = _run(adapted, model, step, inputs)
+        return StepMemory(
+            adapter=sum(rounded(4 * size) for size in sizes),
+            optimizer=optimizer_bytes(step.optim, sizes),
+            forward=forward,
+            backward=backward,
+            sizes=tuple(sizes),
+            graphs=graphs,
+        )
 
 
 def _ask(name: str, on: bool, part: Any, model: Any) -> None:
@@ -356,90 +374,12 @@ def check(step: Step) -> None:
         raise Gemma4CompatError("activation_offloading needs transformers 5.17 or newer")
 
 
-def _adapted(model: Any, step: Step) -> Any:
+def _adapted(model: Any, r: int) -> Any:
     """``model`` with LoRA on its targets, on meta."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=step.r, lora_alpha=step.r, target_modules=TARGETS)
+    config = LoraConfig(r=r, lora_alpha=r, target_modules=TARGETS)
     return get_peft_model(model.requires_grad_(False), config, low_cpu_mem_usage=True)
-
-
-def _fake(adapted: Any, quantized: Collection[str]) -> list[int]:
-    """Replace every tensor of the model by a fake one, 4-bit if ``quantized`` says so. Returns the trained sizes."""
-    import torch
-
-    base = adapted.get_base_model()
-    tied: dict[int, Any] = {}
-    sizes = []
-    for module in adapted.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None:
-                continue
-            if id(parameter) not in tied:
-                dtype = torch.float32 if parameter.requires_grad else parameter.dtype
-                data = torch.empty(parameter.shape, dtype=dtype)
-                tied[id(parameter)] = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
-                sizes += [data.numel()] if parameter.requires_grad else []
-            module._parameters[name] = tied[id(parameter)]
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    base.tie_weights()
-    for name in quantized:
-        module = base.get_submodule(name)
-        base_layer = getattr(module, "base_layer", module)
-        _to_4bit(base_layer)
-        if module is not base_layer:
-            # PEFT's class for 4-bit layers leaves its inputs to autocast (peft/tuners/lora/bnb.py). The class for
-            # other layers, which this is, first casts them to the adapter's float32.
-            module.cast_input_dtype_enabled = False
-    return sizes
-
-
-def _to_4bit(linear: Any) -> None:
-    """Make a linear layer compute like bitsandbytes' on CUDA with more than one token.
-
-    Its weight is dequantized into a temporary, in the forward pass and again in the backward pass; autograd keeps the
-    packed weight and no input (``MatMul4Bit``).
-    """
-    import torch
-
-    class Dequantized(torch.autograd.Function):  # type: ignore[misc]
-        @staticmethod
-        def forward(ctx: Any, inputs: Any, shape: Any) -> Any:
-            ctx.shape = shape
-            return inputs @ torch.empty(shape, dtype=inputs.dtype).t()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            return gradient @ torch.empty(ctx.shape, dtype=gradient.dtype), None
-
-    shape = tuple(linear.weight.shape)
-    linear.weight = torch.nn.Parameter(torch.empty(-(-linear.weight.numel() // 2), dtype=torch.uint8), False)
-    dtype = torch.bfloat16
-
-    def forward(inputs: Any) -> Any:
-        return Dequantized.apply(inputs.to(dtype), shape)
-
-    linear.forward = forward
-
-
-def _experts_to_4bit(module: Any) -> None:
-    """Make experts compute as with ``quantize(experts=True)``: from weights that are made in each pass."""
-    import torch
-
-    make: dict[str, Any] = {}
-    for name in NAMES:
-        weight = module._parameters[name]
-        make[name] = functools.partial(torch.empty, weight.shape, dtype=torch.bfloat16)
-        packed = torch.empty(-(-weight.numel() // 2), dtype=torch.uint8)
-        module._parameters[name] = torch.nn.Parameter(packed, requires_grad=False)
-    upstream = type(module).forward
-
-    def forward(*args: Any) -> Any:
-        return expert_forward.with_values(lambda made: upstream(made, *args), module, module.num_experts, make, {})
-
-    module.forward = forward
 
 
 @contextlib.contextmanager

@@ -116,7 +116,7 @@ def _variant(model: str) -> str:
 
 
 def _folder(given: str, what: str, *, download: bool) -> Path:
-    if download and not Path(given).exists():
+    if download and folders.may_be_id(given) and not Path(given).exists():
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

@@ -48,6 +48,16 @@ _DeviceMap = Annotated[Path | None, typer.Option(help="A JSON file with a device
 _Vision = Annotated[bool, typer.Option("--vision", help="Leave room for images.")]
 _Audio = Annotated[bool, typer.Option("--audio", help="Leave room for sounds.")]
 _Exact = Annotated[bool, typer.Option("--exact", help="PyTorch's bits, which are slower; keeps no conversations.")]
+_Parallel = Annotated[
+    int,
+    typer.Option(
+        help="Answers at a time, decoded together; each has the text of an idle server. Where that cannot be (a CPU, "
+        "experts, --exact, --assistant), they come one after the other, and a line says why.",
+        min=1,
+        max=32,
+        metavar="NUMBER",
+    ),
+]
 _Conversations = Annotated[str, typer.Option(help="Host memory for conversations; the last one stays on the GPU.")]
 
 
@@ -87,10 +97,12 @@ def serve(
     audio: _Audio = False,
     exact: _Exact = False,
     conversations: _Conversations = "2GiB",
+    parallel: _Parallel = 1,
 ) -> None:
     """Serve a model to OpenAI's clients: placed by a plan, with adapters by name, from transformers' own server.
 
-    Answers come one after the other. Needs transformers 5.15 or newer and the extra [serve] (docs/SERVING.md).
+    Answers come one after the other, or --parallel at a time. Needs transformers 5.15 or newer and the extra [serve]
+    (docs/SERVING.md).
     """
     missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
     if missing:
@@ -100,7 +112,9 @@ def serve(
     with _loaded(locals()) as served:
         from gemma4_compat.cli.serving import media, server
 
-        limits = server.Limits(waiting=waiting, patience=patience, grace=grace, media=media.Limits(http=allow_http))
+        limits = server.Limits(
+            waiting=waiting, patience=patience, parallel=parallel, grace=grace, media=media.Limits(http=allow_http)
+        )
         tell(f"serving {', '.join(served.names)}")
         server.run(served, limits, host=host, port=port, key=key or None)
 
@@ -140,6 +154,9 @@ def _loaded(given: dict[str, Any]) -> Iterator[Any]:
 
     names = ("card", "context", "cpu", "vision", "audio", "quantize")
     plan = {name: given[name] for name in names if name in given} | {"vram": given["vram"] or None}
+    rows = given.get("parallel", 1) + 1  # prompts are read one at a time, in a cache of their own
+    if rows > 2 and not (given["assistant"] or given["exact"]):
+        plan |= {"batch": rows, "prompt": max(given["context"] // rows, 1)}
     wanted = loading.Wanted(
         given["model"],
         given["adapter"] or (),

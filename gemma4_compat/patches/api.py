@@ -32,8 +32,19 @@ if TYPE_CHECKING:
 else:  # patch files only annotate with it, and reproductions need torch
     Workspace = Any
 
-__all__ = ["FORWARDS", "MODELING_GEMMA4", "MODELING_UNIFIED", "Detection", "Original", "Outcome", "Patch", "Workspace"]
+__all__ = [
+    "FORWARDS",
+    "MODELING_DIFFUSION",
+    "MODELING_GEMMA4",
+    "MODELING_UNIFIED",
+    "Detection",
+    "Original",
+    "Outcome",
+    "Patch",
+    "Workspace",
+]
 
+MODELING_DIFFUSION = "transformers.models.diffusion_gemma.modeling_diffusion_gemma"
 MODELING_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 MODELING_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 

@@ -114,6 +114,7 @@ STACKED: tuple[str, ...] = (
     "quantization.bitsandbytes_fused_dequantization",
     "quantization.transformers_quantized_router",
     "quantization.transformers_tied_head",
+    "quantization.transformers_tied_layers",
     "quantization.transformers_quantized_experts",
     "quantization.transformers_quantize_offloaded",
     "quantization.transformers_qat_padding_row",

@@ -306,7 +306,7 @@ def test_the_documentations_example(workspace: Any, tmp_path: Path, monkeypatch:
 
     page = (ROOT / "docs" / "TRAINING.md").read_text(encoding="utf-8")
     block = re.findall(r"```python\n(.*?)```", page, re.S)[0]
-    block = re.sub(r"^MODEL, FOLDER = .*?\n\n(?=with )", "", block, flags=re.S | re.M)  # the reader's own data
+    block = re.sub(r"^MODEL = .*?\n\n(?=with )", "", block, flags=re.S | re.M)  # the reader's own data
     block = block.replace("gradient_accumulation_steps=4", "gradient_accumulation_steps=1")  # in less time
     asked: dict[str, Any] = {}
     again = workspace.load("4bit")

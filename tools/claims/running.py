@@ -302,7 +302,7 @@ CLAIMS = (
 CONSTANTS: dict[str, tuple[str, ...]] = {
     "README.md": ("12 GB card", "exits 0 if", "and 3.12 on NVIDIA"),
     "docs/index.md": ("12 GB card",),
-    "docs/SYSTEMS.md": ("to 3.13 without", "needs 3.11"),
+    "docs/SYSTEMS.md": ("to 3.13 without", "needs 3.11", "of ROCm 5.2", "from 0.50 on"),
     "docs/CARDS.md": (),
     "docs/SMALL_CARD.md": ("half a GiB", "about four times the size"),
     "docs/CHECK.md": ("Exit code 0", "1: it is", "2: it could", "leaves 128 of them"),

@@ -14,6 +14,7 @@ from gemma4_compat._doctor import environment
 from gemma4_compat._doctor.reproductions import findings
 from gemma4_compat._engine.reports import words
 from gemma4_compat._engine.reports.words import Verdict
+from gemma4_compat._gemma4 import host
 
 #: Bytes of a copy that is timed, and how often. The device copies more, or the start of the copy would count.
 _COPIED, _ON_DEVICE, _TIMES = 1 << 28, 1 << 30, 5
@@ -74,7 +75,7 @@ def _gpu() -> dict[str, Any] | None:
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info(0)
-    properties = torch.cuda.get_device_properties(0)
+    properties, capability = torch.cuda.get_device_properties(0), host.capability(torch.device("cuda", 0))
     clock = getattr(properties, "clock_rate", None)  # kHz; some releases of PyTorch do not have it
     return {
         "name": properties.name,
@@ -82,7 +83,7 @@ def _gpu() -> dict[str, Any] | None:
         "free": free,
         "multiprocessors": properties.multi_processor_count,
         "ghz": None if not clock else round(clock / 1e6, 3),
-        "capability": f"{properties.major}.{properties.minor}",
+        "capability": None if capability is None else "{}.{}".format(*capability),
         "driver": environment._driver(),
         "cuda": torch.version.cuda,
     }

@@ -131,7 +131,7 @@ def warn_unmatched_skips(model: Any, entries: Iterable[str], matches: Any) -> No
         found = [name for name, _ in model.named_modules() if matches(name, entry)]
         if containers := [name for name in found if any(linear.startswith(f"{name}.") for linear in linears)]:
             around[entry] = containers
-        elif not found and not _is_absent(model, entry):
+        elif not found and not _is_absent(model, entry) and not exists(model, entry):
             unmatched.append(entry)
     if unmatched:
         _warn_unmatched(model, "llm_int8_skip_modules", unmatched)

@@ -130,7 +130,7 @@ def _folder(adapter: str | os.PathLike[str]) -> Path:
     if files.exists(path):
         raise Gemma4CompatError(f"{str(path)!r} is a file; give the folder that it is in")
     name = os.fspath(adapter)
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+    if "/" in name and folders.may_be_id(name):
         cached = folders.cached(name, CONFIG)
         if cached is not None:
             return cached.parent

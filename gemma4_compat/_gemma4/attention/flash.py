@@ -14,6 +14,7 @@ from typing import Any
 from gemma4_compat._engine.runtime.views import PlainView
 from gemma4_compat._gemma4.attention import layers, packing
 from gemma4_compat._gemma4.cache import cache_names
+from gemma4_compat._gemma4.models import family
 
 #: The widest head that flash kernels take.
 WIDEST = 256
@@ -56,15 +57,7 @@ def is_split(config: Any) -> bool:
     """Whether this is the configuration of a Gemma 4 text model in which only the narrow layers run flash."""
     if isinstance(config, Sdpa) or not str(getattr(config, "model_type", "")).startswith("gemma4"):
         return False
-    return is_flash(config._attn_implementation) and _width(config) > WIDEST
-
-
-def _width(config: Any) -> int:
-    """The width of a head in full attention."""
-    found = getattr(config, "global_head_dim", None)  # before transformers 5.15
-    if found is None and "full_attention" in (getattr(config, "layer_types", None) or ()):
-        found = config.per_layer_config[config.layer_types.index("full_attention")].head_dim
-    return int(found or 0)
+    return is_flash(config._attn_implementation) and (family.width_of_full_attention(config) or 0) > WIDEST
 
 
 def full_mask(original: Callable[..., Any], arguments: dict[str, Any]) -> Any:

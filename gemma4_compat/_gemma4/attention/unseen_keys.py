@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemma4_compat._gemma4 import host
 from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._gemma4.attention import layers, tracing
 from gemma4_compat._gemma4.attention.flash import WIDEST
@@ -15,7 +16,7 @@ from gemma4_compat._gemma4.attention.flash import WIDEST
 ID = "transformers-cudnn-padding"
 
 #: The compute capability from which PyTorch uses cuDNN for attention without being asked: Hopper.
-_FIRST = 9
+_FIRST = (9, 0)
 #: Elements of a mask from which a copy costs more than waiting for the device once: 64 MiB of them.
 _LARGE = 2**26
 
@@ -70,7 +71,8 @@ def takes_cudnn(device: Any) -> bool:
     """Whether PyTorch may choose cuDNN for attention on ``device``. Does not wait for the device."""
     import torch
 
-    if device.type != "cuda" or torch.cuda.get_device_properties(device).major < _FIRST:
+    found = host.capability(device)
+    if found is None or found < _FIRST:
         return False
     # Dynamo does not trace this setting; if cuDNN is off, the results are the same.
     return torch.compiler.is_compiling() or bool(torch.backends.cuda.cudnn_sdp_enabled())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,14 @@ _TEMPLATES = "additional_chat_templates"
 _PARTIAL = ".partial-"
 _SHORTENED, _LONGEST_NAME = 200, 255
 
+#: A name, or an owner and a name. "./models/E2B", "/models/E2B", "~/E2B" and "C:\\E2B" are none.
+_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+
+
+def may_be_id(text: str) -> bool:
+    """Whether it may be a repository's id on the hub; all else is a path."""
+    return _ID.fullmatch(text) is not None
+
 
 def local(given: str | Path, what: str) -> Path:
     """The given folder, or the folder of a cached id; raises :class:`Gemma4CompatError` if there is neither."""
@@ -33,6 +42,10 @@ def local(given: str | Path, what: str) -> Path:
         return folder
     if os.path.exists(folder):  # noqa: PTH110 - likewise
         raise Gemma4CompatError(f"{str(given)!r} is a file; give the folder of the {what}")
+    if not may_be_id(str(given)):
+        raise Gemma4CompatError(
+            f"the folder {str(given)!r} does not exist; give that of the {what}, or its id on the hub"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

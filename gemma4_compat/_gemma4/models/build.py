@@ -86,6 +86,12 @@ def _found(model: str) -> tuple[str | None, Path | None]:
     variant, local = variants.find(model), files.exists(Path(model), "folder")
     if variant is not None and not local and "/" not in model:
         return variant, None
+    if not local and not folders.may_be_id(model):
+        instead = ", ".join(variants.NAMES) if variant is None else variant
+        raise Gemma4CompatError(
+            f"the folder {model!r} does not exist; give that of a checkpoint, an id on the hub, "
+            f"or a variant ({instead})"
+        )
     file = Path(model) / "config.json" if local else folders.cached(model, "config.json")
     if local and not (file is not None and files.exists(file)):
         raise Gemma4CompatError(f"there is no config.json in the folder {model!r}; give the folder of a checkpoint")
@@ -106,7 +112,7 @@ def _configuration(model: str) -> tuple[Any, str, str]:
     if variant is not None and file is None:
         if "/" not in model:
             return variants.config(variant), f"google/gemma-4-{variant}-it", variants.ASSUMED
-        return variants.config(variant), model, f"{model} is not in the cache: {variants.ASSUMED}"
+        return variants.config(variant), model, f"{model} is neither a folder nor in the cache: {variants.ASSUMED}"
     try:
         # The cache is enough: nothing is downloaded. Code from the folder does not run, and nobody is asked whether
         # to.
@@ -115,7 +121,7 @@ def _configuration(model: str) -> tuple[Any, str, str]:
         raise
     except Exception as error:
         if variant is not None:
-            return variants.config(variant), model, f"{model} is not in the cache: {variants.ASSUMED}"
+            return variants.config(variant), model, f"{model} is neither a folder nor in the cache: {variants.ASSUMED}"
         raise Gemma4CompatError(f"the configuration in {model!r} cannot be read: {_line(error)}") from error
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
@@ -77,14 +77,40 @@ def converts(skip: Collection[str]) -> Callable[[str], bool]:
 
 
 def tied_linears(model: Any) -> frozenset[str]:
-    """The linears that, by the model's configuration, share a weight with another module, such as ``lm_head``. Works
-    on meta, where nothing is tied yet.
+    """The linears that, by the model's configuration, share a weight with a module of another class, such as
+    ``lm_head`` with the embedding. Works on meta, where nothing is tied yet.
     """
     import torch
 
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    paths = {name.rpartition(".")[0] for pair in tied.items() for name in pair if name.endswith(".weight")}
+    paths = {path for paths in _tied_modules(model) if not _are_alike(model, paths) for path in paths}
     return frozenset(name for name in paths if type(model.get_submodule(name)) is torch.nn.Linear)
+
+
+def tied_alike(model: Any) -> dict[str, str]:
+    """The tensors that, by the model's configuration, are tied to one of the same name in a module of the same class:
+    each to its source. They can be quantized, as all are or none is.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return {
+        target: source
+        for target, source in tied.items()
+        if target.rpartition(".")[2] == source.rpartition(".")[2]
+        and _are_alike(model, [name.rpartition(".")[0] for name in (target, source)])
+    }
+
+
+def _tied_modules(model: Any) -> list[set[str]]:
+    """The paths of the modules that share each tied weight."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    groups: dict[str, set[str]] = {}
+    for target, source in tied.items():
+        if target.endswith(".weight") and source.endswith(".weight"):
+            groups.setdefault(source, {source.rpartition(".")[0]}).add(target.rpartition(".")[0])
+    return list(groups.values())
+
+
+def _are_alike(model: Any, paths: Iterable[str]) -> bool:
+    return len({type(model.get_submodule(path)) for path in paths}) == 1
 
 
 def linear_names(model: Any, skip: Collection[str]) -> frozenset[str]:

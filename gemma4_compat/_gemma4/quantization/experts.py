@@ -16,7 +16,9 @@ from gemma4_compat._gemma4.models import family
 from gemma4_compat._gemma4.quantization import offloaded, opt_in
 from gemma4_compat._gemma4.quantization.bytes import stored_bytes, stored_bytes_of
 
-#: The parameters of Gemma 4's experts, in every release.
+#: The classes of experts modules, which are copies of one another.
+_CLASSES = ("Gemma4TextExperts", "DiffusionGemmaTextExperts")
+#: The parameters of these experts, in every release.
 NAMES = ("gate_up_proj", "down_proj")
 
 _LOGGER = logging.getLogger("gemma4_compat")
@@ -24,7 +26,7 @@ _LOGGER = logging.getLogger("gemma4_compat")
 
 def is_experts(module: Any) -> bool:
     """Whether this is the experts module of a decoder layer."""
-    return any(base.__name__ == "Gemma4TextExperts" for base in type(module).__mro__)
+    return any(base.__name__ in _CLASSES for base in type(module).__mro__)
 
 
 def all_experts(model: Any) -> dict[str, Any]:
@@ -33,8 +35,8 @@ def all_experts(model: Any) -> dict[str, Any]:
 
 
 def is_moe(model: Any) -> bool:
-    """Whether this is a Gemma 4 with experts."""
-    return family.is_gemma4(model) and bool(all_experts(model))
+    """Whether this is a model with Gemma 4's experts."""
+    return family.has_parts(model) and bool(all_experts(model))
 
 
 def owner_of(model: Any, name: str) -> Any:
@@ -69,10 +71,12 @@ def report(model: Any, bits: int) -> None:
     defect.
     """
     plain: dict[str, int] = {}  # bytes by dtype
+    counted: set[int] = set()  # experts may share their weights
     for module in all_experts(model).values():
         for name in NAMES:
             parameter = module._parameters.get(name)
-            if parameter is not None and quantized_parameter(module, name) is None:
+            if parameter is not None and quantized_parameter(module, name) is None and id(parameter) not in counted:
+                counted.add(id(parameter))
                 kind = offloaded.precision(parameter)
                 plain[kind] = plain.get(kind, 0) + stored_bytes(parameter)
     if not plain:

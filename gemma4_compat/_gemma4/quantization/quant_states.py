@@ -71,6 +71,19 @@ def device_copy(pristine: Any, device: Any) -> Any:
     return copied
 
 
+def with_data(weight: Any, value: Any) -> Any:
+    """The quantized ``weight``, which is on meta, with ``value`` as its data and scales of its own beside it."""
+    import torch
+
+    new = torch.Tensor._make_subclass(type(weight), value, False)
+    vars(new).update(vars(weight))
+    if (state := vars(weight).get("quant_state")) is not None:
+        new.quant_state = device_copy(state, value.device)
+    if (scales := vars(weight).get("SCB")) is not None:
+        new.CB, new.SCB = value, scales.to(value.device, copy=True)
+    return new
+
+
 def check_not_lost(state: Any) -> None:
     """Raise :class:`Gemma4CompatError` if the state's scales were moved to meta before a copy was made."""
     if state.absmax is not None and state.absmax.device.type == "meta":

@@ -44,6 +44,15 @@ class Conversation:
         self._values = rows.digest(self._rows) if returned else None
         self._devices: dict[int, Any] = {}  # of layers, while their rows are in host memory
 
+    @property
+    def layers(self) -> rows.Layers:
+        """Its rows, as views where a cache has them."""
+        return self._rows or rows.of(self._cache)
+
+    def grow(self, ids: Any, layers: rows.Layers) -> None:
+        """Hold a longer text, int64 [length], on the CPU, whose rows these are."""
+        self.ids, self._rows, self._cache = ids, layers, None
+
     def is_untouched(self) -> bool:
         """Whether nobody has written to the rows, which the caller may have as well."""
         return self._values is None or rows.digest(self._rows) == self._values
@@ -69,7 +78,7 @@ class Conversation:
 
         It ends outside of images and sounds, whose tokens may see each other.
         """
-        own = self._rows or rows.of(self._cache)
+        own = self.layers
         while limit > 0:
             found = limit
             for index in self._sliding:
@@ -92,7 +101,7 @@ class Conversation:
                 needed, it is returned in place of a static one.
             needed: tokens that it must have room for.
         """
-        own = self._rows or rows.of(self._cache)
+        own = self.layers
         start = max(tokens - self.window + 1, 0)
         copies = {index: self._joined(own, index, start, tokens) for index in self._sliding}
         held, self.ids = len(self.ids), self.ids[:tokens]
@@ -111,14 +120,12 @@ class Conversation:
     @property
     def nbytes(self) -> int:
         """Bytes of its rows."""
-        return sum(
-            one.nbytes for layers in (self._rows or rows.of(self._cache), *self.copies) for one in layers.values()
-        )
+        return sum(one.nbytes for layers in (self.layers, *self.copies) for one in layers.values())
 
     def move_to_host(self) -> None:
         """Have its rows in host memory, so that its cache is free."""
         if not self._devices:
-            own = self._rows or rows.of(self._cache)
+            own = self.layers
             self._devices = {index: one.keys.device for index, one in own.items()}
             self._rows = {index: one.copied("cpu") for index, one in own.items()}
             self.copies = [{index: one.copied("cpu") for index, one in layers.items()} for layers in self.copies]

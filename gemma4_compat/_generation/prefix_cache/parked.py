@@ -58,6 +58,16 @@ class Conversations:
             kept.put(chosen.conversation)
         self._last = adapter, len(ids)
 
+    def take(self) -> Conversation | None:
+        """The conversation of the last prompt, which is the caller's then; None if it was not kept."""
+        kept = session.of(self._model)
+        return None if kept is None else kept.take()
+
+    def add(self, adapter: str | None, prompt: int, conversation: Conversation) -> None:
+        """Keep one that was taken, whose last prompt had so many tokens."""
+        known, self._parked = [*self._parked, _Known(adapter, prompt, conversation)], []
+        self._park(known)
+
     def _park(self, known: list[_Known]) -> None:
         """Keep these in host memory, as many of the last ones as have room."""
         left = self._limit

@@ -17,6 +17,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from gemma4_compat._gemma4 import host
 from gemma4_compat._kernels.programs import FAR, Kernel, instance, kinds
 from gemma4_compat._kernels.specs.attention import are_readable, rows_of
 
@@ -97,13 +98,15 @@ def tiling(width: int, shared: int) -> Tiling | None:
 
 
 def shared_memory(device: Any) -> int:
-    """Bytes of shared memory that a block may have; 0 where there are no kernels (before compute capability 8.0)."""
+    """Bytes of shared memory that a block may have; 0 where there are no kernels: AMD's, and before 8.0."""
     import torch
 
     if device.type != "cuda":
         return 227 << 10  # where kernels are emulated
-    found = torch.cuda.get_device_properties(device)
-    return int(found.shared_memory_per_block_optin) if found.major >= 8 else 0
+    found = host.capability(device)
+    if found is None or found < (8, 0):
+        return 0
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def serves(heads: int, kv_heads: int, width: int) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -96,7 +97,13 @@ def _take_apart(target: Any, source: Any) -> None:
         stored_weights.write(module, name, stored_weights.read(module, name).clone(), in_place=False)
     else:
         weight = module._parameters[name]
-        module._parameters[name] = torch.nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+        if weight.is_floating_point():
+            copied = torch.nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+        else:  # quantized: its scales are beside it
+            copied = copy.deepcopy(weight)
+            if hasattr(module, "state"):
+                module.state = copy.copy(module.state)
+        module._parameters[name] = copied
 
 
 def join(model: Any) -> None:

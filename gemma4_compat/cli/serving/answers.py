@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,10 @@ class Streamer(upstream.DirectStreamer):  # type: ignore[misc]
     def reached(self, most: int) -> bool:
         """Whether only the number of tokens ended the answer."""
         return not self.stopped and self._final not in self._ends and self.total_tokens >= most
+
+    def is_end(self, token: int) -> bool:
+        """Whether an answer ends with this token."""
+        return token in self._ends
 
     def put(self, value: Any) -> None:
         """Take tokens; ``generate`` calls it."""
@@ -92,7 +96,7 @@ class Prompt:
     inputs: dict[str, Any]
     text: str
     config: Any
-    seed: int | None
+    seed: int
     stops: list[str]
 
     @property
@@ -155,7 +159,8 @@ class Preparation:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             sentence = str(error).strip().partition("\n")[0]
             raise Refused(400, f"The chat template or the processor refuses this: {sentence[:300]}") from None
-        return Prompt(adapter, dict(inputs), text, self._config(asked, inputs), asked.seed, asked.stops)
+        seed = int.from_bytes(os.urandom(7), "little") if asked.seed is None else asked.seed
+        return Prompt(adapter, dict(inputs), text, self._config(asked, inputs), seed, asked.stops)
 
     def _config(self, asked: requests.Chat, inputs: Mapping[str, Any]) -> Any:
         config, tokens = copy.deepcopy(self.served.base.generation_config), inputs["input_ids"].shape[-1]
@@ -210,7 +215,7 @@ class Worker:
     def __init__(self, served: Served, *, waiting: int = 64, patience: float = 120.0) -> None:
         self._served, self._most, self.patience = served, waiting + 1, patience
         self._thread, self._lock, self._here = upstream.InferenceThread(), threading.Lock(), 0
-        self._running: Streamer | None = None
+        self._running: set[Streamer] = set()
         self._waiting: set[Streamer] = set()
 
     def enter(self) -> None:
@@ -249,11 +254,10 @@ class Worker:
 
     def stop(self, seconds: float = 5.0) -> None:
         """End what runs at its next token, and wait for that."""
-        running = self._running
-        if running is not None:
-            running.cancel()
+        for streamer in [*self._running]:
+            streamer.cancel()
         until = time.monotonic() + seconds
-        while self._running is not None and time.monotonic() < until:
+        while self._running and time.monotonic() < until:
             time.sleep(0.02)
 
     def _do(self, prompt: Prompt, streamer: Streamer, until: float) -> None:
@@ -263,29 +267,45 @@ class Worker:
             self._waiting.remove(streamer)
         failed: Refused | None = self.late()
         try:
-            if time.monotonic() <= until:
-                self._running = streamer
-                streamer._enqueue(BEGUN)
+            if self._begun(streamer, until):
                 failed = self._generate(prompt, streamer)
         finally:
-            self._running = None
-            self.leave()
-            streamer._loop.call_soon_threadsafe(streamer._queue.put_nowait, failed)
+            self._ended(streamer, failed)
+
+    def _begun(self, streamer: Streamer, until: float) -> bool:
+        """Tell a request that its turn has come; False if that is too late."""
+        if time.monotonic() > until:
+            return False
+        self._running.add(streamer)
+        streamer._enqueue(BEGUN)
+        return True
+
+    def _ended(self, streamer: Streamer, failed: Refused | None) -> None:
+        self._running.discard(streamer)
+        self.leave()
+        streamer._loop.call_soon_threadsafe(streamer._queue.put_nowait, failed)
 
     def _generate(self, prompt: Prompt, streamer: Streamer) -> Refused | None:
         """Generate; None if that went well or nobody wants it any longer, which is no failure."""
         import torch
 
-        seed = int.from_bytes(os.urandom(7), "little") if prompt.seed is None else prompt.seed
-        options = {"generation_config": prompt.config, "streamer": streamer}
-        try:
-            torch.manual_seed(seed)
+        def generate() -> None:
+            torch.manual_seed(prompt.seed)
+            options = {"generation_config": prompt.config, "streamer": streamer}
             self._served.generate(prompt.adapter, prompt.inputs, **options)
+
+        return self._failure_of(f"this request, whose prompt has {prompt.tokens} tokens", generate)
+
+    def _failure_of(self, what: str, action: Callable[..., None], *args: Any) -> Refused | None:
+        """Do something; what requests are told if that fails. ``what`` may need too much memory."""
+        import torch
+
+        try:
+            action(*args)
         except upstream._GenerationCancelled:
             return None
         except (torch.OutOfMemoryError, MemoryError):
-            sentence = f"There is not enough memory for this request, whose prompt has {prompt.tokens} tokens."
-            failed = Refused(503, sentence, {"Retry-After": "10"})
+            failed = Refused(503, f"There is not enough memory for {what}.", {"Retry-After": "10"})
         except Exception as error:  # noqa: BLE001 - the server goes on, and the request gets its status
             _log.exception("gemma4_compat: a request failed")
             return Refused(500, f"The model failed with {type(error).__name__}.")

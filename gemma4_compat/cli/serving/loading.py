@@ -75,6 +75,11 @@ class Served:
 
     def generate(self, adapter: str | None, inputs: dict[str, Any], **options: Any) -> None:
         """Run ``generate`` with an adapter or without any, after the conversation that the prompt continues."""
+        with self.speaking(adapter):
+            self.read(adapter, inputs, **options)
+
+    def read(self, adapter: str | None, inputs: dict[str, Any], **options: Any) -> None:
+        """The same, while this adapter speaks."""
         import torch
 
         if self.assistant is not None:
@@ -83,11 +88,12 @@ class Served:
         inputs = {name: value.to(device) if hasattr(value, "to") else value for name, value in inputs.items()}
         if self.conversations is not None:
             self.conversations.turn_to(adapter, inputs)
-        with torch.no_grad(), self._with(adapter):
+        with torch.no_grad():
             self.model.generate(**inputs, **options)
 
     @contextlib.contextmanager
-    def _with(self, adapter: str | None) -> Iterator[None]:
+    def speaking(self, adapter: str | None) -> Iterator[None]:
+        """Inside, the model answers with an adapter, or without any."""
         if adapter is None:
             with contextlib.nullcontext() if self.model is self.base else self.model.disable_adapter():
                 yield
@@ -173,14 +179,12 @@ def _named(adapter: str) -> tuple[str, Path]:
 
 def _planned(wanted: Wanted, adapters: list[Path]) -> Plan:
     """The plan: with the largest adapter, and the others in less memory."""
-    import torch
-
     options = dict(wanted.plan)
     sizes = sorted(((folder / WEIGHTS).stat().st_size, folder) for folder in adapters if (folder / WEIGHTS).exists())
     if sizes:
         options["adapter"] = sizes[-1][1]
     asked = options.get("vram") is not None or options.get("card") is not None
-    if wanted.device_map is not None or not (asked or torch.cuda.is_available()):
+    if wanted.device_map is not None or not (asked or budgets.machine()):
         free = 1 << 50 if wanted.device_map is not None else host_room.available() or 1 << 40
         options |= {"vram": {"cpu": free}, "card": None, "quantize": options.get("quantize") or "none"}
     options["quantize"] = options.get("quantize") or "4bit"

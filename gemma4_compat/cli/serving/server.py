@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import inspect
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,13 +21,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from transformers.cli.serving import chat_completion, model_manager, server, utils
 
-from gemma4_compat.cli.serving import answers, media, requests
+from gemma4_compat.cli.serving import answers, media, requests, together
 from gemma4_compat.cli.serving.loading import Served
 from gemma4_compat.cli.serving.requests import Refused
 
 #: What is left of transformers' routes; others load any model, or unload this one.
 _KEPT = ("/v1/models", "/health")
 _SLOW = 60.0  # seconds for a body to arrive, and for a part of an answer to leave
+_log = logging.getLogger("gemma4_compat")
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -34,12 +36,13 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 class Limits:
     """What the server takes: bytes of a request, requests that wait, seconds that one waits, connections at a time.
 
-    ``grace``: seconds that running requests have when the server is told to end.
+    ``parallel``: answers at a time. ``grace``: seconds that running requests have when the server is told to end.
     """
 
     body: int = 64 << 20
     waiting: int = 64
     patience: float = 120.0
+    parallel: int = 1
     grace: int = 20
     connections: int = 256
     media: media.Limits = field(default_factory=media.Limits)
@@ -70,7 +73,7 @@ class _Chat(chat_completion.ChatCompletionHandler):  # type: ignore[misc]
         super().__init__(models, state)
         self._limits, self._names = limits, served.names
         self._preparation = answers.Preparation(served, limits.media)
-        self.worker = answers.Worker(served, waiting=limits.waiting, patience=limits.patience)
+        self.worker = _worker(served, limits)
 
     async def answer(self, http: Request) -> Any:
         asked = requests.read(await _body(http, self._limits.body))
@@ -107,6 +110,17 @@ class _Chat(chat_completion.ChatCompletionHandler):  # type: ignore[misc]
             raise self.worker.late() from None
         if isinstance(begun, Refused):
             raise begun
+
+
+def _worker(served: Served, limits: Limits) -> answers.Worker:
+    options: dict[str, Any] = {"waiting": limits.waiting, "patience": limits.patience}
+    if limits.parallel == 1:
+        return answers.Worker(served, **options)
+    reason = together.unsupported_reason(served)
+    if reason is None:
+        return together.Together(served, limits.parallel, **options)
+    _log.warning("gemma4_compat: answers come one after the other: %s", reason)
+    return answers.Worker(served, **options)
 
 
 @dataclass

@@ -35,7 +35,7 @@ PATCH = Patch(
 @PATCH.replaces("accelerate.big_modeling", "dispatch_model")
 def dispatch_model(original: Original, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(original).bind(*args, **kwargs).arguments
-    if not family.is_gemma4(given["model"]):
+    if not family.has_parts(given["model"]):
         return original(*args, **kwargs)
     with dispatched_adapters.hidden(given["model"], given["device_map"]):
         dispatched = original(*args, **kwargs)

@@ -35,7 +35,7 @@ _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
 
 @PATCH.replaces("peft.peft_model", "PeftModel.load_adapter")
 def load_adapter(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not family.is_gemma4(self):
+    if not family.has_parts(self):
         return original(self, *args, **kwargs)
     with walk.quick(self, fitting.base_of(self)):
         return original(self, *args, **kwargs)
@@ -43,7 +43,7 @@ def load_adapter(original: Original, self: Any, *args: Any, **kwargs: Any) -> An
 
 @PATCH.replaces("peft.peft_model", "PeftModel.from_pretrained")
 def from_pretrained(original: Original, cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    if not family.is_gemma4(model):
+    if not family.has_parts(model):
         return original(cls, model, *args, **kwargs)
     with walk.quick(fitting.base_of(model)):
         return original(cls, model, *args, **kwargs)
@@ -62,7 +62,7 @@ def inject_adapter(
 ) -> Any:
     arguments = (self, model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, *args)
     adapter = fitting.being_loaded()
-    if adapter is None or not family.is_gemma4(model):
+    if adapter is None or not family.has_parts(model):
         return original(*arguments, **kwargs)
     is_lora = type(self).__name__ == "LoraModel" and not low_cpu_mem_usage
     with creation.creating(adapter_name, _covered(adapter, model) if is_lora else {}) as created, walk.quick(model):
@@ -186,7 +186,7 @@ def cast_adapter_dtype(original: Original, model: Any, adapter_name: str, autoca
     import torch
 
     adapter = fitting.being_loaded()
-    if adapter is None or not autocast_adapter_dtype or not family.is_gemma4(model):
+    if adapter is None or not autocast_adapter_dtype or not family.has_parts(model):
         original(model, adapter_name, autocast_adapter_dtype)
         return
     for created in adapter.created:

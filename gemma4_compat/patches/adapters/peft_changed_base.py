@@ -36,7 +36,7 @@ PATCH = Patch(
 def inject_adapter(original: Original, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     result = original(self, model, adapter_name, *args, **kwargs)
     init = getattr(self.peft_config[adapter_name], "init_lora_weights", None)
-    if isinstance(init, str) and family.is_gemma4(model):
+    if isinstance(init, str) and family.has_parts(model):
         text = _warning(init.lower(), model, adapter_name)
         if text is not None:
             notice.warn_user(text)

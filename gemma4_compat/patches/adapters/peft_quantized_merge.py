@@ -66,7 +66,7 @@ def unload_and_optionally_merge(original: Original, self: Any, merge: bool = Tru
 @contextlib.contextmanager
 def _measured(tuner: Any) -> Iterator[None]:
     """Inside, adapter layers over quantized weights measure what their merges lose; afterwards it is reported."""
-    layers = _quantized_layers(tuner.model) if family.is_gemma4(tuner.model) else {}
+    layers = _quantized_layers(tuner.model) if family.has_parts(tuner.model) else {}
     if not layers:
         yield
         return

@@ -56,7 +56,7 @@ _TOLERANCE = 0.5
 
 @PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
 def inject_adapter(original: Original, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    if family.is_gemma4(model) and any(is_compressed(module) for module in walk.modules(model)):
+    if family.has_parts(model) and any(is_compressed(module) for module in walk.modules(model)):
         with rollback.undone_if_it_fails(model, adapter_name):
             try:
                 return original(self, model, adapter_name, *args, **kwargs)
@@ -64,7 +64,7 @@ def inject_adapter(original: Original, self: Any, model: Any, adapter_name: str,
                 if "has no attribute 'weight'" not in str(error):
                     raise
                 raise _compressed_refusal(error) from error
-    if not family.is_gemma4(model) or not any(_is_packed(module) for module in walk.modules(model)):
+    if not family.has_parts(model) or not any(_is_packed(module) for module in walk.modules(model)):
         return original(self, model, adapter_name, *args, **kwargs)
     config = self.peft_config[adapter_name]
     _refuse_quantized_copies(config, model)

@@ -36,7 +36,7 @@ def get_peft_model_state_dict(
 ) -> Any:
     found = original(model, state_dict, adapter_name, unwrap_compiled, save_embedding_layers)
     inner = getattr(model, "_orig_mod", model) if unwrap_compiled else model
-    if not save_embedding_layers or not family.is_gemma4(inner):
+    if not save_embedding_layers or not family.has_parts(inner):
         return found
     if save_embedding_layers == "auto" and not _is_resized(inner, inner.peft_config[adapter_name]):
         return found

@@ -8,7 +8,9 @@ place. With ``ensure_weight_tying`` the same change is added twice.
 
 Fix: Before the merge the head gets its own weight. If the two are equal afterwards, they become one parameter again;
 if not, the unloaded model has ``tie_word_embeddings`` off, so that both are saved and loaded. ``unmerge_adapter`` ties
-them again. Trained tokens, which PEFT puts on both, are left to it.
+them again. The layers of a DiffusionGemma, which share their weights in pairs, are parted likewise; where weights stay
+shared, that option stays on, with which transformers loads those that differ as they are. Trained tokens, which PEFT
+puts on both, are left to it.
 
 Remove when: PEFT unties two weights before it merges into one of them.
 """
@@ -16,7 +18,7 @@ Remove when: PEFT unties two weights before it merges into one of them.
 from typing import Any
 
 from gemma4_compat._gemma4.models import family
-from gemma4_compat._offload.weights import merged_layers, stored_weights
+from gemma4_compat._offload.weights import merged_layers, stored_weights, tied_pairs
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F91", severity="wrong_result", affected=">=0.18.0", requires="transformers>=5.5")
@@ -26,7 +28,7 @@ ROUNDING = 0.01
 
 @PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.merge_adapter")
 def merge_adapter(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not family.is_gemma4(self.model):
+    if not family.has_parts(self.model):
         return original(self, *args, **kwargs)
     with merged_layers.parting(self.model):
         return original(self, *args, **kwargs)
@@ -35,7 +37,7 @@ def merge_adapter(original: Original, self: Any, *args: Any, **kwargs: Any) -> A
 @PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner._unload_and_optionally_merge")
 @PATCH.replaces("peft.tuners.mixed.model", "MixedModel._unload_and_optionally_merge")
 def unload_and_optionally_merge(original: Original, self: Any, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
-    if not merge or not family.is_gemma4(self.model):
+    if not merge or not family.has_parts(self.model):
         return original(self, merge, *args, **kwargs)
     config: Any = self.model.config
     before = getattr(config, "tie_word_embeddings", None)
@@ -44,14 +46,16 @@ def unload_and_optionally_merge(original: Original, self: Any, merge: bool = Tru
     if pairs:
         merged_layers.join(self.model)
         tied = all(stored_weights.is_same(*pair) for pair in pairs)
-        config.tie_word_embeddings = before if tied else False
+        others = [pair for pair in tied_pairs.pairs(unloaded) if pair not in pairs]
+        # With others that are still tied, transformers compares those of a file: it ties what is equal.
+        config.tie_word_embeddings = before if tied or others else False
     return unloaded
 
 
 @PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.unmerge_adapter")
 def unmerge_adapter(original: Original, self: Any) -> Any:
     result = original(self)
-    if family.is_gemma4(self.model):
+    if family.has_parts(self.model):
         merged_layers.join(self.model)
     return result
 

@@ -37,7 +37,7 @@ PATCH = Patch(
 @PATCH.replaces("accelerate.accelerator", "Accelerator.get_state_dict")
 def get_state_dict(original: Original, self: Any, model: Any, unwrap: bool = True) -> Any:
     found = original(self, model, unwrap)
-    if found and family.is_gemma4(model):
+    if found and family.has_parts(model):
         state_loading.fill(self.unwrap_model(model) if unwrap else model, found)
     return found
 
@@ -46,7 +46,7 @@ def get_state_dict(original: Original, self: Any, model: Any, unwrap: bool = Tru
 def load_accelerator_state(original: Original, input_dir: Any, models: list[Any], *args: Any, **kwargs: Any) -> Any:
     with contextlib.ExitStack() as stack:
         for model in models:
-            if family.is_gemma4(model):
+            if family.has_parts(model):
                 stack.enter_context(_loadable(model))
         return original(input_dir, models, *args, **kwargs)
 

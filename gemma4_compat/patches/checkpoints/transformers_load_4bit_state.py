@@ -33,7 +33,7 @@ PATCH = Patch(
 @PATCH.replaces("transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer._process_model_after_weight_loading")
 def process_model_after_weight_loading(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     processed = original(self, model, *args, **kwargs)
-    if family.is_gemma4(model):
+    if family.has_parts(model):
         scale_loading.install(model)
     return processed
 

@@ -29,7 +29,7 @@ _BUILDS_WEIGHTS = ("Bnb4bitDeserialize", "Bnb8bitDeserialize")
 def revert_weight_conversion(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
     conversions = vars(model).get("_weight_conversions") or []
     kept = [conversion for conversion in conversions if not _builds_weights(conversion)]
-    if len(kept) == len(conversions) or not family.is_gemma4(model):
+    if len(kept) == len(conversions) or not family.has_parts(model):
         return original(model, *args, **kwargs)
     with in_place.assigned(model, "_weight_conversions", kept):
         return original(model, *args, **kwargs)

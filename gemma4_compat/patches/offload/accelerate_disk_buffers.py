@@ -46,7 +46,7 @@ def load_checkpoint_in_model(original: Original, *args: Any, **kwargs: Any) -> A
             if placement.get(device_maps.entry_for(name, placement) or "") == "disk"
         ]
         given["device_map"] = {**placement, **dict.fromkeys(on_disk, "cpu")}
-    keeps_dtypes = given.get("dtype") is None and family.is_gemma4(model)
+    keeps_dtypes = given.get("dtype") is None and family.has_parts(model)
     dtypes = _dtypes(model) if keeps_dtypes else {}
     result = original(*call.args, **call.kwargs)
     for name, dtype in _dtypes(model).items():

@@ -48,7 +48,7 @@ PATCH = Patch(
 @PATCH.replaces("accelerate.big_modeling", "dispatch_model")
 def dispatch_model(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
     dispatched = original(model, *args, **kwargs)
-    if family.is_gemma4(dispatched):
+    if family.has_parts(dispatched):
         absent = torch_internals.missing()
         lock = model_lock.ModelLock()
         if not absent:

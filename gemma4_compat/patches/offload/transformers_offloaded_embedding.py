@@ -6,12 +6,15 @@ as ``embed_tokens`` is on the CPU or on disk.
 Cause: Models with per-layer embeddings read the embedding weight directly, outside the embedding's forward, where
 accelerate's hook has not onloaded it. ``Gemma4Model.forward`` reads the row of the padding token every time.
 ``Gemma4TextModel.get_per_layer_inputs`` reads the whole weight when the model gets ``inputs_embeds`` and has to find
-out which tokens they were.
+out which tokens they were. From its second step on, the decoder of a DiffusionGemma multiplies by the whole weight: on
+meta that is nonsense (``RuntimeError: probability tensor contains either `inf`, `nan` or element < 0``), and with the
+embedding on another device it raises.
 
 Fix: While such a model runs, an offloaded embedding has a stand-in weight between its own forwards, with the padding
 row in every place: one row, expanded without taking memory. The stand-in is removed for the forward of the embedding,
 including that of an adapter layer around it, which may need the real weight (DoRA). To search the whole weight, the
-embedding is onloaded as for a forward.
+embedding is onloaded as for a forward. So it is for a step of a DiffusionGemma, and the logits of the step before go
+to its device.
 
 Remove when: transformers calls the embedding instead of reading ``embed_tokens.weight`` outside the embedding's
 forward.
@@ -22,10 +25,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate import hooked
-from gemma4_compat._gemma4.accelerate.module_hooks import execution_device, offload_hook
+from gemma4_compat._gemma4.accelerate.module_hooks import execution_device, hook_device, hooks_off, offload_hook
 from gemma4_compat._gemma4.models import padding_row, walk
 from gemma4_compat._offload import host_memory
-from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_DIFFUSION, MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
     "F11 F38 F42", severity="crash", affected=">=5.5", requires="accelerate", needs="accelerate-tied-on-disk"
@@ -54,6 +57,25 @@ def get_per_layer_inputs(original: Original, self: Any, input_ids: Any, *args: A
         return original(self, input_ids, *args, **kwargs)
     with _onloaded(embedding):
         return original(self, input_ids, *args, **kwargs)
+
+
+@PATCH.replaces(MODELING_DIFFUSION, "DiffusionGemmaDecoderModel.forward", group="diffusion_gemma")
+def decoder_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    embedding = walk.in_use(self.embed_tokens)
+    device = hook_device(walk.innermost(self.embed_tokens))
+    logits = kwargs.get("self_conditioning_logits")
+    if device is None or logits is None:
+        return original(self, *args, **kwargs)
+    kwargs["self_conditioning_logits"] = logits.to(device)
+    hook = offload_hook(embedding)
+    if hook is None:
+        return original(self, *args, **kwargs)
+    hook.pre_forward(embedding)
+    try:
+        with hooks_off([embedding]):
+            return original(self, *args, **kwargs)
+    finally:
+        hook.post_forward(embedding, None)
 
 
 def _padding_row(embedding: Any, token: int) -> Any:

@@ -36,7 +36,7 @@ def init(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -
         return original(self, model, *args, **kwargs)
     asked = owner.hf_device_map
     first = str(next(iter(asked.values())))
-    offloaded = first == "disk" or (first == "cpu" and family.is_gemma4(model))
+    offloaded = first == "disk" or (first == "cpu" and family.has_parts(model))
     if not offloaded or model.device.type in (first, "meta"):
         return original(self, model, *args, **kwargs)
     # Only its first entry is read; a `device` beside a map is refused.

@@ -40,7 +40,7 @@ PATCH = Patch(
 
 @PATCH.replaces("accelerate.big_modeling", "dispatch_model")
 def dispatch_model(original: Original, *args: Any, **kwargs: Any) -> Any:
-    if not family.is_gemma4(args[0] if args else kwargs.get("model")):
+    if not family.has_parts(args[0] if args else kwargs.get("model")):
         return original(*args, **kwargs)
     signature = inspect.signature(original)
     named = {"offload_folder"} & kwargs.keys() - signature.parameters.keys()

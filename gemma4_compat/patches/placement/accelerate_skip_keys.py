@@ -39,7 +39,7 @@ def _own_skip_keys(model: Any) -> list[str]:
         keys = getattr(type(module), "_skip_keys_device_placement", None)
         if keys:
             found = [keys] if isinstance(keys, str) else list(keys)
-            return found if family.is_gemma4(module) else []
+            return found if family.has_parts(module) else []
     return []
 
 

@@ -27,12 +27,12 @@ PATCH = Patch("F65", severity="crash", affected=">=1.12")
 @PATCH.replaces("accelerate.utils.modeling", "infer_auto_device_map")
 def infer_auto_device_map(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
     placement = original(model, *args, **kwargs)
-    return device_maps.with_buffers(model, placement) if family.is_gemma4(model) else placement
+    return device_maps.with_buffers(model, placement) if family.has_parts(model) else placement
 
 
 @PATCH.replaces("accelerate.utils.modeling", "check_device_map")
 def check_device_map(original: Original, model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
-    if family.is_gemma4(model):
+    if family.has_parts(model):
         device_map = _without_tensors(model, device_map)
     return original(model, device_map, *args, **kwargs)
 

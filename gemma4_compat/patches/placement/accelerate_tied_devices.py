@@ -8,7 +8,8 @@ Cause: ``dispatch_model`` puts a copy of the weight on each of the devices, with
 hooks of the others unchanged.
 
 Fix: The copy on the main device is kept, if there is one, and the others are freed. All the modules compute where it
-is, and it is a single trainable parameter.
+is, and it is a single trainable parameter. A block all of whose weights are shared, such as a layer of a
+DiffusionGemma, computes there as a whole.
 
 Remove when: ``retie_parameters`` leaves no module with a weight on another device than its hook says.
 """
@@ -35,6 +36,10 @@ def retie_parameters(original: Original, model: Any, tied_params: Any) -> None:
             device = _weight(model, name).device
             if device.type != "meta":
                 _compute_on(device, model, name.rpartition(".")[0])
+    for name, module in model.named_modules() if tied_params else ():
+        weights = list(module.parameters())
+        if name and weights and all(weight.device == main for weight in weights):
+            _compute_on(main, model, name)  # a block all of whose weights are shared
 
 
 def _weight(model: Any, name: str) -> Any:

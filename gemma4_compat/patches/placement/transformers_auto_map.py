@@ -72,7 +72,7 @@ def get_device_map(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if not isinstance(device_map, str) or not family.is_gemma4(model):
+    if not isinstance(device_map, str) or not family.has_parts(model):
         return original(model, device_map, max_memory, hf_quantizer, *args, **kwargs)
     if not _is_planned_for(model, hf_quantizer):
         upstream = original(model, device_map, max_memory, hf_quantizer, *args, **kwargs)
@@ -98,8 +98,10 @@ def _offloaded(placement: dict[str, Any]) -> set[str]:
 
 def _is_planned_for(model: Any, hf_quantizer: Any) -> bool:
     """Whether the layout supports the model and its quantization; there is no plan for a tower on its own."""
-    return not str(model.config.model_type).endswith(("_vision", "_audio")) and (
-        hf_quantizer is None or type(hf_quantizer).__name__ in ("Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer")
+    return (
+        family.is_gemma4(model)
+        and not str(model.config.model_type).endswith(("_vision", "_audio"))
+        and (hf_quantizer is None or type(hf_quantizer).__name__ in ("Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer"))
     )
 
 

@@ -35,7 +35,7 @@ PATCH = Patch("F26", kind="notice", severity="memory", affected=">=5.5", require
 def get_device_map(original: Original, model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
     # Upstream checks a map's completeness only if it has several devices; otherwise the model stays where it was
     # loaded.
-    ours = family.is_gemma4(model)
+    ours = family.has_parts(model)
     if isinstance(device_map, dict) and ours:
         device_maps.check(model, device_map)
         _refuse_whole_model_on_disk(device_map)
@@ -58,7 +58,7 @@ def _refuse_whole_model_on_disk(device_map: dict[str, Any]) -> None:
 def get_modules_to_not_convert(
     original: Original, model: Any, skip_modules: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    if skip_modules and family.is_gemma4(model):
+    if skip_modules and family.has_parts(model):
         should_convert = vars(sys.modules["transformers.quantizers.quantizers_utils"])["should_convert_module"]
         device_maps.warn_unmatched_skips(model, skip_modules, lambda name, entry: not should_convert(name, [entry]))
     return original(model, skip_modules, *args, **kwargs)

@@ -38,7 +38,7 @@ _log = logging.getLogger("gemma4_compat")
 
 @PATCH.replaces("transformers.modeling_utils", "PreTrainedModel._resize_token_embeddings")
 def resize_token_embeddings(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not family.is_gemma4(self):
+    if not family.has_parts(self):
         return original(self, *args, **kwargs)
     head = self.get_output_embeddings()
     found = _gathered(self, [self.get_input_embeddings, self.get_output_embeddings], original, *args, **kwargs)

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate import device_maps
+from gemma4_compat._gemma4.quantization import quant_states
 from gemma4_compat._offload.weights import tied_weights
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
@@ -109,19 +110,29 @@ def _complete(model: Any, names: list[str], on_disk: list[str], folder: Any, ind
     import torch
     from accelerate.utils import OffloadedWeightsLoader
 
-    entry = next((index[name] for name in names if name in index), None)
+    # The checkpoint's weight is not that of a layer that was quantized while loading.
+    stored = {name: index[name] for name in names if name in index and _is_of(index[name], model.get_parameter(name))}
+    entry = next(iter(stored.values()), None)
     if entry is None:
         write = vars(sys.modules["transformers.integrations.accelerate"])["offload_weight"]
-        entry = write(model.get_parameter(on_disk[0]), on_disk[0], folder, index)[on_disk[0]]
+        entry = write(model.get_parameter(on_disk[0]).data, on_disk[0], folder, index)[on_disk[0]]
     for name in names:
         weight = model.get_parameter(name)
         if name in on_disk:
-            index.setdefault(name, entry)
+            index[name] = stored.get(name, entry)
         elif weight.device.type == "meta":
             value = OffloadedWeightsLoader(index={name: entry})[name].to(weight.dtype)
             owner, _, attribute = name.rpartition(".")
-            parameter = torch.nn.Parameter(value, requires_grad=weight.requires_grad)
+            if weight.is_floating_point():
+                parameter = torch.nn.Parameter(value, requires_grad=weight.requires_grad)
+            else:
+                parameter = quant_states.with_data(weight, value)
             model.get_submodule(owner)._parameters[attribute] = parameter
+
+
+def _is_of(entry: dict[str, Any], weight: Any) -> bool:
+    """Whether an entry of the index can be the value of this weight."""
+    return weight.is_floating_point() or entry.get("dtype") == str(weight.dtype).removeprefix("torch.")
 
 
 def _tied(model: Any) -> list[list[str]]:

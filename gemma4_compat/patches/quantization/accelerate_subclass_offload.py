@@ -31,7 +31,7 @@ _LIBRARIES = {"torchao": ("torchao", ("disk",)), "optimum": ("quanto", ("disk", 
 
 @PATCH.replaces("accelerate.big_modeling", "dispatch_model")
 def dispatch_model(original: Original, model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
-    if family.is_gemma4(model):
+    if family.has_parts(model):
         main = kwargs.get("main_device", args[0] if args else None)
         _refuse(model, device_map, main)
     return original(model, device_map, *args, **kwargs)

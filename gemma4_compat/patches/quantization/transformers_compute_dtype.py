@@ -26,7 +26,7 @@ _log = logging.getLogger("gemma4_compat")
 @PATCH.replaces("transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer._process_model_after_weight_loading")
 def process_model_after_weight_loading(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     loaded = original(self, model, *args, **kwargs)
-    if family.is_gemma4(model):
+    if family.has_parts(model):
         _say(model, self.quantization_config.bnb_4bit_compute_dtype)
     return loaded
 

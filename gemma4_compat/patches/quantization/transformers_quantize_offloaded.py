@@ -68,7 +68,7 @@ def validate_environment(original: Original, self: Any, *args: Any, **kwargs: An
     "transformers.quantizers.quantizer_bnb_8bit", "Bnb8BitHfQuantizer._process_model_before_weight_loading"
 )
 def process_model_before_weight_loading(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    gemma4 = vars(self)[_GEMMA4] = family.is_gemma4(model)
+    gemma4 = vars(self)[_GEMMA4] = family.has_parts(model)
     again = vars(self).pop(_REFUSED, None)
     if not gemma4:
         if again is not None:
@@ -95,7 +95,7 @@ def get_device_map(
     if (
         type(hf_quantizer).__name__ in _BITSANDBYTES
         and isinstance(placement, dict)
-        and family.is_gemma4(model)
+        and family.has_parts(model)
         and any(device in offloaded.OFFLOADED for device in placement.values())
     ):
         vars(hf_quantizer)[_PLACEMENT] = placement

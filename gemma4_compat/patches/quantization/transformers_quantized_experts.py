@@ -20,6 +20,7 @@ such experts need it.
 Remove when: transformers can quantize experts with bitsandbytes.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -37,10 +38,11 @@ from gemma4_compat._gemma4.quantization.experts import (
     report,
     tail_of,
 )
-from gemma4_compat.patches.api import MODELING_GEMMA4, Original, Outcome, Patch, Workspace
+from gemma4_compat.patches.api import MODELING_DIFFUSION, MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F21", severity="memory", affected=">=5.5", requires="accelerate bitsandbytes")
 
+_LOGGER = logging.getLogger("gemma4_compat")
 _STORED = attached.STORED_EXPERTS
 
 
@@ -50,6 +52,8 @@ _STORED = attached.STORED_EXPERTS
 def process_model_before_weight_loading(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, model, *args, **kwargs)
     if not is_moe(model):
+        if opt_in.EXPERTS.is_enabled() and not family.has_parts(model):
+            _LOGGER.warning("gemma4_compat: quantize(experts=True) is not for %s", type(model).__name__)
         return result
     config = self.quantization_config
     if self.pre_quantized:
@@ -128,7 +132,7 @@ def deserialize(
 @PATCH.replaces("transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer._process_model_after_weight_loading")
 @PATCH.replaces("transformers.quantizers.quantizer_bnb_8bit", "Bnb8BitHfQuantizer._process_model_after_weight_loading")
 def process_model_after_weight_loading(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    if family.is_gemma4(model):
+    if family.has_parts(model):
         report(model, 4 if type(self).__name__ == "Bnb4BitHfQuantizer" else 8)
     return original(self, model, *args, **kwargs)
 
@@ -142,6 +146,7 @@ def dequantize(original: Original, self: Any, model: Any, *args: Any, **kwargs: 
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4TextExperts.forward")
+@PATCH.replaces(MODELING_DIFFUSION, "DiffusionGemmaTextExperts.forward", group="diffusion_gemma")
 def experts_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     return expert_forward.forward(original, self, *args, **kwargs)
 
@@ -151,14 +156,14 @@ def by_hand(model: Any, quantization: str) -> Any:
     import torch
     from bitsandbytes import functional
 
-    for module in all_experts(model).values():
-        for name in NAMES:
-            with torch.no_grad():
-                for matrix in module.get_parameter(name):
-                    packed = functional.quantize_4bit(
-                        matrix.contiguous(), quant_type="nf4", compress_statistics=quantization == "4bit-double"
-                    )
-                    matrix.copy_(functional.dequantize_4bit(*packed))
+    parameters = [module.get_parameter(name) for module in all_experts(model).values() for name in NAMES]
+    with torch.no_grad():
+        for parameter in {id(parameter): parameter for parameter in parameters}.values():  # some are shared
+            for matrix in parameter:
+                packed = functional.quantize_4bit(
+                    matrix.contiguous(), quant_type="nf4", compress_statistics=quantization == "4bit-double"
+                )
+                matrix.copy_(functional.dequantize_4bit(*packed))
     return model
 
 

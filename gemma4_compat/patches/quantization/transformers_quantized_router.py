@@ -32,7 +32,7 @@ _ROUTER = "router.proj"
     "transformers.quantizers.quantizer_bnb_8bit", "Bnb8BitHfQuantizer._process_model_before_weight_loading"
 )
 def process_model_before_weight_loading(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    if not self.pre_quantized and family.is_gemma4(model):
+    if not self.pre_quantized and family.has_parts(model):
         routers = [name for name, _ in model.named_modules() if name.endswith(f".{_ROUTER}")]
         skip = self.quantization_config.llm_int8_skip_modules
         if any(map(config.converts(skip or ()), routers)):

@@ -38,7 +38,7 @@ PATCH = Patch("F36", severity="crash", affected=">=5.5", requires="accelerate bi
 )
 def process_model_before_weight_loading(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     skip = self.quantization_config.llm_int8_skip_modules
-    if skip is not None and family.is_gemma4(model):
+    if skip is not None and family.has_parts(model):
         heads = sorted(filter(config.converts(skip), config.tied_linears(model)))
         if heads:
             keys = _keys(kwargs.get("checkpoint_files") or ())

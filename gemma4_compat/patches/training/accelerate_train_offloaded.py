@@ -63,7 +63,7 @@ def prepare_model(
     evaluation_mode: bool = False,
 ) -> Any:
     owner = module_hooks.map_owner(model)
-    if owner is None or not family.is_gemma4(model):
+    if owner is None or not family.has_parts(model):
         return original(self, model, device_placement, evaluation_mode)
     with _without_offloaded_entries(owner, self):
         return original(self, model, device_placement, evaluation_mode)
@@ -72,7 +72,7 @@ def prepare_model(
 @PATCH.replaces("accelerate.big_modeling", "dispatch_model")
 def dispatch_model(original: Original, *args: Any, **kwargs: Any) -> Any:
     model = original(*args, **kwargs)
-    if module_hooks.map_owner(model) is model and family.is_gemma4(model):
+    if module_hooks.map_owner(model) is model and family.has_parts(model):
         _watch(model)
     return model
 
@@ -152,7 +152,7 @@ def _refuse(names: list[str]) -> None:
 
 
 def _trained_and_offloaded(model: Any) -> list[str]:
-    if module_hooks.map_owner(model) is None or not family.is_gemma4(model):
+    if module_hooks.map_owner(model) is None or not family.has_parts(model):
         return []
     return [name for name, weight in model.named_parameters() if weight.requires_grad and weight.device.type == "meta"]
 

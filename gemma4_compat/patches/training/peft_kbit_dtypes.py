@@ -36,7 +36,7 @@ _PER_LAYER = "embed_tokens_per_layer"
 
 @PATCH.replaces("peft.utils.other", "prepare_model_for_kbit_training")
 def prepare_model_for_kbit_training(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-    if not family.is_gemma4(model) or not _is_quantized(model):
+    if not family.has_parts(model) or not _is_quantized(model):
         return original(model, *args, **kwargs)
     with _uncast_hidden(model):
         prepared = original(model, *args, **kwargs)
@@ -83,9 +83,9 @@ def _cast_offloaded_norms(model: Any) -> None:
 
 
 def _is_norm(module: Any) -> bool:
-    """Whether this is one of Gemma 4's norms, which return the dtype of their input."""
+    """Whether this is one of Gemma 4's norms, or a copy of them, which return the dtype of their input."""
     name = type(module).__name__
-    return name.startswith("Gemma4") and name.endswith("RMSNorm")
+    return name.endswith("RMSNorm") and (name.startswith("Gemma4") or hasattr(module, "with_scale"))
 
 
 def reproduce(workspace: Workspace) -> Outcome:

@@ -23,8 +23,9 @@ from tests.patches.training.test_transformers_chunked_loss import batch, built, 
 
 TOKENS = 7
 #: Of the norm of all gradients: how far the two ways are apart. Of the same models, float16 itself is up to 0.8 off
-#: from float32 and bfloat16 1.2, for a model of random weights doubles a rounding at every layer.
-BOUND = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 0.01}
+#: from float32 and bfloat16 1.2, for a model of random weights doubles a rounding at every layer. Eight such models
+#: were 1.2e-6 to 2.7e-6 apart in float32.
+BOUND = {"float32": 4e-6, "float16": 1e-3, "bfloat16": 0.01}
 
 
 class TestPromise(Promise):
@@ -78,6 +79,8 @@ def test_every_class(workspace: Any, tmp_path: Any, name: str | None, dtype: str
 
 
 def test_wide_mlps_of_layers_that_share_keys_and_values(workspace: Any) -> None:
+    import torch
+
     model = workspace.load_text()
     widths = {layer.mlp.intermediate_size for layer in model.model.layers}
     if len(widths) == 1:  # the tiny model's are as wide as the others: widen them
@@ -85,6 +88,7 @@ def test_wide_mlps_of_layers_that_share_keys_and_values(workspace: Any) -> None:
 
         config = copy.deepcopy(model.config)
         config.use_double_wide_mlp = True
+        torch.manual_seed(0)
         model = modeling_gemma4.Gemma4ForCausalLM(config)
         widths = {layer.mlp.intermediate_size for layer in model.model.layers}
     assert len(widths) == 2

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -112,6 +113,37 @@ def test_an_id_that_nobody_knows_is_one_short_line(name: str) -> None:
     assert done.exit_code == 2
     assert done.stderr.count("\n") == 1
     assert len(done.stderr) < 250
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "MODEL", "--vram", "8GiB"],
+        ["plan-training", "MODEL", "--vram", "8GiB"],
+        ["check", "MODEL"],
+        ["check", "MODEL", "--download"],
+        ["serve", "MODEL"],
+        ["chat", "MODEL", "--vram", "8GiB"],
+        ["scan", "ADAPTER", "MODEL"],
+        ["export", "ADAPTER", "OUT", "--for", "vllm", "--base", "MODEL"],
+        ["merge", "MODEL", "ADAPTER", "OUT"],
+        ["repair", "OUT", "OUT2", "--from", "MODEL"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:1] + [word for word in arguments if word == "--download"]),
+)
+def test_a_model_that_can_only_be_a_folder_has_to_be_there(
+    workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    """Also where its name ends as a variant's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    known = {"MODEL": "./models/gemma-4-E2B-it", "ADAPTER": str(workspace.adapter("language")), "OUT2": "out"}
+    known["OUT"] = "there" if arguments[0] == "repair" else "new"
+    done = CliRunner().invoke(cli.app, [known.get(word, word) for word in arguments])
+    assert done.exit_code == 2, done.output
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith("gemma4-compat: the folder './models/gemma-4-E2B-it' does not exist; give that of ")
+    assert not (tmp_path / "new").exists()
 
 
 def test_what_libraries_log_at_their_import_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -419,7 +419,7 @@ def test_a_client_that_goes_away_frees_its_place(server: Server, endless: None, 
 def test_the_queue_has_an_end(served: Any, endless: None) -> None:
     with serving.running(served, waiting=1, patience=0.5) as server, ThreadPoolExecutor(2) as pool:
         first = pool.submit(post, server, {**_ASKED, "temperature": 0, "max_tokens": 470})
-        assert until(lambda: server.app.state.worker._running is not None)
+        assert until(lambda: server.app.state.worker._running)
         body = json.dumps(_ASKED).encode()
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"

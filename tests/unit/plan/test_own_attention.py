@@ -19,6 +19,7 @@ from gemma4_compat._memory import formulas
 from gemma4_compat._memory.blueprint import describe
 from gemma4_compat._memory.formulas import Load
 from gemma4_compat._plan import plan, prompt_kernels, speed
+from tests.helpers import gpu
 from tests.unit.memory.measured import watched
 from tests.unit.memory.models import VARIANTS
 from tests.unit.memory.test_long_contexts import CONTEXT, _blueprint
@@ -190,11 +191,19 @@ def test_this_machines_gpus_count_where_the_plan_is_for_them(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (9 << 30, 24 << 30))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: kinds[index])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu(*kinds[device.index]))
     assert planned("E2B", None).copies_because.endswith("the card has 7.5")
     kinds.pop()
     assert planned("E2B", None).own_attention
     assert planned("E2B", "6GiB").copies_because == prompt_kernels.UNKNOWN
+    monkeypatch.setattr(torch.version, "hip", "7.1")  # there (9, 0) is AMD's gfx90a, for which there are no kernels
+    kinds.append((11, 0))
+    found = planned("E2B", None)
+    assert (found.own_attention, found.copies_because) == (False, "this package's kernels need CUDA")
+    assert found.source.dtype == "bfloat16"
+    with pytest.raises(Gemma4CompatError) as caught:
+        planned("31B", "16GiB")
+    assert "--card" not in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------------------- what it says

@@ -230,6 +230,11 @@ def test_a_checkpoint_that_is_quantized_already_stays_as_it_is(workspace: Any, t
     [
         ("E3B", r"'E3B' is not a folder, not a variant \(E2B, .* hf download E3B"),
         ("nobody/nothing", "not a model in the cache of the hub"),
+        ("./models/gemma-4-E2B-it", r"the folder './models/gemma-4-E2B-it' does not exist; .* or a variant \(E2B\)"),
+        ("/models/E4B", r"the folder '/models/E4B' does not exist; .* \(E4B\)"),
+        ("~/models/other", r"the folder '~/models/other' does not exist; .* \(E2B, E4B, "),
+        ("runs/1/gemma-4-E2B-it", "does not exist"),
+        ("google/gemma-4-E2B-it/", "does not exist"),
     ],
 )
 def test_an_unknown_model_is_refused_with_the_remedy(model: str, message: str) -> None:
@@ -247,7 +252,7 @@ def test_a_folder_without_a_configuration_and_another_model_are_refused(tmp_path
 
 def test_an_id_that_is_not_cached_is_planned_as_its_variant() -> None:
     plan = gemma4_compat.plan_device_map("google/gemma-4-E2B-it", "80GiB")
-    assert "not in the cache" in plan.assumed
+    assert plan.assumed.startswith("google/gemma-4-E2B-it is neither a folder nor in the cache: shapes as in")
     assert '"google/gemma-4-E2B-it"' in plan.code
 
 

@@ -18,6 +18,7 @@ from gemma4_compat._memory.layout import Layout
 from gemma4_compat._plan import budgets, code, speed, training, training_step
 from gemma4_compat._plan.result import Source
 from gemma4_compat._plan.text import plan_text
+from tests.helpers import gpu
 
 GIVEN: dict[str, Any] = {"context": 612, "quantize": "4bit-double"}
 
@@ -194,10 +195,38 @@ def test_without_vram_and_card_the_free_memory_of_this_machine_counts(monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((8 + index) << 30, 24 << 30))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9 - index, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu(9 - device.index, 0))
     assert budgets.of(None, None) == {0: 15 << 29, 1: 17 << 29}
     assert gemma4_compat.plan_device_map("E2B", context=1024).use[0].budget == 15 << 29
     assert training._budget(None, None) == (1, 17 << 29)
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_so_does_that_of_intels_and_apples_gpus(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Fast decoding needs CUDA: there plans are without."""
+    import torch
+
+    first = "xpu:0" if kind == "xpu" else "mps"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if kind == "xpu":
+        monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+        monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.xpu, "mem_get_info", lambda index: ((8 + index) << 30, 24 << 30))
+        assert budgets.of(None, None) == {"xpu:0": 15 << 29, "xpu:1": 17 << 29}
+    else:
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+        monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 << 30)
+        monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 4 << 30)
+        assert budgets.of(None, None) == {"mps": 15 << 29}
+    found = gemma4_compat.plan_device_map("E2B", context=1024)
+    assert found.use[first].budget == 15 << 29
+    assert (found.fast, found.slow_because) == (False, "graphs need CUDA")
+    assert f'"{first}"' in found.code
+    compile(found.code, "the plan's code", "exec")
+    for absent in (torch.xpu, "mem_get_info"), (torch.mps, "recommended_max_memory"):  # in torch 2.4
+        monkeypatch.delattr(*absent)
+    with pytest.raises(Gemma4CompatError, match="give vram"):
+        budgets.of(None, None)
 
 
 def test_the_bus_counts_where_something_comes_over_it() -> None:

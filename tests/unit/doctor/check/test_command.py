@@ -39,6 +39,7 @@ def said(*arguments: str, code: int) -> Any:
         (["--json", "."], "--json '.' is a folder"),
         (["no-such-model"], "the model 'no-such-model' is neither a folder nor in the cache"),
         (["--adapter", "no-such-adapter"], "the adapter 'no-such-adapter' is neither a folder nor in the cache"),
+        (["./models/gemma-4-E2B-it"], "the folder './models/gemma-4-E2B-it' does not exist"),
         ([".", "--merge"], "--merge merges an adapter; give one with --adapter"),
     ],
 )
