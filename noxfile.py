@@ -110,6 +110,13 @@ def matrix(session: nox.Session) -> None:
 
 
 @nox.session
+def beside(session: nox.Session) -> None:
+    """The shim beside libraries that patch the same classes, in both orders. `-- --ci`, `-- LIBRARY ...`."""
+    session.install(*NEWEST, *MATRIX)
+    session.run("python", "-m", "tools.matrix", "beside", *session.posargs)
+
+
+@nox.session
 def bisect(session: nox.Session) -> None:
     """`-- PATCH LIBRARY`: where the affected releases begin and end."""
     session.install(*NEWEST, *MATRIX)

@@ -20,6 +20,7 @@ from benchmarks.reporting import compare_report, questions  # noqa: E402
 from benchmarks.small_card import report as small_card_report  # noqa: E402
 from tools import fingerprints, relatives, variants  # noqa: E402
 from tools.pages import (  # noqa: E402
+    beside,
     cards,
     checks,
     clients,
@@ -52,6 +53,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "docs/HOW_IT_WORKS.md": [("import time", measurements.import_section)],
     "docs/PLACEMENT.md": [("search", measurements.search_section)],
     "docs/CARDS.md": [("cards", cards.section)],
+    "docs/TRAINERS.md": [("beside", beside.section)],
     "docs/RELATIVES.md": list(relatives.SECTIONS.items()),
     "docs/CHECK.md": [("checks", checks.section)],
     "docs/TRAINED_MODEL.md": [

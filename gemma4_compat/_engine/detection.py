@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from gemma4_compat._engine import changes, hooks, versions
-from gemma4_compat._engine.fingerprint import fingerprint, stranger
+from gemma4_compat._engine.fingerprint import fingerprint, foreign, library, stranger
 from gemma4_compat._engine.patch import Detection, Patch, Reason, Target
 
 NO_SOURCE = (
@@ -23,10 +23,11 @@ NO_SOURCE = (
 
 
 class _Why(NamedTuple):
-    """Why the targets of a group are not replaced."""
+    """Why the targets of a group are not replaced; ``library``: the other library that has patched one of them."""
 
     code: Reason
     text: str
+    library: str = ""
 
 
 class Found(NamedTuple):
@@ -38,6 +39,7 @@ class Found(NamedTuple):
         reason: why nothing is replaced; if something is, why the other groups are not.
         groups: the groups of targets to replace.
         notice: one warning for all patches that fail for this reason, instead of one for each.
+        library: the other library that is the reason: one warning for it, instead of one for each patch.
     """
 
     detection: Detection
@@ -45,6 +47,7 @@ class Found(NamedTuple):
     reason: str = ""
     groups: frozenset[str] = frozenset()
     notice: str | None = None
+    library: str = ""
 
 
 def detect(patch: Patch, ready: Collection[str], releases: Mapping[str, str]) -> Found:
@@ -63,11 +66,13 @@ def detect(patch: Patch, ready: Collection[str], releases: Mapping[str, str]) ->
     if unknown:  # a group without a target in this release repairs nothing
         known &= {target.group for target in patch.targets if not _is_left_out(patch, target)}
     notice = NO_SOURCE if any(why.code is Reason.NO_SOURCE for why in unknown.values()) else None
+    others = [why.library for why in unknown.values()]
     if not known:
-        return Found(Detection.UNKNOWN, *next(iter(unknown.values())), notice=notice)
+        code, reason, other = next(iter(unknown.values()))
+        return Found(Detection.UNKNOWN, code, reason, notice=notice, library=other if all(others) else "")
     if unknown:
         reason = "; ".join(f"not in {group}: {why.text}" for group, why in unknown.items())
-        return Found(Detection.AFFECTED, Reason.IN_PART, reason, known, notice)
+        return Found(Detection.AFFECTED, Reason.IN_PART, reason, known, notice, others[0] if all(others) else "")
     code = Reason.UNMEASURED if is_unmeasured(patch, releases) else Reason.AFFECTED
     return Found(Detection.AFFECTED, code, groups=known)
 
@@ -105,6 +110,18 @@ def explained(patch: Patch, releases: Mapping[str, str], what: str) -> str:
     return f"{unmeasured('changed', patch, releases)}: {what}" if is_unmeasured(patch, releases) else what
 
 
+def beside(name: str, reason: str) -> str:
+    """Say once that a library has patched what patches repair, and what to do; ``reason``: why the first is off."""
+    order = list(sys.modules)
+    advice = f"Leave out what {name} does there, or use one of the two."
+    if order.index(name) < order.index("gemma4_compat"):
+        advice = f"Import gemma4_compat before {name}; if this is said again, use one of the two."
+    return (
+        f"{reason}. This and other repairs of functions that {name} has patched are off, and its code runs there: "
+        f"`gemma4_compat.status()` names them. {advice} GEMMA4_COMPAT_DISABLE=ID,ID silences this."
+    )
+
+
 def waiting(patch: Patch, ending: str | None = None) -> str:
     """What a pending patch waits for: packages, and modules of packages that are imported.
 
@@ -137,6 +154,9 @@ def _unknown(patch: Patch, group: str, releases: Mapping[str, str]) -> _Why | No
         except OSError as error:
             return _Why(Reason.NO_SOURCE, f"the source of {target} is not there ({error})")
         if found not in target.known:
+            home = target.module.partition(".")[0]
+            if (other := foreign(changes.function_of(raw), home, changes.is_installed)) is not None:
+                return _Why(Reason.REPLACED, f"{other} is in the place of {target}", library(other))
             if is_unmeasured(patch, releases) or target.codes:
                 what = f"{target} is not the code this was proven on (fingerprint {found})"
             else:
@@ -147,7 +167,7 @@ def _unknown(patch: Patch, group: str, releases: Mapping[str, str]) -> _Why | No
                 f"{wrapper} wraps {target}, and this was not proven on top of it; import gemma4_compat first, so that "
                 "it wraps the repaired function"
             )
-            return _Why(Reason.WRAPPED, text)
+            return _Why(Reason.WRAPPED, text, library(wrapper))
     return None
 
 

@@ -321,12 +321,11 @@ class Engine:
             self._outbox.two_copies(name, self._gate.copies(name))
         if code is Reason.TOO_OLD:
             self._outbox.too_old(record, self._gate.oldest, strict=self._gate.settings.strict)
-        notice = None if found is None else found.notice
         if state is PatchState.FAILED:
             record.again = ready != patch.groups.keys()  # another group of it may be known
-            self._failure(record, notice)
+            self._failure(record, found)
         elif applied and found is not None and found.reason:
-            self._failure(record, notice)
+            self._failure(record, found)
 
     def _revert(self, record: Record, elsewhere: list[tuple[FunctionType, Any]] | None = None) -> None:
         record.again = False
@@ -348,8 +347,12 @@ class Engine:
             )
         record.enter(PatchState.REVERTED, Reason.REVERTED, reason, versions=record.status.versions)
 
-    def _failure(self, record: Record, notice: str | None = None) -> None:
-        self._outbox.failure(record, notice, strict=self._gate.settings.strict)
+    def _failure(self, record: Record, found: detection.Found | None = None) -> None:
+        notice = None if found is None else found.notice
+        key = notice
+        if found is not None and found.library and notice is None:
+            key, notice = f"library {found.library}", detection.beside(found.library, found.reason)
+        self._outbox.failure(record, notice, key, strict=self._gate.settings.strict)
 
     @contextlib.contextmanager
     def _uncovered(self, record: Record) -> Iterator[None]:

@@ -17,6 +17,7 @@ import ast
 import dataclasses
 import hashlib
 import inspect
+import sys
 import textwrap
 import types
 import weakref
@@ -24,11 +25,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gemma4_compat._engine import versions
+
 # Absent from the tree of some Python versions, or without meaning at run time.
 _IGNORED_FIELDS = frozenset({"annotation", "returns", "type_params", "type_comment", "kind", "ctx"})
 
 # ``torch.compile`` and ``torch.compiler.disable`` run the function that they were given.
 _TRANSPARENT = "torch._dynamo"
+
+#: Packages whose functions are not another library's: those that are patched, and where decorators come from.
+_NO_LIBRARY = frozenset({*versions.OLDEST, "torch", "__main__", "functools", "contextlib", "wrapt", "gemma4_compat"})
 
 #: On the function that reads an attribute of instances: a tuple with the value in the class.
 VALUE = "__gemma4_compat_value__"
@@ -97,6 +103,32 @@ def stranger(function: Any, ours: Callable[[Any], bool]) -> str | None:
             return f"{_module(layer)}.{name}"
         decorators[_package(layer)] -= 1
     return None
+
+
+def foreign(function: Any, home: str, ours: Callable[[Any], bool]) -> str | None:
+    """What another library than ``home`` has put in the place of its function, or around it, as "module.name".
+
+    None if all that is there is upstream's, this package's or the program's own.
+    """
+    layers: list[Any] = []
+    layers.append(inspect.unwrap(function, stop=lambda layer: layers.append(layer)))
+    for layer in layers:
+        known = type(layer) is types.FunctionType and _package(layer) not in (home, *_NO_LIBRARY)
+        if known and not ours(layer):
+            return f"{_module(layer)}.{layer.__code__.co_name}"
+    return None
+
+
+def library(name: str) -> str:
+    """The library of "module.name": its package, or the imported one whose name its package's begins with.
+
+    Empty if that is no other library, or is not imported under that name.
+    """
+    package = name.partition(".")[0]
+    if package in _NO_LIBRARY or package not in sys.modules:
+        return ""
+    parts = package.split("_")
+    return next((one for end in range(1, len(parts)) if (one := "_".join(parts[:end])) in sys.modules), package)
 
 
 def _module(layer: Any) -> str:

@@ -110,6 +110,7 @@ class Reason(str, enum.Enum):
     MODULE_ABSENT = "module_absent"
     NO_SOURCE = "no_source"
     WRAPPED = "wrapped"
+    REPLACED = "replaced"
     UNRECOGNIZED = "unrecognized"
     UPGRADED = "upgraded"
     BROKEN_FILE = "broken_file"

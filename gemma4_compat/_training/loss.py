@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._engine import changes, settings
+from gemma4_compat._engine.fingerprint import foreign, library
 from gemma4_compat._engine.io import notice
 from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._gemma4.models import walk
@@ -27,7 +28,14 @@ def unavailable(model: Any) -> str | None:
     if not hasattr(inner, "lm_head") or "labels" not in inspect.signature(type(inner).forward).parameters:
         return "the model has no language modeling head"
     kind = type(inner)
-    return None if changes.is_on(kind.forward, ID) else f"the patch {ID} is not applied to {kind.__name__}.forward"
+    if changes.is_on(kind.forward, ID):
+        return None
+    if (other := foreign(kind.forward, "transformers", changes.is_installed)) is not None:
+        who = library(other) or "one"
+        return (
+            f"{other} is in the place of {kind.__name__}.forward, or around it: {who} or the loss in chunks, not both"
+        )
+    return f"the patch {ID} is not applied to {kind.__name__}.forward"
 
 
 def ask(model: Any, *, evaluation: bool = False) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import tools.matrix
 from tools.evidence import EVIDENCE
 from tools.matrix import UsageError, bisection, canary, index, run
+from tools.matrix.beside import command as beside
 from tools.matrix.stacks import LIBRARIES, ROOT
 
 
@@ -47,6 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "installed, for machines without a network",
     )
     command.set_defaults(act=run.run)
+
+    command = commands.add_parser("beside", help="the shim beside libraries that patch the same classes")
+    command.add_argument("others", nargs="*", metavar="LIBRARY", help="default: all of them")
+    command.add_argument("--ci", action="store_true", help="only those of CI")
+    command.add_argument(
+        "--actions", nargs="+", default=[], metavar="ACTION", help="only these; what is known of the others stays"
+    )
+    command.add_argument("--out", type=Path, default=EVIDENCE, help="where results go (default: docs/evidence)")
+    command.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: one a core)"
+    )
+    command.add_argument("--keep", action="store_true", help="take environments that are there as they are")
+    command.set_defaults(act=beside.beside)
 
     command = commands.add_parser("canary", help="the newest pre-releases of everything")
     command.set_defaults(act=canary.canary)

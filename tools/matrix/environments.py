@@ -20,7 +20,14 @@ _VERSIONS = (
 )
 
 
-def build(folder: Path, requirements: Sequence[str], *, options: Sequence[str] = (), over: bool = False) -> Path:
+def build(
+    folder: Path,
+    requirements: Sequence[str],
+    *,
+    options: Sequence[str] = (),
+    over: bool = False,
+    overrides: Sequence[str] = (),
+) -> Path:
     """A virtual environment with these requirements and this environment's torch. Returns its Python.
 
     Args:
@@ -28,24 +35,25 @@ def build(folder: Path, requirements: Sequence[str], *, options: Sequence[str] =
         requirements: what it has, and no more than these need.
         options: of ``uv pip install``.
         over: what this function built there becomes the new one: what both have stays, with its bytecode.
+        overrides: requirements that go before what other distributions ask for, beside torch.
 
     Raises:
         RuntimeError: uv cannot install them; the message is uv's.
     """
     uv = [sys.executable, "-m", "uv"]
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    overrides = folder / "overrides.txt"
-    if not over or not overrides.exists():
+    file = folder / "overrides.txt"
+    if not over or not file.exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         checked([*uv, "venv", "--quiet", "--python", sys.executable, str(folder)])
         question = "import sysconfig; print(sysconfig.get_path('purelib'))"
         site = Path(checked([str(python), "-c", question]).strip())
         (site / "zz_torch.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-        overrides.write_text('torch ; sys_platform == "never"\n', encoding="utf-8")
+    file.write_text("\n".join(['torch ; sys_platform == "never"', *overrides, ""]), encoding="utf-8")
     wanted = [
         "--overrides",
-        str(overrides),
+        str(file),
         *(["--exact", "--upgrade"] if over else []),
         *options,
         *requirements,

@@ -25,8 +25,8 @@ class Outbox:
         self._refusals: list[str] = []
         self._said: set[str] = set()  # distributions with several copies or too old ones, and notices
 
-    def failure(self, record: Record, shared: str | None, *, strict: bool) -> None:
-        """Report a failed patch once; or ``shared`` once: the message if one cause keeps many patches off."""
+    def failure(self, record: Record, shared: str | None, key: str | None, *, strict: bool) -> None:
+        """Report a failed patch once; or ``shared`` once for a ``key``: the message if one cause keeps many off."""
         status = record.status
         message = report.failure_text(status, record.patch.first_symptom if record.is_loaded else "")
         if strict:
@@ -34,11 +34,11 @@ class Outbox:
             # part, the missing group is looked at again in any case.)
             record.again = status.state is not PatchState.APPLIED
             self._refusals.append(message)
-        elif not record.warned and shared not in self._said:
+        elif not record.warned and key not in self._said:
             self._warnings.append(shared or message)
         record.warned = True
-        if shared is not None:
-            self._said.add(shared)
+        if key is not None:
+            self._said.add(key)
 
     def too_old(self, record: Record, oldest: Mapping[str, str], *, strict: bool) -> None:
         """Report the library that is too old once, when it is loaded: one that is only installed does no harm."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import wrapt
 
-from gemma4_compat import PatchState
+from gemma4_compat import PatchState, Reason
 from tests.helpers import CORE, Library, child, collected, foreign, installed, raw
 
 ID = "fakelib-double"
@@ -167,3 +169,32 @@ def test_in_a_plain_python_there_is_one_warning_and_the_wrapper_works_on(create:
     assert done.data[0] == ["timed", 4]
     assert done.data[1].startswith("__main__.timing wraps ")
     assert done.stderr.count("Gemma4CompatWarning") == 1
+
+
+REPLACING = """
+def doubled(x, times=2):
+    return ("other", x)
+"""
+
+
+def test_what_another_library_has_replaced_is_said_in_one_line_for_all_patches(
+    create: Callable[..., Library], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = create()
+    core = library.load()
+    other = types.ModuleType("otherlib_core")
+    monkeypatch.setitem(sys.modules, "otherlib_core", other)
+    monkeypatch.setitem(sys.modules, "otherlib", types.ModuleType("otherlib"))
+    exec(REPLACING, vars(other))  # a module of another library
+    core.double = core.Layer.forward = other.doubled
+    linecache.cache["<otherlib>"] = (len(REPLACING), None, REPLACING.splitlines(keepends=True), "<otherlib>")
+    other.doubled.__code__ = other.doubled.__code__.replace(co_filename="<otherlib>")
+    patches = [library.patch(), library.patch(library.target("Layer.forward"), id="fakelib-other")]
+    engine, said = collected(lambda: installed(*patches))
+    for status in engine.status().values():
+        assert (status.state, status.reason_code) == (PatchState.FAILED, Reason.REPLACED)
+        assert status.reason.startswith(f"otherlib_core.doubled is in the place of {core.__name__}.")
+    (line,) = said
+    assert "repairs of functions that otherlib has patched are off" in line
+    assert "Leave out what otherlib does there, or use one of the two" in line  # it was imported after this package
+    assert core.double(2) == ("other", 2)
