@@ -71,7 +71,7 @@ def now(folder: Path) -> dict[str, Any]:
         "files mapped": sum(str(folder) in line for line in maps.splitlines()),
         "files open": len(files),
         "pinned": len(host_memory._registered),
-        "hooks": sum(map(len, (attached.STREAMING, attached.IDLE, attached.LOADING_HOOKS))),
+        "hooks": sum(len(kind._handles) for kind in (attached.STREAMING, attached.IDLE, attached.LOADING_HOOKS)),
         "locks": len(locks._locks),
         "threads": threading.active_count(),
     }
