@@ -60,7 +60,7 @@ class Batch:
         self.lengths: list[int] = []
 
     def join(self, layers: rows.Layers, tokens: int) -> int:
-        """Add a text, and return its row.
+        """Add a text, and return its row. If this raises, all texts may be lost: do not use the batch any more.
 
         Args:
             layers: its keys and values, [1, heads, tokens, width]; of sliding layers, the last ones are enough.
@@ -169,18 +169,15 @@ class Batch:
 
     def _move(self, end: int) -> None:
         """Have the texts end at another slot."""
-        by, before = end - self._end, self._end
-        if by == 0:
+        before, self._end = self._end, end
+        if end == before or not self._caches:
             return
-        self._end, self._given = end, None
-        if not self._caches:
-            return
-        for layer in static_caches.holding(self._largest) if self.lengths else ():
-            if rows.is_sliding(layer):
-                continue
-            longest, count = max(self.lengths), len(self.lengths)
-            for held in (layer.keys, layer.values):
-                held[:count, :, end - longest : end] = held[:count, :, before - longest : before].clone()
+        self._given = None
+        count, longest = len(self.lengths), max(self.lengths, default=0)
+        for layer in static_caches.holding(self._largest):
+            if count and not rows.is_sliding(layer):
+                for held in (layer.keys, layer.values):
+                    held[:count, :, end - longest : end] = held[:count, :, before - longest : before].clone()
         self._count()
 
     def _count(self) -> None:

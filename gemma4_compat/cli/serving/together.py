@@ -115,7 +115,7 @@ class Together(Worker):
     """Generates several answers at a time, those of one adapter together.
 
     Args:
-        served: the model, for which ``continuous.unsupported_reason`` is None.
+        served: the model, for which :func:`unsupported_reason` is None.
         parallel: answers at a time.
         limits: as for :class:`Worker`.
     """
@@ -140,17 +140,17 @@ class Together(Worker):
         """Answer until nobody waits."""
         import torch
 
-        while (answer := self._waiting_for()) is not None:
+        while (answer := self._waiting_for(None)) is not None:
             with torch.no_grad(), self._served.speaking(answer.prompt.adapter):
                 self._answer_with(answer)
 
-    def _waiting_for(self, *adapter: str | None) -> _Answer | None:
-        """The next request, unless it is for another adapter than this one."""
+    def _waiting_for(self, beside: _Answer | None) -> _Answer | None:
+        """The next request, unless it is for another adapter than the one ``beside`` it."""
         with self._lock:
             while self._queue:
                 found = self._queue[0]
                 wanted = found.streamer in self._waiting
-                if wanted and adapter and found.prompt.adapter != adapter[0]:
+                if wanted and beside is not None and found.prompt.adapter != beside.prompt.adapter:
                     return None
                 self._queue.popleft()
                 if wanted:
@@ -158,19 +158,19 @@ class Together(Worker):
                     return found
         return None
 
-    def _answer_with(self, answer: _Answer | None) -> None:
+    def _answer_with(self, first: _Answer) -> None:
         """Answer this request, and those that come meanwhile for the same adapter."""
-        adapter = None if answer is None else answer.prompt.adapter
+        answer: _Answer | None = first
         while answer is not None or self._answers:
             while answer is not None:
                 self._begin(answer)
-                answer = self._waiting_for(adapter) if len(self._answers) < self._parallel else None
+                answer = self._waiting_for(first) if len(self._answers) < self._parallel else None
             if self._answers:
                 failed = self._failure_of(f"{len(self._answers)} answers at a time", self._step)
                 if failed is not None:
                     self._give_up(failed)
             if len(self._answers) < self._parallel:
-                answer = self._waiting_for(adapter)
+                answer = self._waiting_for(first)
 
     def _begin(self, answer: _Answer) -> None:
         """Read a prompt, and have its answer take part in the next step."""
@@ -181,6 +181,8 @@ class Together(Worker):
         failed = self._failure_of(what, self._read, answer)
         if answer not in self._answers:
             self._ended(answer.streamer, failed)
+        if failed is not None and self._batch is None:  # it failed while this one joined
+            self._give_up(failed)
 
     def _read(self, answer: _Answer) -> None:
         import torch
@@ -209,10 +211,11 @@ class Together(Worker):
         if answer.is_whole:
             served.conversations.add(prompt.adapter, prompt.tokens, answer.conversation)
             return
-        if self._batch is None:
-            self._batch = continuous.Batch(served.base, self._parallel, served.plan.context)
-        self._batch.join(answer.conversation.layers, prompt.tokens)
-        answer.conversation.grow(answer.conversation.ids, {})
+        batch = self._batch or continuous.Batch(served.base, self._parallel, served.plan.context)
+        self._batch = None  # unless the text can join
+        batch.join(answer.conversation.layers, prompt.tokens)
+        self._batch = batch
+        answer.conversation.grow(answer.conversation.ids, {})  # its cache can go: the batch has the rows
         self._answers.append(answer)
         self._next = token if self._next is None else torch.cat([self._next, token])
 
@@ -255,20 +258,23 @@ class Together(Worker):
         """End an answer, and keep its conversation."""
         import torch
 
-        assert self._batch is not None
-        row, conversation = self._answers.index(answer), answer.conversation
-        if conversation is not None and self._served.conversations is not None:
-            text = torch.tensor([*answer.prompt.inputs["input_ids"][0].tolist(), *answer.tokens[:-1]])
-            conversation.grow(text, self._batch.rows_of(row, len(text)))  # as `generate`, which does not read the last
-            self._served.conversations.add(answer.prompt.adapter, answer.prompt.tokens, conversation)
-        self._batch.leave(row)
-        order = [*range(row), len(self._answers) - 1, *range(row + 1, len(self._answers))][: len(self._answers) - 1]
-        self._answers = [self._answers[index] for index in order]
-        self._next = self._next[order]
+        batch, conversations = self._batch, self._served.conversations
+        row, conversation, prompt = self._answers.index(answer), answer.conversation, answer.prompt
+        assert batch is not None
+        assert conversations is not None
+        assert conversation is not None
+        text = torch.tensor([*prompt.inputs["input_ids"][0].tolist(), *answer.tokens[:-1]])
+        conversation.grow(text, batch.rows_of(row, len(text)))  # as `generate`, which does not read the last token
+        conversations.add(prompt.adapter, prompt.tokens, conversation)
+        batch.leave(row)
+        order = [*range(len(self._answers))]
+        order[row] = order[-1]  # the last one gets its row
+        self._answers = [self._answers[index] for index in order[:-1]]
+        self._next = self._next[order[:-1]]
         self._ended(answer.streamer, failed)
 
     def _give_up(self, failed: Refused) -> None:
-        """End all answers after a step that failed."""
+        """End all answers, whose batch is of no use any more."""
         answers, self._answers = self._answers, []
         self._batch = self._next = self._sent = None
         for answer in answers:

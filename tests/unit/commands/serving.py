@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,14 @@ class Server:
     def streamed(self, *said: str, **options: Any) -> str:
         parts = (part.choices[0].delta.content for part in self.ask(*said, stream=True, **options))
         return "".join(filter(None, parts))
+
+
+def until(condition: Callable[[], bool], seconds: float = 30) -> bool:
+    """Wait for something, and whether it came."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
 
 
 def turns(*said: str) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from gemma4_compat._engine import versions
 from gemma4_compat._lab.trained import Trained
 from tests.project.docs.stand_ins import on_the_cpu
 from tests.unit.commands import serving
-from tests.unit.commands.serving import QUESTIONS, Server, post, turns
+from tests.unit.commands.serving import QUESTIONS, Server, post, turns, until
 
 if any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "fastapi", "openai", "uvicorn")):
     pytest.skip("needs the upstream libraries and the extra [serve]: pip install '.[test]'", allow_module_level=True)
@@ -49,13 +49,6 @@ def server(served: Any) -> Iterator[Server]:
 def endless(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers go on for 450 tokens."""
     monkeypatch.setattr(served.base.generation_config, "min_new_tokens", 450)
-
-
-def until(condition: Callable[[], bool], seconds: float = 30) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 def idle(server: Server) -> bool:

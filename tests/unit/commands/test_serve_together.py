@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -52,13 +52,6 @@ def alone(served: Any) -> Iterator[Server]:
 def server(served: Any) -> Iterator[Server]:
     with serving.running(served, parallel=4) as found:
         yield found
-
-
-def until(condition: Callable[[], bool], seconds: float = 30) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 def asked(index: int) -> tuple[str, dict[str, Any]]:
@@ -159,19 +152,19 @@ def test_a_client_that_goes_away_leaves_the_others_alone(
         return ""
 
     assert in_parallel(3, ask) == ["", expected, expected]
-    assert until(lambda: server.app.state.worker._here == 0)
+    assert serving.until(lambda: server.app.state.worker._here == 0)
     assert rows[-1] < max(rows)
 
 
-@pytest.mark.parametrize("where", ["a step", "a prompt"])
+@pytest.mark.parametrize("where", ["a step", "a prompt", "a text that joins"])
 def test_out_of_memory_ends_what_needed_it(
     alone: Server, server: Server, served: Any, long: None, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """A step needs it for all answers; a prompt for its own."""
+    """A prompt needs it for its own answer. A step does for all, and so does moving the rows for one that joins."""
     import openai
 
     expected, failing = alone.text(QUESTIONS[0], max_tokens=60), [True]
-    read, step = type(served).read, continuous.Batch.step
+    read, step, join = type(served).read, continuous.Batch.step, continuous.Batch.join
 
     def reads(self: Any, adapter: Any, inputs: Any, **options: Any) -> None:
         if where == "a prompt" and server.app.state.worker._answers and failing.pop():
@@ -183,6 +176,11 @@ def test_out_of_memory_ends_what_needed_it(
             raise torch.OutOfMemoryError
         return step(self, *args)
 
+    def joins(self: Any, *args: Any) -> int:
+        if where == "a text that joins" and self.lengths and failing.pop():
+            raise torch.OutOfMemoryError
+        return join(self, *args)
+
     def ask(index: int) -> str:
         time.sleep(0.2 * index)
         try:
@@ -193,8 +191,9 @@ def test_out_of_memory_ends_what_needed_it(
     with monkeypatch.context() as patched:
         patched.setattr(type(served), "read", reads)
         patched.setattr(continuous.Batch, "step", steps)
+        patched.setattr(continuous.Batch, "join", joins)
         found = in_parallel(2, ask)
-    assert sorted(found) == sorted(["503", "503"] if where == "a step" else ["503", expected])
+    assert sorted(found) == sorted(["503", expected] if where == "a prompt" else ["503", "503"])
     assert not failing
     assert server.text(QUESTIONS[0], max_tokens=60) == expected
 

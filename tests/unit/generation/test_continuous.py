@@ -1,4 +1,4 @@
-"""Continuous batching: each text has the logits of ``generate`` for it alone, whoever joins or leaves meanwhile."""
+"""Continuous batching: each text has the logits of its own ``generate``, whatever joins or leaves meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continuous batching on a GPU: rows that kernels of this package compute have the bits of texts alone."""
+"""Continuous batching on a GPU: each text has the logits of its own ``generate``, from this package's kernels."""
 
 from __future__ import annotations
 

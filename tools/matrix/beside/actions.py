@@ -103,7 +103,7 @@ def training_split(table: Table) -> dict[str, Any]:
 
 
 def trainer(table: Table) -> dict[str, Any]:
-    """Transformers' ``Trainer`` with accumulated gradients: as with all rows in one batch, but for rounding."""
+    """Transformers' ``Trainer`` with accumulated gradients: the gradients of one batch, up to rounding."""
     accumulated, whole = _trainer(table, 1), _trainer(table, 2)
     near = _distance(accumulated, whole)
     return {"digest": digest(accumulated), "near": near < NEAR, "note": f"{near:.1g} from one batch"}
