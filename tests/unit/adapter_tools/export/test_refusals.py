@@ -192,7 +192,7 @@ def test_the_base_is_the_id_that_the_adapter_names(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", shapes, named)
     report = gemma4_compat.export_adapter(adapter, tmp_path / "out", "vllm")
     assert (report.base, report.modules) == ("google/gemma-4-E2B-it", 1)
-    assert any("is not in the cache" in note for note in report.notes)
+    assert any("google/gemma-4-E2B-it is neither a folder nor in the cache" in note for note in report.notes)
     for path in ("/etc", "../other", "a\\b", "a/b/c", ""):
         write_adapter(tmp_path / "adapter", shapes, {**settings, "base_model_name_or_path": path})
         with pytest.raises(Gemma4CompatError, match=r"give (it|the base) \(--base\)"):
