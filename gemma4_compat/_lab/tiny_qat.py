@@ -1,6 +1,8 @@
-"""A tiny checkpoint in the format of Google's quantization-aware-trained Gemma 4 (``quant_method: "gemma"``).
+"""Tiny checkpoints in the formats of Google's quantization-aware-trained Gemma 4.
 
-transformers reads that format with its own layers but cannot write it, so the values are rounded and packed here. The
+``build_qat_checkpoint`` writes that of ``quant_method: "gemma"``, ``build_packed_checkpoint`` that of ``w4a16``.
+
+transformers reads the first with its own layers but cannot write it, so the values are rounded and packed here. The
 bits follow the released E2B, ``google/gemma-4-E2B-it-qat-mobile-transformers``: two bits for the head,
 the embedding and part of the MLPs, four for attention, one scale for each layer's block of the per-layer embeddings,
 calibrated activations, and scales for a quantized cache, which transformers ignores.
@@ -10,6 +12,8 @@ Upstream is imported only inside functions, so this module may be imported first
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +97,55 @@ def build_qat_checkpoint(checkpoint: Path, folder: Path, *, calibrated: bool = T
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def build_packed_checkpoint(
+    checkpoint: Path, folder: Path, *, bits: int = 4, group: int = 32, packed: bool = True
+) -> Path:
+    """Write the model in ``checkpoint`` (bf16) as llm-compressor does, ``pack-quantized``, and return ``folder``.
+
+    The linear layers of its language model are quantized, except those whose width is no multiple of ``group``.
+
+    Args:
+        checkpoint: from :func:`tiny_models.build_checkpoint`.
+        folder: is created if missing.
+        bits: of a value, 4 or 8.
+        group: columns that share a scale; 0: all of a row.
+        packed: False writes the same values in bf16, as a checkpoint that is not quantized.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, kept = load_file(checkpoint / "model.safetensors"), ["lm_head", "re:.*tower.*", "re:.*embed_.*"]
+    for name, weight in list(tensors.items()):
+        module = re.fullmatch(r"(?!.*tower)(.*(?:proj|gate|projection))\.weight", name)
+        if module is None or weight.ndim != 2 or "embed_" in name:
+            continue
+        if group and weight.shape[1] % group:
+            kept.append(module[1])
+            continue
+        values, scale = rounded(weight, bits, weight.shape[1] // group if group else 1)
+        scale = scale.to(torch.bfloat16)
+        tensors[name] = (values.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+        if packed:
+            words = pack(values, bits) if bits < 8 else values.view(torch.uint8) ^ 128
+            shape = torch.tensor(tensors.pop(name).shape)
+            tensors |= {f"{name}_packed": words.view(torch.int32), f"{name}_scale": scale, f"{name}_shape": shape}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group" if group else "channel"}
+    weights |= {"group_size": group or None, "dynamic": False}
+    if packed:
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "ignore": kept,
+        }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 

@@ -172,6 +172,19 @@ class Workspace:
     def _qat(self, folder: Path, **options: bool) -> None:
         tiny_qat.build_qat_checkpoint(self.checkpoint, folder, **options)
 
+    def packed(self, **options: Any) -> Path:
+        """The checkpoint with packed weights of 4 bits; see :func:`tiny_qat.build_packed_checkpoint` for ``options``.
+
+        Raises:
+            MissingPartError: compressed-tensors is not installed, so the reproduction is not applicable.
+        """
+        if importlib.util.find_spec("compressed_tensors") is None:
+            raise MissingPartError("compressed-tensors, which reads such checkpoints, is not installed")
+        return self.cached(self._packed, **options)
+
+    def _packed(self, folder: Path, **options: Any) -> None:
+        tiny_qat.build_packed_checkpoint(self.checkpoint, folder, **options)
+
     def inputs(self, *, text_only: bool = False, device: Any = None) -> dict[str, Any]:
         """:func:`tiny.inputs` for the checkpoint at hand, on the main device unless another is given."""
         device = self.main if device is None else device

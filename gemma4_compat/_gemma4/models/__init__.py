@@ -7,6 +7,7 @@
 * :mod:`per_layer`, :mod:`padding_row`: the per-layer embeddings of E2B and E4B.
 * :mod:`media`: images and sounds in a prompt. :mod:`random_inputs`: prompts of random values.
 * :mod:`rotary`: buffers of rotary embeddings. :mod:`autocast`: what autocast does on a device.
+* :mod:`compute_dtype`: the dtype in which a quantized layer computes.
 * :mod:`config_names`: names that differ between releases.
 """
 

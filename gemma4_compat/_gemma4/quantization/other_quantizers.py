@@ -12,9 +12,14 @@ DEQUANTIZE = (
 
 
 def is_compressed(module: Any) -> bool:
-    """Whether this is a linear layer of compressed-tensors; its weight is decompressed by the first forward."""
+    """Whether this is a layer of compressed-tensors whose weight the first forward decompresses."""
     status = getattr(module, "quantization_status", None)
     return type(status).__module__.startswith("compressed_tensors")
+
+
+def is_packed(module: Any) -> bool:
+    """Whether this is a linear layer of compressed-tensors that stays packed, a ``packed_linear.PackedLinear``."""
+    return type(module).__name__ == "PackedLinear"
 
 
 def is_quanto(module: Any) -> bool:
@@ -24,5 +29,5 @@ def is_quanto(module: Any) -> bool:
 
 
 def dequantized(module: Any) -> Any:
-    """The weight of a layer of quanto in float32."""
+    """The weight of a layer of quanto, or of one that stays packed, in float32."""
     return module.weight.dequantize().detach().float()

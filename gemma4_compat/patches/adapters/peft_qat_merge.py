@@ -11,7 +11,8 @@ packed integers.
 Fix: ``dequantize_module_weight``, through which DoRA reads a base weight, returns the values that the layer computes
 with, in the model's dtype. A merge cannot be exact: no integer that such a layer stores is the exact sum with an
 adapter, and the layer rounds its activations, which an adapter beside it does not. So a merge is refused before
-anything is changed, and the error says how to merge: into the model that ``dequantize()`` returns.
+anything is changed, and the error says how to merge: into the model that ``dequantize()`` returns. So is a merge into
+layers of compressed-tensors that stay packed (``transformers-packed-layers``).
 
 Remove when: PEFT dequantizes layers whose weights are packed integers, and refuses to merge into them.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.quantization import qat
+from gemma4_compat._gemma4.quantization.other_quantizers import DEQUANTIZE, is_packed
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -51,6 +53,17 @@ def _refuse(model: Any) -> None:
         for name, module in model.named_modules()
         if hasattr(module, "get_base_layer") and qat.is_linear(module.get_base_layer())
     ]
+    packed = [
+        name
+        for name, module in model.named_modules()
+        if hasattr(module, "get_base_layer") and is_packed(module.get_base_layer())
+    ]
+    if packed:
+        raise Gemma4CompatError(
+            f"an adapter cannot be merged into {len(packed)} layers of a compressed-tensors checkpoint, {packed[0]!r} "
+            "among them: they stay packed as integers of 4 or 8 bits. Nothing was changed. Keep the adapter loaded. "
+            f"For a model to merge into, {DEQUANTIZE}."
+        )
     if layers:
         raise Gemma4CompatError(
             f"an adapter cannot be merged into {len(layers)} layers of a QAT checkpoint (quant_method 'gemma'), "

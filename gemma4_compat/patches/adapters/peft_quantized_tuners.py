@@ -12,7 +12,8 @@ nothing and gives different outputs.
 With ``modules_to_save`` on quantized modules: ``only Tensors of floating point dtype can require gradients``, and
 ``KeyError: 'base_model.model...weight.absmax'`` when such an adapter is loaded.
 
-With any adapter on layers of compressed-tensors: ``AttributeError: 'Linear' object has no attribute 'weight'``. With
+With any adapter on layers of compressed-tensors that do not stay packed (``transformers-packed-layers``):
+``AttributeError: 'Linear' object has no attribute 'weight'``. With
 DoRA and other tuners on layers of quanto: ``ValueError: The dtype of a weights Tensor cannot be changed``.
 
 Cause: The bitsandbytes layers of the first group convert their input to float32 and return that dtype, while the
@@ -23,8 +24,8 @@ cannot change their dtype, which such tuners request.
 Fix: Layers of the first group return the dtype of their input (outside autocast). For the second group, on Gemma 4
 models, the patch runs one layer of each kind once it is created, and compares it with the same layer over the unpacked
 weight. If the outputs differ, or if the layer cannot be created, one error names the layer and what works instead, and
-the model stays as it was. Trained copies of quantized modules and adapters on compressed layers are refused the same
-way.
+the model stays as it was. Trained copies of quantized modules, and adapters on layers that compressed-tensors is going
+to decompress, are refused the same way.
 
 Remove when: PEFT's layers for bitsandbytes return the dtype of their input, and the other tuners refuse quantized
 layers.
@@ -37,7 +38,13 @@ from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.adapters import fitting, rollback
 from gemma4_compat._gemma4.models import family, walk
-from gemma4_compat._gemma4.quantization.other_quantizers import DEQUANTIZE, dequantized, is_compressed, is_quanto
+from gemma4_compat._gemma4.quantization.other_quantizers import (
+    DEQUANTIZE,
+    dequantized,
+    is_compressed,
+    is_packed,
+    is_quanto,
+)
 from gemma4_compat._gemma4.quantization.plain_layers import is_quantized, over_plain_weight, shallow_copy, with_base
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
@@ -64,7 +71,7 @@ def inject_adapter(original: Original, self: Any, model: Any, adapter_name: str,
                 if "has no attribute 'weight'" not in str(error):
                     raise
                 raise _compressed_refusal(error) from error
-    if not family.has_parts(model) or not any(_is_packed(module) for module in walk.modules(model)):
+    if not family.has_parts(model) or not any(_keeps_packed(module) for module in walk.modules(model)):
         return original(self, model, adapter_name, *args, **kwargs)
     config = self.peft_config[adapter_name]
     _refuse_quantized_copies(config, model)
@@ -74,7 +81,7 @@ def inject_adapter(original: Original, self: Any, model: Any, adapter_name: str,
             create(config, name, target, *rest, **kw)
         except (RuntimeError, TypeError, ValueError) as error:
             base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
-            if is_quanto(base) or (is_quantized(base) and not isinstance(error, ValueError)):
+            if is_quanto(base) or (_keeps_packed(base) and not isinstance(error, ValueError)):
                 raise _refusal(config, kw.get("current_key"), base, " ".join(str(error).split())) from error
             raise
 
@@ -85,8 +92,13 @@ def inject_adapter(original: Original, self: Any, model: Any, adapter_name: str,
     return result
 
 
-def _is_packed(module: Any) -> bool:
-    return is_quantized(module) or is_quanto(module)
+def _keeps_packed(module: Any) -> bool:
+    return is_quantized(module) or _library(module) is not None
+
+
+def _library(module: Any) -> str | None:
+    """Whose layer this is, if its packed weight is not one of bitsandbytes."""
+    return "compressed-tensors" if is_packed(module) else "quanto" if is_quanto(module) else None
 
 
 def _compressed_refusal(error: AttributeError) -> Gemma4CompatError:
@@ -102,17 +114,19 @@ def _refuse_quantized_copies(config: Any, model: Any) -> None:
     saved = tuple(getattr(config, "modules_to_save", None) or ())
     if not saved:
         return
-    names = [
-        name
+    packed = {
+        name: any(is_packed(part) for part in module.modules())
         for name, module in walk.named_modules(model)
-        if name.endswith(saved) and any(is_quantized(part) for part in module.modules())
-    ]
-    if names:
+        if name.endswith(saved) and any(is_quantized(part) or is_packed(part) for part in module.modules())
+    }
+    if names := list(packed):
         skip = ", ".join(repr(name) for name in ["lm_head", *names[:3]]) + (", ..." if names[3:] else "")
+        remedy = f"Keep it unquantized with BitsAndBytesConfig(..., llm_int8_skip_modules=[{skip}])"
+        if packed[names[0]]:
+            remedy = f"For a model that can be trained, {DEQUANTIZE}"
         raise Gemma4CompatError(
             f"modules_to_save={sorted(saved)} asks for a trained copy of {names[0]!r}, whose weights are quantized: "
-            "they cannot be trained. Nothing was changed. Keep it unquantized with "
-            f"BitsAndBytesConfig(..., llm_int8_skip_modules=[{skip}]), or put an adapter on its linears with "
+            f"they cannot be trained. Nothing was changed. {remedy}, or put an adapter on its linears with "
             "target_modules."
         )
 
@@ -144,7 +158,7 @@ def _try_one_of_each_kind(config: Any, model: Any, adapter_name: str) -> None:
         if type(layer) in tried or not hasattr(type(layer), "get_base_layer"):
             continue
         base = layer.get_base_layer()
-        if not _is_packed(base) or layer.base_layer is not base or adapter_name not in layer.active_adapters:
+        if not _keeps_packed(base) or layer.base_layer is not base or adapter_name not in layer.active_adapters:
             continue
         if any(value.device.type == "meta" for value in [*layer.parameters(), *layer.buffers()]):
             continue  # offloaded, or created on meta: it has no values yet
@@ -173,7 +187,7 @@ def _difference(layer: Any, dtype: Any) -> str | None:
             return " ".join(str(error).split())
         except KeyError:  # its tuner completes it once all layers exist, as UniLora does
             return None
-        copied = over_plain_weight(layer, dequantized(base) if is_quanto(base) else None)
+        copied = over_plain_weight(layer, dequantized(base) if _library(base) else None)
         copied.get_base_layer().to(dtype)
         try:
             wanted = type(copied).forward(copied, x)
@@ -190,7 +204,7 @@ def _settled(layer: Any) -> Any:
     copied because bitsandbytes records the dtype of an input: in the layer and, before 0.50, in the weight's state.
     """
     base = layer.base_layer
-    copied = with_base(layer, copy.copy(base) if is_quanto(base) else shallow_copy(base))
+    copied = with_base(layer, copy.copy(base) if _library(base) else shallow_copy(base))
     children = copied._modules
     for name, child in children.items():
         if name != "base_layer":
@@ -200,11 +214,11 @@ def _settled(layer: Any) -> Any:
 
 def _refusal(config: Any, name: str | None, base: Any, reason: str) -> Gemma4CompatError:
     tuner, init = config.peft_type.value, getattr(config, "init_lora_weights", True)
-    of_quanto, with_dora = is_quanto(base), bool(getattr(config, "use_dora", False))
+    library, with_dora = _library(base), bool(getattr(config, "use_dora", False))
     kind = f"{tuner} adapters initialized with {init!r}" if isinstance(init, str) else f"{tuner} adapters"
     kind += " with use_dora" if with_dora else ""
-    where = "layers of quanto" if of_quanto else "quantized layers"
-    also = "use_rslora too" if of_quanto else "use_dora and use_rslora too"
+    where = f"layers of {library}" if library else "quantized layers"
+    also = "use_rslora too" if library == "quanto" else "use_dora and use_rslora too"
     return Gemma4CompatError(
         f"{kind} do not work on {where} such as {name!r} in this release of PEFT: {reason}. Nothing was "
         f"changed. Use LoRA ({also}), OFT or VeRA, target unquantized layers only, or load the base model without "

@@ -15,7 +15,7 @@ Remove when: transformers below 5.13.0 is no longer supported: later releases do
 
 from typing import Any
 
-from gemma4_compat._gemma4.quantization import compute_dtype
+from gemma4_compat._gemma4.models import compute_dtype
 from gemma4_compat.patches.api import MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(

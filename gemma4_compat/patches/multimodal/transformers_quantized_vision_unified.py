@@ -22,7 +22,7 @@ Remove when: ``Gemma4UnifiedVisionEmbedder`` casts the pixels of a quantized mod
 
 from typing import Any
 
-from gemma4_compat._gemma4.quantization import compute_dtype
+from gemma4_compat._gemma4.models import compute_dtype
 from gemma4_compat.patches.api import MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(

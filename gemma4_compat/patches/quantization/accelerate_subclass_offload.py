@@ -10,7 +10,8 @@ Cause: The weights are tensor subclasses around several tensors. ``offload_weigh
 all layers in the first forward, and for that replaces accelerate's offloading by its own.
 
 Fix: On Gemma 4 models such a map is refused before anything is changed. The error names the module, what it holds, and
-what to do instead. torchao's weights are offloaded to host memory as before, with the same outputs.
+what to do instead. torchao's weights are offloaded to host memory as before, with the same outputs. Layers of
+compressed-tensors that stay packed (``transformers-packed-layers``) are offloaded as any others.
 
 Remove when: accelerate offloads tensor subclasses.
 """
@@ -63,12 +64,13 @@ def _refuse(model: Any, device_map: Any, main: Any) -> None:
 
 
 def _refuse_compressed(model: Any, entry: str, device: str) -> None:
+    """compressed-tensors replaces the offloading of the whole model, also where the map offloads other modules."""
     for name, module in model.named_modules():
-        if (not entry or name == entry or name.startswith(f"{entry}.")) and other_quantizers.is_compressed(module):
+        if other_quantizers.is_compressed(module):
             raise Gemma4CompatError(
-                f"device_map puts {entry!r} on {device!r}; {name!r} is a layer of compressed-tensors, which are "
-                "decompressed in the first forward and cannot be offloaded. Nothing was changed. Keep it on a device, "
-                f"or {other_quantizers.DEQUANTIZE}"
+                f"device_map puts {entry!r} on {device!r}; {name!r} is a layer of compressed-tensors that is "
+                "decompressed in the first forward, and a model with such a layer cannot be offloaded. Nothing was "
+                f"changed. Keep the model on devices, or {other_quantizers.DEQUANTIZE}"
             )
 
 

@@ -36,7 +36,7 @@ def test_what_is_behind_the_padding_mask_is_not_heard(workspace: Any) -> None:
 
 
 def test_an_unquantized_tower_takes_upstreams_own_path(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gemma4_compat._gemma4.quantization import compute_dtype
+    from gemma4_compat._gemma4.models import compute_dtype
 
     monkeypatch.setattr(compute_dtype, "PlainView", None)
     features(tiny.load(workspace.checkpoint), tiny.inputs(), "audio")

@@ -1,0 +1,130 @@
+"""A linear layer whose weight stays the integers that a checkpoint packs: it is unpacked while the layer computes.
+
+The format is ``pack-quantized`` of compressed-tensors with symmetric integers: an int32 holds eight values of 4 bits
+or four of 8 bits, the first lowest, with zero in the middle of the range. A scale belongs to a group of columns, to a
+row or to the whole weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.quantization.other_quantizers import DEQUANTIZE, is_compressed
+
+_TENSORS = {"weight_packed", "weight_scale", "weight_shape", "bias"}
+
+
+def keep_packed(model: Any) -> None:
+    """Turn the layers of compressed-tensors that this module understands into :class:`PackedLinear`, in place.
+
+    The model is as compressed-tensors prepares it for the tensors of a checkpoint, on meta. If no other layer of the
+    library remains, its hook goes, which decompresses a model in the first forward; otherwise it decompresses only
+    these.
+    """
+    for module in model.modules():
+        bits = _bits(module)
+        if bits is None:
+            continue
+        module.__class__ = PackedLinear
+        module.bits = bits
+        for name in ("forward", "quantization_scheme", "quantization_status"):
+            delattr(module, name)
+        module._is_hf_initialized = True  # transformers would fill `weight` with random values, of which nothing stays
+    if not any(is_compressed(module) for module in model.modules()):
+        vars(model).pop("ct_decompress_hook").remove()
+
+
+def _bits(module: Any) -> int | None:
+    """The bits of a value of this layer, 4 or 8; None if it is no layer of this format, or rounds activations."""
+    scheme = vars(module).get("quantization_scheme")
+    if type(module) is not torch.nn.Linear or scheme is None or not _TENSORS.issuperset(module._parameters):
+        return None
+    weights, packed = scheme.weights, module._parameters.get("weight_packed")
+    if weights is None or packed is None or scheme.input_activations or scheme.output_activations:
+        return None
+    bits: int = weights.num_bits
+    width, groups = -(-module.in_features * bits // 32), module.weight_scale.shape[-1]
+    understood = bits in (4, 8) and weights.type == "int" and weights.symmetric and module.in_features % groups == 0
+    return bits if understood and packed.dtype is torch.int32 and packed.shape[-1] == width else None
+
+
+def unpacked(packed: Any, scale: Any, columns: int, bits: int) -> Any:
+    """The weight, ``(rows, columns)``, in the dtype of the scales: the bits that compressed-tensors computes.
+
+    Args:
+        packed: int32, (rows, columns * bits / 32 rounded up).
+        scale: floating point, (rows, groups), (rows, 1) or (1,).
+        columns: of the weight.
+        bits: of a value, 4 or 8.
+    """
+    values = packed.view(torch.uint8)
+    if bits == 4:
+        values = torch.stack((values & 15, values >> 4), -1).flatten(1)
+    values = values[:, :columns].to(scale.dtype).sub_(1 << (bits - 1))  # up to 255, and so exact
+    return values.unflatten(1, (scale.shape[-1], -1)).mul_(scale.unsqueeze(-1)).flatten(1)
+
+
+class PackedLinear(torch.nn.Linear):  # type: ignore[misc]
+    """An ``nn.Linear`` over ``weight_packed``, ``weight_scale`` and ``weight_shape``; :func:`keep_packed` makes it."""
+
+    bits: int  # of a value
+
+    @property
+    def weight(self) -> Any:
+        """A new tensor with the values that the layer computes with, ``(out_features, in_features)``. To write into
+        it changes nothing; to assign its ``data``, as a merge does, raises ``Gemma4CompatError``.
+        """
+        # Inside `module_hooks.seen_on_execution_device` there are no values, and only dtype and device are read.
+        values = self._values() if self.weight_packed.numel() else self.weight_scale.detach()
+        return values.as_subclass(_Values)
+
+    def forward(self, input: Any) -> Any:
+        if torch.is_grad_enabled() and input.requires_grad:
+            return _Product.apply(input, self.weight_packed, self.weight_scale, self.bias, self.bits)
+        return torch.nn.functional.linear(input, self._values(), self.bias)
+
+    def _values(self) -> Any:
+        with torch.no_grad():
+            return unpacked(self.weight_packed, self.weight_scale, self.in_features, self.bits)
+
+
+class _Values(torch.Tensor):  # type: ignore[misc]
+    """The weight of a :class:`PackedLinear`, which nothing can be assigned to. What is computed with it is plain."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def data(self) -> Any:
+        return super().data
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise Gemma4CompatError(
+            "the weight of this layer stays packed as the integers of its compressed-tensors checkpoint: it cannot be "
+            f"replaced, nor merged into. Nothing was changed. For a weight that can be, {DEQUANTIZE}."
+        )
+
+
+class _Product(torch.autograd.Function):  # type: ignore[misc]
+    """``linear``, whose backward pass unpacks the weight again instead of keeping it."""
+
+    @staticmethod
+    def forward(input: Any, packed: Any, scale: Any, bias: Any, bits: int) -> Any:
+        return torch.nn.functional.linear(input, unpacked(packed, scale, input.shape[-1], bits), bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        input, packed, scale, _, ctx.bits = inputs
+        ctx.columns = input.shape[-1]
+        ctx.save_for_backward(packed, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        packed, scale = ctx.saved_tensors
+        weight = unpacked(packed, scale, ctx.columns, ctx.bits).to(gradient.dtype)  # another under autocast
+        bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+        return gradient @ weight, None, None, bias, None
