@@ -167,8 +167,9 @@ def quantizers(session: nox.Session) -> None:
     session.install(*NEWEST, ".[test]", "requests", "setuptools>=84.2.1,<85")
     # They want other releases of what is under test; gptqmodel's setup reads the installed torch.
     session.install("--no-deps", "--no-build-isolation", *QUANTIZERS)
-    folder, names = "tests/patches/quantization", ("test_other_libraries.py", "test_accelerate_subclass_offload.py")
-    session.run("python", "-m", "pytest", "--full", *(f"{folder}/{name}" for name in names), *session.posargs)
+    names = ("other_libraries", "accelerate_subclass_offload", "transformers_packed_layers")
+    files = (f"tests/patches/quantization/test_{name}.py" for name in names)
+    session.run("python", "-m", "pytest", "--full", *files, *session.posargs)
 
 
 @nox.session

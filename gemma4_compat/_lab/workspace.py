@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat._engine import versions
 from gemma4_compat._engine.patch import FORWARDS
 from gemma4_compat._gemma4.models import variants
 from gemma4_compat._lab import tiny, tiny_adapters, tiny_configs, tiny_models, tiny_qat
@@ -176,10 +177,10 @@ class Workspace:
         """The checkpoint with packed weights of 4 bits; see :func:`tiny_qat.build_packed_checkpoint` for ``options``.
 
         Raises:
-            MissingPartError: compressed-tensors is not installed, so the reproduction is not applicable.
+            MissingPartError: there is no compressed-tensors that reads it, so the reproduction is not applicable.
         """
-        if importlib.util.find_spec("compressed_tensors") is None:
-            raise MissingPartError("compressed-tensors, which reads such checkpoints, is not installed")
+        if not versions.admits(">=0.15", versions.installed("compressed-tensors") or "0"):
+            raise MissingPartError("compressed-tensors 0.15 or newer, which reads such checkpoints, is not installed")
         return self.cached(self._packed, **options)
 
     def _packed(self, folder: Path, **options: Any) -> None:

@@ -29,7 +29,7 @@ def keep_packed(model: Any) -> None:
         if bits is None:
             continue
         module.__class__ = PackedLinear
-        module.bits = bits
+        module.bits, module.stored = bits, module.weight_scale.dtype
         for name in ("forward", "quantization_scheme", "quantization_status"):
             delattr(module, name)
         module._is_hf_initialized = True  # transformers would fill `weight` with random values, of which nothing stays
@@ -51,7 +51,7 @@ def _bits(module: Any) -> int | None:
     return bits if understood and packed.dtype is torch.int32 and packed.shape[-1] == width else None
 
 
-def unpacked(packed: Any, scale: Any, columns: int, bits: int) -> Any:
+def unpacked(packed: Any, scale: Any, columns: int, bits: int, stored: Any) -> Any:
     """The weight, ``(rows, columns)``, in the dtype of the scales: the bits that compressed-tensors computes.
 
     Args:
@@ -59,18 +59,21 @@ def unpacked(packed: Any, scale: Any, columns: int, bits: int) -> Any:
         scale: floating point, (rows, groups), (rows, 1) or (1,).
         columns: of the weight.
         bits: of a value, 4 or 8.
+        stored: the dtype in which the model was loaded. Cast since then, the weight has its values, as a plain one.
     """
+    dtype, scale = scale.dtype, scale.to(stored)
     values = packed.view(torch.uint8)
     if bits == 4:
         values = torch.stack((values & 15, values >> 4), -1).flatten(1)
     values = values[:, :columns].to(scale.dtype).sub_(1 << (bits - 1))  # up to 255, and so exact
-    return values.unflatten(1, (scale.shape[-1], -1)).mul_(scale.unsqueeze(-1)).flatten(1)
+    return values.unflatten(1, (scale.shape[-1], -1)).mul_(scale.unsqueeze(-1)).flatten(1).to(dtype)
 
 
 class PackedLinear(torch.nn.Linear):  # type: ignore[misc]
     """An ``nn.Linear`` over ``weight_packed``, ``weight_scale`` and ``weight_shape``; :func:`keep_packed` makes it."""
 
     bits: int  # of a value
+    stored: torch.dtype
 
     @property
     def weight(self) -> Any:
@@ -83,12 +86,12 @@ class PackedLinear(torch.nn.Linear):  # type: ignore[misc]
 
     def forward(self, input: Any) -> Any:
         if torch.is_grad_enabled() and input.requires_grad:
-            return _Product.apply(input, self.weight_packed, self.weight_scale, self.bias, self.bits)
+            return _Product.apply(input, self.weight_packed, self.weight_scale, self.bias, self.bits, self.stored)
         return torch.nn.functional.linear(input, self._values(), self.bias)
 
     def _values(self) -> Any:
         with torch.no_grad():
-            return unpacked(self.weight_packed, self.weight_scale, self.in_features, self.bits)
+            return unpacked(self.weight_packed, self.weight_scale, self.in_features, self.bits, self.stored)
 
 
 class _Values(torch.Tensor):  # type: ignore[misc]
@@ -112,19 +115,19 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
     """``linear``, whose backward pass unpacks the weight again instead of keeping it."""
 
     @staticmethod
-    def forward(input: Any, packed: Any, scale: Any, bias: Any, bits: int) -> Any:
-        return torch.nn.functional.linear(input, unpacked(packed, scale, input.shape[-1], bits), bias)
+    def forward(input: Any, packed: Any, scale: Any, bias: Any, bits: int, stored: Any) -> Any:
+        return torch.nn.functional.linear(input, unpacked(packed, scale, input.shape[-1], bits, stored), bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        input, packed, scale, _, ctx.bits = inputs
-        ctx.columns = input.shape[-1]
+        input, packed, scale, _, *settings = inputs
+        ctx.settings = input.shape[-1], *settings
         ctx.save_for_backward(packed, scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         packed, scale = ctx.saved_tensors
-        weight = unpacked(packed, scale, ctx.columns, ctx.bits).to(gradient.dtype)  # another under autocast
+        weight = unpacked(packed, scale, *ctx.settings).to(gradient.dtype)  # another under autocast
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
-        return gradient @ weight, None, None, bias, None
+        return gradient @ weight, None, None, bias, None, None

@@ -14,7 +14,8 @@ them. Each forward unpacks the layer's weight as compressed-tensors does, multip
 pass unpacks it again. The outputs are, bit for bit, those of the decompressed model. accelerate offloads the layers
 like any others, ``save_pretrained`` writes the tensors of the checkpoint, and adapters work as over plain weights, but
 merges are refused. Layers of other formats are decompressed as before, and so are all of them with
-``CompressedTensorsConfig(dequantize=True)``, which is faster: unpacking is work for each forward.
+``CompressedTensorsConfig(dequantize=True)``, which is faster: unpacking is work for each forward. compressed-tensors
+before 0.15 has a class of its own for such layers, which unpacks them for good; it is left as it is.
 
 Remove when: transformers or compressed-tensors computes with the packed weights.
 """

@@ -15,8 +15,8 @@ model computes in bfloat16 as it does without the preparation, bit for bit. This
 compute in float32 whatever their dtype. For an offloaded norm, the stored weight is also cast.
 
 A float16 model needs float32 between its layers and gets it; only its per-layer embedding keeps float16. Freezing and
-gradient checkpointing stay upstream's, and so does the preparation of models that have another architecture or are not
-quantized with bitsandbytes.
+gradient checkpointing stay upstream's, and so does the preparation of models that have another architecture or are
+quantized neither with bitsandbytes nor by layers that stay packed (``transformers-packed-layers``).
 
 Remove when: PEFT casts norms only.
 """
@@ -27,6 +27,7 @@ from typing import Any
 
 from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat._gemma4.models import family
+from gemma4_compat._gemma4.quantization.other_quantizers import is_packed
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch("F20", severity="memory", affected=">=0.18.0")
@@ -45,7 +46,8 @@ def prepare_model_for_kbit_training(original: Original, model: Any, *args: Any, 
 
 
 def _is_quantized(model: Any) -> bool:
-    return bool(getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False))
+    of_bitsandbytes = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
+    return bool(of_bitsandbytes) or any(is_packed(module) for module in model.modules())
 
 
 @contextlib.contextmanager

@@ -20,6 +20,8 @@ from gemma4_compat.patches.quantization.transformers_packed_layers import PATCH
 from tests.patches.promise import Promise
 from tests.patches.quantization import packed, qat
 from tests.patches.quantization.test_accelerate_subclass_offload import logits
+from tests.unit.kernels.conftest import on_host as on_host
+from tests.unit.kernels.conftest import tapes as tapes
 from tools.pages import packed as page
 
 PLACES = ("one device", "host memory", "disk")
@@ -60,9 +62,11 @@ def test_unpacked(bits: int, columns: int, scales: tuple[int, ...], dtype: str) 
     scale = torch.rand(scales, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
     places = torch.arange(0, 32, bits)
     values = ((words[..., None] >> places) & (2**bits - 1)).flatten(1)[:, :columns] - 2 ** (bits - 1)
-    found = packed_linear.unpacked(words.to(torch.int32), scale, columns, bits)
-    assert found.dtype == scale.dtype
-    assert found.equal(packed.reference(values, scale))
+    expected = packed.reference(values, scale)
+    for cast in (scale.dtype, torch.float32):  # as the scales of a layer, after it was loaded
+        found = packed_linear.unpacked(words.to(torch.int32), scale.to(cast), columns, bits, scale.dtype)
+        assert found.dtype == cast
+        assert found.equal(expected.to(cast))
 
 
 @pytest.mark.parametrize(("bits", "group"), packed.FORMATS)
@@ -101,6 +105,50 @@ def test_an_adapter(workspace: Any, place: str, options: dict[str, Any]) -> None
     assert same(logits(plain), logits(model))
     expected, found = gradients(plain), gradients(model)
     assert all(expected[name].equal(found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.usefixtures("tapes", "on_host")
+def test_replayed_in_decoding(workspace: Any, exact: bool) -> None:
+    options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    found = []
+    for build in (packed.plain, packed.kept):
+        model = gemma4_compat.decode_fast(build(workspace), exact=exact)
+        found.append([model.generate(**tiny.inputs(text_only=True), **options).logits for _ in range(3)])
+        assert gemma4_compat.statistics(model).decoding.replayed
+    assert all(same(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.usefixtures("tapes")
+def test_replayed_in_training(workspace: Any) -> None:
+    found = []
+    for build in (packed.plain, packed.kept):
+        model = gemma4_compat.train_fast(qat.adapted(build(workspace)).train())
+        for _ in range(4):
+            model.zero_grad()
+            values = gradients(model)
+        assert gemma4_compat.statistics(model).training.replayed
+        found.append(values)
+    assert all(found[0][name].equal(found[1][name]) for name in found[0])
+
+
+def test_prepared_for_training(workspace: Any) -> None:
+    import torch
+    from peft import prepare_model_for_kbit_training
+
+    expected = logits(packed.plain(workspace))
+    model = prepare_model_for_kbit_training(packed.kept(workspace))
+    assert same(expected, logits(model))
+    layer = model.model.language_model.layers[0]
+    assert (layer.input_layernorm.weight.dtype, layer.mlp.up_proj.weight_scale.dtype) == (
+        torch.float32,
+        torch.bfloat16,
+    )
+
+
+def test_cast(workspace: Any) -> None:
+    """Loaded in bf16, the values are rounded to bf16 whatever they are cast to later."""
+    assert same(*(logits(build(workspace).float()) for build in (packed.plain, packed.kept)))
 
 
 def test_gradient_checkpointing(workspace: Any) -> None:
@@ -264,6 +312,8 @@ def test_other_layers_are_left_to_the_library(workspace: Any, kind: str) -> None
     assert all(hasattr(layer, "quantization_scheme") for layer in layers)
     with pytest.raises(AssertionError, match="would decompress the model"):
         model(**tiny.inputs(text_only=True))
+    with pytest.raises(gemma4_compat.Gemma4CompatError, match=r"no weight before the first forward.*dequantize=True"):
+        qat.adapted(model)
     for part in ("layers", "embedding"):
         with pytest.raises(gemma4_compat.Gemma4CompatError, match=r"cannot be offloaded.*dequantize=True"):
             workspace.dispatch_map(model, qat.layout(model, part))
