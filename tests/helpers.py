@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Patches whose defects need a GPU: `detect` asks for one, and the matrix, which is one of CPUs, cannot show them.
 ON_A_GPU = ("bitsandbytes-int8-strides", "transformers-offloaded-cache")
 #: Patches of other libraries' weights, which no stack of the matrix installs: their own tests run where these are.
-WITH_OTHER_LIBRARIES = ("accelerate-subclass-offload",)
+WITH_OTHER_LIBRARIES = ("accelerate-subclass-offload", "transformers-packed-layers")
 MARK = changes._OURS
 
 CORE = '''

@@ -15,6 +15,7 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.quantization.other_quantizers import DEQUANTIZE, is_compressed
 
 _TENSORS = {"weight_packed", "weight_scale", "weight_shape", "bias"}
+_STRATEGIES = ("group", "channel", "tensor")
 
 
 def keep_packed(model: Any) -> None:
@@ -31,7 +32,7 @@ def keep_packed(model: Any) -> None:
         module.__class__ = PackedLinear
         module.bits, module.stored = bits, module.weight_scale.dtype
         for name in ("forward", "quantization_scheme", "quantization_status"):
-            delattr(module, name)
+            vars(module).pop(name, None)
         module._is_hf_initialized = True  # transformers would fill `weight` with random values, of which nothing stays
     if not any(is_compressed(module) for module in model.modules()):
         vars(model).pop("ct_decompress_hook").remove()
@@ -47,8 +48,9 @@ def _bits(module: Any) -> int | None:
         return None
     bits: int = weights.num_bits
     width, groups = -(-module.in_features * bits // 32), module.weight_scale.shape[-1]
-    understood = bits in (4, 8) and weights.type == "int" and weights.symmetric and module.in_features % groups == 0
-    return bits if understood and packed.dtype is torch.int32 and packed.shape[-1] == width else None
+    understood = bits in (4, 8) and weights.type == "int" and weights.symmetric and weights.strategy in _STRATEGIES
+    fits = packed.dtype is torch.int32 and packed.shape[-1] == width and module.in_features % groups == 0
+    return bits if understood and fits else None
 
 
 def unpacked(packed: Any, scale: Any, columns: int, bits: int, stored: Any) -> Any:
@@ -62,10 +64,12 @@ def unpacked(packed: Any, scale: Any, columns: int, bits: int, stored: Any) -> A
         stored: the dtype in which the model was loaded. Cast since then, the weight has its values, as a plain one.
     """
     dtype, scale = scale.dtype, scale.to(stored)
-    values = packed.view(torch.uint8)
+    packed = packed.view(torch.uint8)
     if bits == 4:
-        values = torch.stack((values & 15, values >> 4), -1).flatten(1)
-    values = values[:, :columns].to(scale.dtype).sub_(1 << (bits - 1))  # up to 255, and so exact
+        values = torch.stack((packed & 15, packed >> 4), -1).flatten(1).view(torch.int8).sub_(8)
+    else:
+        values = (packed ^ 128).view(torch.int8)
+    values = values[:, :columns].to(scale.dtype)
     return values.unflatten(1, (scale.shape[-1], -1)).mul_(scale.unsqueeze(-1)).flatten(1).to(dtype)
 
 

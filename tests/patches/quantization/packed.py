@@ -34,7 +34,13 @@ def as_loaded(workspace: Any, scheme: dict[str, Any] | None = None, **options: A
     import torch
 
     model, tensors = plain(workspace, **options), stored(workspace, **options)
-    weights = {"num_bits": options.get("bits", 4), "type": "int", "symmetric": True, **(scheme or {})}
+    weights = {
+        "num_bits": options.get("bits", 4),
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        **(scheme or {}),
+    }
     activations = weights.pop("input_activations", None)
     for name, module in model.named_modules():
         if f"{name}.weight_packed" not in tensors:

@@ -83,7 +83,7 @@ def test_outputs_are_those_of_the_values_and_nothing_stays_unpacked(workspace: A
     )
 
 
-@pytest.mark.parametrize("part", ["layers", "embedding", "towers", "everything"])
+@pytest.mark.parametrize("part", ["layers", "embedding", "towers"])
 @pytest.mark.parametrize("place", ["host memory", "disk"])
 def test_offloaded(workspace: Any, place: str, part: str) -> None:
     model = packed.kept(workspace)
@@ -293,6 +293,7 @@ NOT_UNDERSTOOD: dict[str, dict[str, Any]] = {
     "floating point": {"type": "float"},
     "6 bits": {"num_bits": 6},
     "another width": {"num_bits": 8},
+    "blocks": {"strategy": "block"},
 }
 
 
@@ -331,6 +332,8 @@ def test_among_others_the_library_decompresses_only_those(workspace: Any) -> Non
 
 
 def test_the_page_says_what_they_take() -> None:
+    if not hasattr(pytest.importorskip("transformers"), "Gemma4UnifiedConfig"):
+        pytest.skip("the 12B's classes came with transformers 5.10")
     text = page.PAGE.read_text(encoding="utf-8")
     assert page.page(text) == text, "python -m tools.pages.packed"
 
