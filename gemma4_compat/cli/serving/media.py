@@ -34,7 +34,7 @@ _PIXELS = 40_000_000
 _AUDIO = re.compile(rb"RIFF....WAVE|fLaC|OggS|\xff[\xe0-\xff]", re.DOTALL)
 _SECONDS = 15.0
 _CHUNK = 1 << 16
-#: Of one sound. The model hears its first 30 seconds; a FLAC file of a few bytes may unpack to days of silence.
+#: The longest sound. The model hears its first 30 seconds; a FLAC file of a few bytes may unpack to days of silence.
 _MINUTES = 10
 
 
@@ -121,7 +121,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 class _Allowed(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """Connects to allowed machines only, by the addresses that were allowed: a name may mean another one next time."""
+    """Connects to allowed machines only, by the addresses that were allowed: a name may mean something else next time."""
 
     def __init__(self, limits: Limits) -> None:
         super().__init__()
