@@ -121,7 +121,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 class _Allowed(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """Connects to allowed machines only, by the addresses that were allowed: a name may mean something else next time."""
+    """Connects to allowed machines only, by the addresses that it has checked: a name may change its meaning."""
 
     def __init__(self, limits: Limits) -> None:
         super().__init__()
