@@ -24,8 +24,8 @@ class Use:
         graph: memory pool of the graphs of fast decoding, in ``prefill`` and ``decode``; 0 without them.
         assistant: what an assistant takes, in ``prefill`` and ``decode``: its weights, the rows that sliding layers
             have a second time, and what its graphs keep; 0 without one.
-        head: the 8-bit copy of the head that fast decoding reads, in ``prefill`` and ``decode``; 0 where it would not be
-            made, as where not as much again stays free.
+        head: the 8-bit copy of the head that fast decoding reads, in ``prefill`` and ``decode``; 0 where none is made,
+            as where not as much again stays free.
         loading: peak in ``from_pretrained``.
         prefill: peak of the first forward, including towers; or of a training step.
         decode: peak while decoding, at the end of the context.
