@@ -33,8 +33,10 @@ _IGNORED_FIELDS = frozenset({"annotation", "returns", "type_params", "type_comme
 # ``torch.compile`` and ``torch.compiler.disable`` run the function that they were given.
 _TRANSPARENT = "torch._dynamo"
 
-#: Packages whose functions are not another library's: those that are patched, and where decorators come from.
-_NO_LIBRARY = frozenset({*versions.OLDEST, "torch", "__main__", "functools", "contextlib", "wrapt", "gemma4_compat"})
+#: Packages whose functions are not another library's: those that are patched, and what these take functions from.
+_NO_LIBRARY = frozenset(
+    {*versions.OLDEST, "torch", "huggingface_hub", "__main__", "functools", "contextlib", "wrapt", "gemma4_compat"}
+)
 
 #: On the function that reads an attribute of instances: a tuple with the value in the class.
 VALUE = "__gemma4_compat_value__"

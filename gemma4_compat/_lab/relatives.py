@@ -25,7 +25,7 @@ _TEXT: dict[str, Any] = {
     "num_hidden_layers": 3,
     "layer_types": tiny_configs.LAYER_TYPES,
 }
-_TOKENS = {"image_token_id": tiny_configs.IMAGE_TOKEN, "boi_token_id": 253, "eoi_token_id": 254}
+_PICTURES = {"image_token_id": tiny_configs.IMAGE_TOKEN, "boi_token_id": 253, "eoi_token_id": 254}
 
 
 def diffusion_config(**text: Any) -> Any:
@@ -37,7 +37,7 @@ def diffusion_config(**text: Any) -> Any:
         text_config=transformers.DiffusionGemmaTextConfig(**shape),
         vision_config=transformers.Gemma4VisionConfig(**tiny_configs.VISION),
         canvas_length=CANVAS,
-        **_TOKENS,
+        **_PICTURES,
     )
 
 
@@ -52,7 +52,7 @@ def embedding_config(**text: Any) -> Any:
         audio_config=transformers.Gemma4AudioConfig(**tiny_configs.AUDIO),
         audio_token_id=tiny_configs.AUDIO_TOKEN,
         video_token_id=tiny_configs.VIDEO_TOKEN,
-        **_TOKENS,
+        **_PICTURES,
     )
 
 
@@ -93,7 +93,7 @@ def build_untied_diffusion(folder: Path) -> Path:
     return folder
 
 
-def load(
+def load_relative(
     checkpoint: Path,
     quantization: str | None = None,
     *,
@@ -124,7 +124,7 @@ def load(
     )
 
 
-def device_map(model: Any, pattern: str, *, main: Any = "cpu", offloaded: Any = "disk") -> dict[str, Any]:
+def relative_map(model: Any, pattern: str, *, main: Any = "cpu", offloaded: Any = "disk") -> dict[str, Any]:
     """A map over layers, towers and everything else: ``offloaded`` is what the regular expression matches."""
     names: list[str] = []
 
@@ -151,7 +151,7 @@ def plain_linears(module: Any) -> list[str]:
     ]
 
 
-def inputs(model: Any) -> dict[str, Any]:
+def relative_inputs(model: Any) -> dict[str, Any]:
     """A prompt of 24 tokens, batch 1, with an image, and with a sound if the model hears; for a model that writes by
     diffusion a canvas.
     """
@@ -172,7 +172,7 @@ def outputs(model: Any) -> Outputs:
     """
     import torch
 
-    batch = inputs(model)
+    batch = relative_inputs(model)
     diffuses = "decoder_input_ids" in batch
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         found = [model(**batch) for _ in range(FORWARDS)]

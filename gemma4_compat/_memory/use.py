@@ -6,7 +6,7 @@ import functools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gemma4_compat._kernels.specs import flash
+from gemma4_compat._kernels.specs import flash, head
 from gemma4_compat._memory import formulas
 from gemma4_compat._memory.blueprint import Block, Blueprint
 from gemma4_compat._memory.formulas import MEASURED, Load, TrainingLoad
@@ -24,6 +24,8 @@ class Use:
         graph: memory pool of the graphs of fast decoding, in ``prefill`` and ``decode``; 0 without them.
         assistant: what an assistant takes, in ``prefill`` and ``decode``: its weights, the rows that sliding layers
             have a second time, and what its graphs keep; 0 without one.
+        head: the 8-bit copy of the head that fast decoding reads, in ``prefill`` and ``decode``; 0 where none is made,
+            as where not as much again stays free.
         loading: peak in ``from_pretrained``.
         prefill: peak of the first forward, including towers; or of a training step.
         decode: peak while decoding, at the end of the context.
@@ -40,6 +42,7 @@ class Use:
     decode: int = 0
     graph: int = 0
     assistant: int = 0
+    head: int = 0
 
     @property
     def peak(self) -> int:
@@ -117,7 +120,7 @@ def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, bud
     if few and not load.weights_only:
         decode += max(_rows(blueprint, share, load), default=0)
     slack = (lambda nbytes: nbytes) if load.weights_only else _with_slack
-    return Use(
+    found = Use(
         weights=weights,
         stream_buffers=buffers,
         adapter=adapter,
@@ -129,6 +132,22 @@ def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, bud
         graph=graph,
         assistant=assistant,
     )
+    copy = _head_copy(blueprint, share, load)
+    if not copy or max(found.prefill, found.decode + copy) + copy > budget:
+        return found
+    return replace(found, head=copy, prefill=found.prefill + copy, decode=found.decode + copy)
+
+
+def _head_copy(blueprint: Blueprint, share: Share, load: Load) -> int:
+    """What the copy of the head takes where fast decoding may make one, of a 16-bit head on this accelerator."""
+    if not share.main or not load.fast or load.weights_only or load.assistant or load.batch > head.MAX_ROWS:
+        return 0
+    words, inputs = blueprint.vocabulary, blueprint.hidden
+    here = {block.name: block for block in share.resident}
+    own = next((block for block in here.values() if block.kind == "head"), None)
+    if own is None or own.adapter or own.stored != own.plain or (own.tied is not None and own.tied not in here):
+        return 0
+    return head.nbytes(words, inputs) if blueprint.item == 2 and words * inputs >= head.LEAST else 0
 
 
 def _shorter(load: Load) -> Iterator[Load]:

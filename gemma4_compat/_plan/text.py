@@ -189,7 +189,9 @@ def _decoding(plan: Plan, width: int) -> Iterator[str]:
         return
     pools = sum(use.graph for use in plan.use.values())
     text = f"Fast decoding (gemma4_compat.decode_fast): {FAST[0].lower()}{FAST[1:]}. "
-    text += f"Its graphs keep {size_text(pools)}."
+    text += f"Its graphs keep {size_text(pools)}"
+    copies = sum(use.head for use in plan.use.values())
+    text += f", and a copy of the head in 8 bits {size_text(copies)}." if copies else "."
     if plan.brought:
         text += f" The bus limits its speed: each token brings {size_text(plan.brought)} over it."
         if plan.streamed:

@@ -82,8 +82,14 @@ def serve(
         ),
     ] = None,
     allow_http: Annotated[
-        bool, typer.Option("--allow-http", help="Fetch images and sounds from addresses in requests.")
+        bool, typer.Option("--allow-http", help="Fetch images and sounds from public addresses in requests.")
     ] = False,
+    media_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST", help="Fetch images and sounds from this machine, also if it is private; repeatable."
+        ),
+    ] = None,
     waiting: Annotated[int, typer.Option(help="Requests that may wait for their turn.", min=0, metavar="NUMBER")] = 64,
     patience: Annotated[
         float, typer.Option(help="Seconds that a request may wait.", min=0.1, metavar="NUMBER")
@@ -112,9 +118,8 @@ def serve(
     with _loaded(locals()) as served:
         from gemma4_compat.cli.serving import media, server
 
-        limits = server.Limits(
-            waiting=waiting, patience=patience, parallel=parallel, grace=grace, media=media.Limits(http=allow_http)
-        )
+        fetched = media.Limits(http=allow_http, hosts=tuple(each.lower() for each in media_host or ()))
+        limits = server.Limits(waiting=waiting, patience=patience, parallel=parallel, grace=grace, media=fetched)
         tell(f"serving {', '.join(served.names)}")
         server.run(served, limits, host=host, port=port, key=key or None)
 

@@ -52,39 +52,39 @@ _answers: dict[tuple[Path, str | None], Outputs] = {}
 
 def expected(checkpoint: Path, quantization: str | None) -> Outputs:
     if (checkpoint, quantization) not in _answers:
-        _answers[checkpoint, quantization] = relatives.outputs(relatives.load(checkpoint, quantization))
+        _answers[checkpoint, quantization] = relatives.outputs(relatives.load_relative(checkpoint, quantization))
     return _answers[checkpoint, quantization]
 
 
 def dispatched(model: Any, workspace: Workspace, place: str) -> Any:
     from accelerate import dispatch_model
 
-    placement = relatives.device_map(model, PLACES[place], offloaded="disk")
+    placement = relatives.relative_map(model, PLACES[place], offloaded="disk")
     return dispatch_model(model, placement, main_device="cpu", offload_dir=str(workspace.new_folder()))
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("place", ALL)
 def test_split(workspace: Workspace, checkpoint: Path, quantization: str | None, place: str) -> None:
-    model = dispatched(relatives.load(checkpoint, quantization), workspace, place)
+    model = dispatched(relatives.load_relative(checkpoint, quantization), workspace, place)
     assert difference(expected(checkpoint, quantization), relatives.outputs(model)) == 0.0
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("place", ALL)
 def test_loaded_by_a_map(workspace: Workspace, checkpoint: Path, quantization: str | None, place: str) -> None:
-    placement = relatives.device_map(relatives.load(checkpoint), PLACES[place], offloaded="disk")
+    placement = relatives.relative_map(relatives.load_relative(checkpoint), PLACES[place], offloaded="disk")
     folder = str(workspace.new_folder())
     with gemma4_compat.quantize(offloaded=True) if quantization else contextlib.nullcontext():
-        model = relatives.load(checkpoint, quantization, device_map=placement, offload_folder=folder)
+        model = relatives.load_relative(checkpoint, quantization, device_map=placement, offload_folder=folder)
     assert difference(expected(checkpoint, quantization), relatives.outputs(model)) == 0.0
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_a_split_model_is_saved(workspace: Workspace, checkpoint: Path, quantization: str | None) -> None:
     folder = workspace.new_folder()
-    dispatched(relatives.load(checkpoint, quantization), workspace, "layers").save_pretrained(folder)
-    assert difference(expected(checkpoint, quantization), relatives.outputs(relatives.load(folder))) == 0.0
+    dispatched(relatives.load_relative(checkpoint, quantization), workspace, "layers").save_pretrained(folder)
+    assert difference(expected(checkpoint, quantization), relatives.outputs(relatives.load_relative(folder))) == 0.0
 
 
 @pytest.mark.parametrize("quantization", [None, "4bit", "8bit"])
@@ -92,10 +92,12 @@ def test_an_adapter(workspace: Workspace, checkpoint: Path, quantization: str | 
     """On text layers and on the clipped linears of the towers."""
     from peft import PeftModel
 
-    tiny_adapters.write_adapter(relatives.load(checkpoint, quantization), ["q_proj", "up_proj"], tmp_path)
-    answers = relatives.outputs(PeftModel.from_pretrained(relatives.load(checkpoint, quantization), tmp_path).eval())
+    tiny_adapters.write_adapter(relatives.load_relative(checkpoint, quantization), ["q_proj", "up_proj"], tmp_path)
+    answers = relatives.outputs(
+        PeftModel.from_pretrained(relatives.load_relative(checkpoint, quantization), tmp_path).eval()
+    )
     assert difference(expected(checkpoint, quantization), answers) > 0.0
-    model = dispatched(relatives.load(checkpoint, quantization), workspace, "layers")
+    model = dispatched(relatives.load_relative(checkpoint, quantization), workspace, "layers")
     assert difference(answers, relatives.outputs(PeftModel.from_pretrained(model, tmp_path).eval())) == 0.0
 
 
@@ -106,17 +108,17 @@ def test_merged_as_with_a_copy_of_each_shared_weight(
     """The encoder's layer and the decoder's have adapters of their own, and one weight."""
     from peft import PeftModel
 
-    tiny_adapters.write_adapter(relatives.load(diffusion), ["q_proj", "up_proj"], tmp_path / "adapter")
+    tiny_adapters.write_adapter(relatives.load_relative(diffusion), ["q_proj", "up_proj"], tmp_path / "adapter")
 
     def merged(checkpoint: Path) -> Any:
-        base = relatives.load(checkpoint, quantization, skip_modules=["lm_head", "router.proj"])
+        base = relatives.load_relative(checkpoint, quantization, skip_modules=["lm_head", "router.proj"])
         return PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().eval()
 
     model = merged(diffusion)
     answers = relatives.outputs(merged(workspace.cached(relatives.build_untied_diffusion)))
     assert difference(answers, relatives.outputs(model)) == 0.0
     model.save_pretrained(tmp_path / "merged")
-    assert difference(answers, relatives.outputs(relatives.load(tmp_path / "merged"))) == 0.0
+    assert difference(answers, relatives.outputs(relatives.load_relative(tmp_path / "merged"))) == 0.0
 
 
 @pytest.mark.parametrize("quantization", [None, pytest.param("4bit", marks=full)])
@@ -124,16 +126,16 @@ def test_a_step_of_training(workspace: Workspace, checkpoint: Path, quantization
     """The gradients of an adapter on a split model are those of one device."""
     from peft import PeftModel
 
-    tiny_adapters.write_adapter(relatives.load(checkpoint), ["q_proj", "up_proj"], tmp_path)
+    tiny_adapters.write_adapter(relatives.load_relative(checkpoint), ["q_proj", "up_proj"], tmp_path)
 
     def gradients(base: Any) -> dict[str, Any]:
         model = PeftModel.from_pretrained(base, tmp_path, is_trainable=True).train()
-        answer = model(**relatives.inputs(base))
+        answer = model(**relatives.relative_inputs(base))
         answer[next(name for name in ("logits", "last_hidden_state") if name in answer)].float().sum().backward()
         return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
-    mine = gradients(dispatched(relatives.load(checkpoint, quantization), workspace, "layers"))
-    theirs = gradients(relatives.load(checkpoint, quantization))
+    mine = gradients(dispatched(relatives.load_relative(checkpoint, quantization), workspace, "layers"))
+    theirs = gradients(relatives.load_relative(checkpoint, quantization))
     assert mine.keys() == theirs.keys()
     assert mine
     assert [name for name, value in theirs.items() if not value.equal(mine[name])] == []
@@ -145,17 +147,17 @@ def test_experts_in_4_bits(workspace: Workspace, diffusion: Path, quantization: 
 
     def load(**options: Any) -> Any:
         with gemma4_compat.quantize(experts=True, offloaded=True):
-            return relatives.load(diffusion, quantization, **options)
+            return relatives.load_relative(diffusion, quantization, **options)
 
-    reference = relatives.outputs(by_hand(relatives.load(diffusion, quantization), quantization))
+    reference = relatives.outputs(by_hand(relatives.load_relative(diffusion, quantization), quantization))
     model = load()
     assert difference(reference, relatives.outputs(model)) == 0.0
     encoder, decoder = model.model.encoder.language_model.layers[1], model.model.decoder.layers[1]
     assert encoder.experts.gate_up_proj is decoder.experts.gate_up_proj
     folder = workspace.new_folder()
     model.save_pretrained(folder)
-    assert difference(reference, relatives.outputs(relatives.load(folder))) == 0.0
-    placement = relatives.device_map(model, PLACES["layers"], offloaded="disk")
+    assert difference(reference, relatives.outputs(relatives.load_relative(folder))) == 0.0
+    placement = relatives.relative_map(model, PLACES["layers"], offloaded="disk")
     split = load(device_map=placement, offload_folder=str(workspace.new_folder()))
     assert difference(reference, relatives.outputs(split)) == 0.0
 
@@ -163,11 +165,11 @@ def test_experts_in_4_bits(workspace: Workspace, diffusion: Path, quantization: 
 def test_a_load_says_what_stays_unquantized(
     workspace: Workspace, diffusion: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    placement = relatives.device_map(relatives.load(diffusion), PLACES["decoder"], offloaded="disk")
+    placement = relatives.relative_map(relatives.load_relative(diffusion), PLACES["decoder"], offloaded="disk")
     caplog.clear()
     from transformers import BitsAndBytesConfig
 
-    relatives.load(
+    relatives.load_relative(
         diffusion,
         device_map=placement,
         offload_folder=str(workspace.new_folder()),
@@ -184,19 +186,19 @@ def test_another_family_is_told_that_its_experts_stay(tmp_path: Path, caplog: py
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)).save_pretrained(tmp_path)
     with gemma4_compat.quantize(experts=True):
-        relatives.load(tmp_path, "4bit")
+        relatives.load_relative(tmp_path, "4bit")
     assert "gemma4_compat: quantize(experts=True) is not for LlamaForCausalLM" in caplog.messages
 
 
 def test_routers_stay_in_bf16(diffusion: Path) -> None:
-    model = relatives.load(diffusion, "4bit")
+    model = relatives.load_relative(diffusion, "4bit")
     assert type(model.model.decoder.layers[0].router.proj).__name__ == "Linear"
     assert "router.proj" in model.config.quantization_config.llm_int8_skip_modules
 
 
 @pytest.mark.filterwarnings("ignore:llm_int8_skip_modules names modules by the end of their path")
 def test_a_list_without_the_head(diffusion: Path) -> None:
-    model = relatives.load(diffusion, "4bit", skip_modules=["model.encoder.vision_tower", "router.proj"])
+    model = relatives.load_relative(diffusion, "4bit", skip_modules=["model.encoder.vision_tower", "router.proj"])
     assert type(model.lm_head).__name__ == "Linear"
     assert not relatives.plain_linears(model.model.decoder)
     assert relatives.outputs(model).logits[0].isfinite().all()
@@ -206,13 +208,15 @@ def test_prepared_for_training(checkpoint: Path) -> None:
     import torch
     from peft import prepare_model_for_kbit_training
 
-    model = prepare_model_for_kbit_training(relatives.load(checkpoint, "4bit"), use_gradient_checkpointing=False)
+    model = prepare_model_for_kbit_training(
+        relatives.load_relative(checkpoint, "4bit"), use_gradient_checkpointing=False
+    )
     assert model.get_input_embeddings().weight.dtype == torch.bfloat16
     assert difference(expected(checkpoint, "4bit"), relatives.outputs(model)) == 0.0
 
 
 def test_what_is_not_for_them_says_so(checkpoint: Path) -> None:
-    model = relatives.load(checkpoint)
+    model = relatives.load_relative(checkpoint)
     kind = type(model).__name__
     for call, what in (
         (lambda: gemma4_compat.decode_fast(model), rf"one token after another, which {kind} does not do"),
@@ -250,7 +254,7 @@ def test_older_families_never_differed(workspace: Workspace, name: str, place: s
     def answers(model: Any) -> Any:
         return workspace.outputs(model, text_only=True)
 
-    placement = relatives.device_map(model := load(), PLACES[place], offloaded="disk")
+    placement = relatives.relative_map(model := load(), PLACES[place], offloaded="disk")
     split = dispatch_model(model, placement, main_device="cpu", offload_dir=str(workspace.new_folder()))
     assert difference(answers(load()), answers(split)) == 0.0
 
@@ -266,12 +270,12 @@ from gemma4_compat._lab import relatives
 from gemma4_compat._lab.stand_ins import second_device
 from gemma4_compat._lab.workspace import difference
 
-load = lambda: relatives.load(Path(sys.argv[1]))
+load = lambda: relatives.load_relative(Path(sys.argv[1]))
 main = torch.device("cpu")
 expected = relatives.outputs(load())
 with second_device.second_device():
     model, second = load(), torch.device(second_device.DEVICE)
-    placement = relatives.device_map(model, sys.argv[2], main=main, offloaded=second)
+    placement = relatives.relative_map(model, sys.argv[2], main=main, offloaded=second)
     dispatch_model(model, placement, main_device=main, skip_keys=list(model._skip_keys_device_placement))
     assert difference(expected, relatives.outputs(model)) == 0.0
 print("as on one device")

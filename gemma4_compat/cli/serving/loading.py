@@ -11,7 +11,7 @@ from typing import Any
 import gemma4_compat
 from gemma4_compat._engine import versions
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._gemma4.adapters.saved import CONFIG, WEIGHTS
+from gemma4_compat._gemma4.adapters.saved import CONFIG, PICKLE, WEIGHTS
 from gemma4_compat._generation.prefix_cache.parked import Conversations
 from gemma4_compat._offload import host_room
 from gemma4_compat._plan import assistants, budgets, requests
@@ -178,9 +178,11 @@ def _named(adapter: str) -> tuple[str, Path]:
 
 
 def _planned(wanted: Wanted, adapters: list[Path]) -> Plan:
-    """The plan: with the largest adapter, and the others in less memory."""
+    """The plan: with the largest adapter that it can read, and the others in less memory."""
     options = dict(wanted.plan)
     sizes = sorted(((folder / WEIGHTS).stat().st_size, folder) for folder in adapters if (folder / WEIGHTS).exists())
+    pickled = [folder / PICKLE for folder in adapters if not (folder / WEIGHTS).exists()]
+    others = sum(size for size, _ in sizes[:-1]) + sum(file.stat().st_size for file in pickled if file.exists())
     if sizes:
         options["adapter"] = sizes[-1][1]
     asked = options.get("vram") is not None or options.get("card") is not None
@@ -188,9 +190,9 @@ def _planned(wanted: Wanted, adapters: list[Path]) -> Plan:
         free = 1 << 50 if wanted.device_map is not None else host_room.available() or 1 << 40
         options |= {"vram": {"cpu": free}, "card": None, "quantize": options.get("quantize") or "none"}
     options["quantize"] = options.get("quantize") or "4bit"
-    if others := 2 * sum(size for size, _ in sizes[:-1]):  # PEFT loads them in float32
+    if others:
         given = budgets.of(options.get("vram"), options.get("card"))
-        options["vram"] = {device: size - others for device, size in given.items()}
+        options["vram"] = {device: size - 2 * others for device, size in given.items()}  # PEFT loads them in float32
     return gemma4_compat.plan_device_map(wanted.model, assistant=wanted.assistant is not None, **options)
 
 

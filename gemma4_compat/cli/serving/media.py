@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import http.client
+import importlib.util
 import io
+import ipaddress
 import re
+import socket
 import time
+import urllib.parse
 import urllib.request
 import wave
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +34,8 @@ _PIXELS = 40_000_000
 _AUDIO = re.compile(rb"RIFF....WAVE|fLaC|OggS|\xff[\xe0-\xff]", re.DOTALL)
 _SECONDS = 15.0
 _CHUNK = 1 << 16
+#: The longest sound. The model hears its first 30 seconds; a FLAC file of a few bytes may unpack to days of silence.
+_MINUTES = 10
 
 
 @dataclass(frozen=True)
@@ -36,12 +43,14 @@ class Limits:
     """What a request may bring.
 
     Attributes:
-        http: addresses on other machines are fetched.
+        http: public addresses are fetched.
+        hosts: names or addresses of machines from which it is also fetched, be they private.
         size: bytes of one image or sound.
         count: of them in one request.
     """
 
     http: bool = False
+    hosts: tuple[str, ...] = ()
     size: int = 20 << 20
     count: int = 16
 
@@ -92,7 +101,7 @@ def _content(address: str, limits: Limits) -> bytes:
             return _decoded(data, limits)
         raise Refused(400, "An address with data: is in base64: data:image/png;base64,...")
     if colon and scheme.lower() in ("http", "https"):
-        if limits.http:
+        if limits.http or limits.hosts:
             return _fetched(address, limits)
         raise Refused(400, "Addresses on other machines are not fetched here (serve --allow-http); send data:.")
     raise Refused(400, "Only addresses with data: are read, and with http: or https: where serve has --allow-http.")
@@ -111,22 +120,67 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     max_redirections = 3
 
 
-#: Without one for file: or ftp:, so no redirect leads there.
-_HANDLERS = (
-    urllib.request.ProxyHandler,
-    urllib.request.HTTPHandler,
-    urllib.request.HTTPSHandler,
-    urllib.request.HTTPDefaultErrorHandler,
-    urllib.request.HTTPErrorProcessor,
-    _Redirects,
-)
+class _Allowed(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Connects to allowed machines only, by the addresses that it has checked: a name may change its meaning."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__()
+        self._limits = limits
+
+    def do_open(self, http_class: Any, req: urllib.request.Request, **options: Any) -> Any:
+        proxied = req.has_proxy() or getattr(req, "_tunnel_host", None) is not None
+        if proxied:  # it looks the name up
+            name = urllib.parse.urlsplit(req.full_url).hostname or ""
+            self._refuse_others(name, [name])
+
+        def connect(address: tuple[str, int], *arguments: Any) -> socket.socket:
+            if proxied:
+                return socket.create_connection(address, *arguments)
+            name, port = address
+            *others, last = (str(each[4][0]) for each in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM))
+            self._refuse_others(name, [*others, last])
+            for each in others:
+                with contextlib.suppress(OSError):
+                    return socket.create_connection((each, port), *arguments)
+            return socket.create_connection((last, port), *arguments)
+
+        def made(*arguments: Any, **keywords: Any) -> Any:
+            connection = http_class(*arguments, **keywords)
+            connection._create_connection = connect
+            return connection
+
+        return super().do_open(made, req, **options)
+
+    def _refuse_others(self, name: str, addresses: Iterable[str]) -> None:
+        if name.lower() in self._limits.hosts:
+            return
+        if not self._limits.http:
+            raise Refused(400, f"Nothing is fetched from {name[:200]} here (serve --media-host).")
+        if not all(map(_is_public, addresses)):
+            raise Refused(400, f"{name[:200]} is not a public machine; nothing is fetched there (serve --media-host).")
+
+
+def _is_public(address: str) -> bool:
+    """Whether it is not one of this machine, of its network, or of a cloud's metadata."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:  # a name, for a proxy
+        return address.rstrip(".") != "localhost"
+    return bool((getattr(found, "ipv4_mapped", None) or found).is_global)
 
 
 def _fetched(address: str, limits: Limits) -> bytes:
     """What a machine answers, within a limit of bytes and of time; redirects stay http."""
     opener = urllib.request.OpenerDirector()
-    for handler in _HANDLERS:
-        opener.add_handler(handler())
+    # Without one for file: or ftp:, so no redirect leads there.
+    for handler in (
+        urllib.request.ProxyHandler(),
+        _Allowed(limits),
+        urllib.request.HTTPDefaultErrorHandler(),
+        urllib.request.HTTPErrorProcessor(),
+        _Redirects(),
+    ):
+        opener.add_handler(handler)
     until = time.monotonic() + _SECONDS
     try:
         with opener.open(address, timeout=_SECONDS) as answer:
@@ -172,6 +226,8 @@ def _sound(content: bytes, rate: int) -> Any:
         pass  # another format: transformers reads it, where a library for that is installed
     if not _AUDIO.match(content, _after_tags(content)):
         raise Refused(400, "A sound could not be read; it may be WAV, MP3, FLAC or OGG.")
+    if (seconds := _seconds(content)) > 60 * _MINUTES:
+        raise Refused(400, f"A sound lasts {seconds:,.0f} seconds; {60 * _MINUTES} are the most.")
     from transformers.audio_utils import load_audio
 
     try:
@@ -179,6 +235,18 @@ def _sound(content: bytes, rate: int) -> Any:
     except (ImportError, RuntimeError, ValueError, OSError) as error:
         sentence = str(error).strip().partition("\n")[0]
         raise Refused(400, f"A sound could not be read ({type(error).__name__}): {sentence[:200]}") from None
+
+
+def _seconds(content: bytes) -> float:
+    """How long a sound is, by its header, for which soundfile makes room; 0 without soundfile."""
+    if importlib.util.find_spec("soundfile") is None:
+        return 0.0
+    import soundfile
+
+    try:
+        return float(soundfile.info(io.BytesIO(content)).duration)
+    except (RuntimeError, TypeError, ValueError):
+        return 0.0  # no sound, which the decoder says
 
 
 def _after_tags(content: bytes) -> int:

@@ -89,15 +89,15 @@ def reproduce(workspace: Workspace) -> Outcome:
     apart = workspace.cached(relatives.build_untied_diffusion)
     found = []
     for quantization in ("4bit", "8bit"):
-        model = relatives.load(checkpoint, quantization, device=workspace.main)
+        model = relatives.load_relative(checkpoint, quantization, device=workspace.main)
         plain = relatives.plain_linears(model.model.decoder.layers)
         if plain:
             return Outcome(True, f"{len(plain)} linears of the decoder are in bf16 in a model in {quantization}")
         skip = model.config.quantization_config.llm_int8_skip_modules
-        reference = relatives.load(apart, quantization, device=workspace.main, skip_modules=skip)
+        reference = relatives.load_relative(apart, quantization, device=workspace.main, skip_modules=skip)
         folder = workspace.new_folder()
         model.save_pretrained(folder)
-        again = relatives.load(folder, device=workspace.main)
+        again = relatives.load_relative(folder, device=workspace.main)
         expected = relatives.outputs(reference)
         found += [workspace.difference(expected, relatives.outputs(other)) for other in (model, again)]
     return Outcome.of_parity(max(found), "a DiffusionGemma in 4 and 8 bits, and saved and loaded again")

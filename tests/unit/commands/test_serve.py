@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import importlib.util
+import io
 import json
 import socket
 import threading
@@ -13,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from gemma4_compat._engine import versions
@@ -323,7 +326,7 @@ def test_a_redirect_to_a_file_is_not_followed(tmp_path: Path) -> None:
 
     with HTTPServer(("127.0.0.1", 0), Handler) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
-        limits = media.Limits(http=True, size=1000)
+        limits = media.Limits(hosts=("127.0.0.1",), size=1000)
         for path, status in (("/file", 400), ("/ftp", 400), ("/large", 413)):
             asked = requests.read(json.dumps(_image(f"http://127.0.0.1:{other.server_port}{path}")).encode())
             with pytest.raises(requests.Refused) as refused:
@@ -362,6 +365,119 @@ def test_a_bad_address_is_refused(url: str) -> None:
 
     with pytest.raises(requests.Refused, match="could not be fetched"):
         media._fetched(url, media.Limits(http=True))
+
+
+@pytest.fixture
+def private() -> Iterator[tuple[int, list[str]]]:
+    """A web server on this machine, by its port, and what it was asked; it leads back to itself by /again."""
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(302 if self.path == "/again" else 200)
+            self.send_header("Location", f"http://127.0.0.1:{self.server.server_address[1]}/secret")
+            self.end_headers()
+            self.wfile.write(b"secret")
+
+        do_CONNECT = do_GET  # noqa: N815 - a method of HTTP
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        yield web.server_port, asked
+        web.shutdown()
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1",
+        "127%2e0.0.1",
+        "localhost",
+        "LOCALHOST",
+        "[::ffff:127.0.0.1]",
+        "2130706433",
+        "0x7f.1",
+        "0",
+        "a@localhost",
+    ],
+)
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_private_machine_is_not_asked(private: tuple[int, list[str]], scheme: str, host: str) -> None:
+    from gemma4_compat.cli.serving import media, requests
+
+    port, asked = private
+    with pytest.raises(requests.Refused) as refused:
+        media._fetched(f"{scheme}://{host}:{port}/x", media.Limits(http=True))
+    assert refused.value.status == 400
+    assert "is not a public machine" in str(refused.value) or host == "a@localhost"
+    assert asked == []
+
+
+def test_a_public_name_that_means_a_private_machine(
+    private: tuple[int, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked up once: what was allowed is what is connected to. A host that is named is asked, and no other one."""
+    import socket
+
+    from gemma4_compat.cli.serving import media, requests
+
+    port, asked = private
+    looked_up = socket.getaddrinfo
+
+    def resolve(host: Any, *arguments: Any, **options: Any) -> Any:
+        return looked_up("127.0.0.1" if host == "pictures.example" else host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with pytest.raises(requests.Refused, match=r"pictures\.example is not a public machine"):
+        media._fetched(f"http://pictures.example:{port}/x", media.Limits(http=True))
+    assert asked == []
+    named = media.Limits(hosts=("pictures.example",))
+    assert media._fetched(f"http://pictures.example:{port}/x", named) == b"secret"
+    for limits, said in (
+        (named, "Nothing is fetched from 127.0.0.1"),
+        (dataclasses.replace(named, http=True), "public"),
+    ):
+        with pytest.raises(requests.Refused, match=said):
+            media._fetched(f"http://pictures.example:{port}/again", limits)
+    assert asked == ["/x", "/again", "/again"]
+
+
+def test_a_proxy_is_not_asked_for_a_private_machine(
+    private: tuple[int, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gemma4_compat.cli.serving import media, requests
+
+    port, asked = private
+    for scheme in ("http", "https"):
+        monkeypatch.setenv(f"{scheme}_proxy", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("no_proxy", "")
+    for host in ("10.0.0.1", "localhost", "[::1]"):
+        for scheme in ("http", "https"):
+            with pytest.raises(requests.Refused, match="is not a public machine"):
+                media._fetched(f"{scheme}://{host}/x", media.Limits(http=True))
+    assert asked == []
+    assert media._fetched("http://pictures.example/x", media.Limits(http=True)) == b"secret"
+    assert asked == ["http://pictures.example/x"]
+
+
+def test_a_sound_that_unpacks_to_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of an hour of silence in a few kilobytes."""
+    soundfile = pytest.importorskip("soundfile")
+    from gemma4_compat.cli.serving import media, requests
+
+    packed = io.BytesIO()
+    soundfile.write(packed, numpy.zeros(16 * 60 * 16000, "int16"), 16000, format="FLAC")
+    assert len(packed.getvalue()) < 1 << 16
+    with pytest.raises(requests.Refused, match="lasts 960 seconds; 600 are the most"):
+        media._sound(packed.getvalue(), 16000)
+    monkeypatch.setattr(media, "_MINUTES", 20)
+    assert len(media._sound(packed.getvalue(), 16000)) == 16 * 60 * 16000
 
 
 # ----- faults -----
@@ -554,6 +670,28 @@ def test_replayed_answers_are_the_same(trained: Trained, monkeypatch: pytest.Mon
             assert second == server.text(FOX, LEGS, QUESTIONS[1])
         assert served_statistics(served)().replayed > 100
         gemma4_compat.decode_fast(served.model, enabled=False)
+
+
+def test_a_plan_counts_every_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest that it can read by its shapes, the others by twice their files: PEFT makes float32 of them."""
+    from gemma4_compat.cli.serving import loading
+
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("gemma4_compat.plan_device_map", lambda model, **options: asked.update(options))
+    folders = []
+    for name, size in (
+        ("adapter_model.safetensors", 1000),
+        ("adapter_model.safetensors", 300),
+        ("adapter_model.bin", 70),
+    ):
+        folder = tmp_path / f"{size}"
+        folder.mkdir()
+        (folder / name).write_bytes(bytes(size))
+        folders.append(folder)
+    loading._planned(loading.Wanted("E2B", plan={"vram": {0: 8 << 30}}), folders)
+    assert (asked["adapter"], asked["vram"]) == (folders[0], {0: (8 << 30) - 2 * (300 + 70)})
+    loading._planned(loading.Wanted("E2B", plan={"vram": {0: 8 << 30}}), folders[2:])
+    assert asked["vram"] == {0: (8 << 30) - 2 * 70}
 
 
 def test_extras_are_found_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,9 +202,11 @@ def test_means_of_several_tokens_are_those_of_each(on_host: kernels.Kernels, col
     assert torch.equal(means(given, tokens), alone)
 
 
-@pytest.mark.parametrize(("batch", "tokens", "parts"), [(1, 5, [5]), (4, 1, [4]), (2, 3, [6]), (1, 1, []), (9, 1, [])])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "parts"), [(1, 5, [5]), (4, 1, [4]), (2, 3, [6]), (32, 2, [64]), (1, 1, []), (65, 1, [])]
+)
 @pytest.mark.parametrize("heads", [(), (4,)])
-def test_up_to_eight_tokens_have_means_of_their_own(
+def test_as_many_tokens_as_kernels_take_have_means_of_their_own(
     monkeypatch: pytest.MonkeyPatch, batch: int, tokens: int, parts: list[int], heads: tuple[int, ...]
 ) -> None:
     """In norms of all that a token has, and of each head."""

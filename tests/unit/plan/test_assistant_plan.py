@@ -105,7 +105,8 @@ def test_a_plan_leaves_room_and_loads_it(variant: str) -> None:
     (use,), (plain,) = found.use.values(), without.use.values()
     assert plain.assistant == 0
     assert use.assistant > assistants.weights(blueprint(variant))
-    assert use.decode - plain.decode >= use.assistant or found.device_map != without.device_map
+    assert use.head == 0  # a text with drafts computes the whole head
+    assert use.decode - (plain.decode - plain.head) >= use.assistant or found.device_map != without.device_map
     assert use.peak <= use.budget
     kind = "Gemma4UnifiedAssistant" if variant == variants.UNIFIED else "Gemma4Assistant"
     compile(found.code, "plan", "exec")

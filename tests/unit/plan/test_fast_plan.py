@@ -357,3 +357,33 @@ def test_the_longest_context_of_a_fast_plan_fits_it() -> None:
     assert plan.fast
     again = gemma4_compat.plan_device_map("E2B", "3GiB", context=plan.longest_context)
     assert (again.fast, again.device_map) == (True, plan.device_map)
+
+
+# --------------------------------------------------------------------------------------------- the head in two stages
+
+
+def test_a_plan_counts_the_copy_of_the_head() -> None:
+    """It is made where as much again stays free, of the tensors that decoding copies it into."""
+    import torch
+
+    from gemma4_compat._kernels.specs import head
+
+    plan = gemma4_compat.plan_device_map("E2B", "12GiB")
+    (use,) = plan.use.values()
+    copy = head.Copy.of(torch.empty(262_144, 1536, dtype=torch.bfloat16, device="meta"))
+    assert use.head == sum(tensor.nbytes for tensor in copy[:3])
+    assert use.decode + use.head <= use.budget
+    assert f"a copy of the head in 8 bits {use.head >> 20} MiB" in " ".join(_plan_text.plan_text(plan).split())
+    assert plan.as_data()["use"]["0"]["head"] == use.head
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"fast": False}, {"batch": 9}, {"assistant": True}, {"vram": "2.8GiB", "context": 2048}],
+    ids=lambda given: " ".join(given),
+)
+def test_a_plan_has_no_copy_of_the_head_where_none_is_made(options: dict[str, Any]) -> None:
+    plan = gemma4_compat.plan_device_map("E2B", **{"vram": "12GiB", **options})
+    (use,) = plan.use.values()
+    assert use.head == 0
+    assert "copy of the head" not in _plan_text.plan_text(plan)
