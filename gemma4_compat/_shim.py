@@ -127,13 +127,13 @@ def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize:
     return job.scan_adapter(adapter, base, quantize=quantize, renames=is_on("peft-adapter-keys"))
 
 
-def quantize(*, offloaded: bool = False, experts: bool = False) -> AbstractContextManager[None]:
+def quantize(*, offloaded: bool = False, experts: bool = False, packed: bool = False) -> AbstractContextManager[None]:
     """Models loaded inside are quantized where upstream leaves weights as they are.
 
     >>> with gemma4_compat.quantize(offloaded=True):
     ...     model = AutoModelForImageTextToText.from_pretrained(..., device_map={...}, quantization_config=four_bit)
 
-    For Gemma 4 and bitsandbytes. It applies to this thread only; ``GEMMA4_COMPAT_ENABLE``, with the ids below, does
+    For Gemma 4. It applies to this thread only; ``GEMMA4_COMPAT_ENABLE``, with the ids below, does
     the same for the whole process. A model saved that way loads that way anywhere.
 
     Args:
@@ -144,14 +144,20 @@ def quantize(*, offloaded: bool = False, experts: bool = False) -> AbstractConte
         experts: the experts of the 26B-A4B, in 4 bits (``transformers-quantized-experts``; docs/QUANTIZATION.md).
             Upstream keeps them in bf16, because they are parameters, not linear layers; inside, each expert's matrix
             is quantized by itself. ``llm_int8_skip_modules`` applies to them as well ("experts", or one layer's).
+        packed: layers of a 4-bit compressed-tensors checkpoint stay packed (``transformers-packed-layers``), which the
+            first forward unpacks to bf16 upstream. They do anyway where that would not fit, or a map offloads.
 
     Raises:
-        Gemma4CompatError: a patch is off, so nothing could be done; or neither is asked for.
+        Gemma4CompatError: a patch is off, so nothing could be done; or nothing is asked for.
     """
-    named = {"offloaded": (offloaded, opt_in.OFFLOADED), "experts": (experts, opt_in.EXPERTS)}
+    named = {
+        "offloaded": (offloaded, opt_in.OFFLOADED),
+        "experts": (experts, opt_in.EXPERTS),
+        "packed": (packed, opt_in.PACKED),
+    }
     asked = {name: feature for name, (value, feature) in named.items() if value}
     if not asked:
-        raise Gemma4CompatError("quantize() needs offloaded=True, experts=True, or both")
+        raise Gemma4CompatError("quantize() needs offloaded=True, experts=True or packed=True")
     call = f"quantize({', '.join(f'{name}=True' for name in asked)})"
 
     def check(feature: opt_in.OptIn) -> None:

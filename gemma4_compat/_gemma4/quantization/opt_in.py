@@ -1,4 +1,7 @@
-"""Features a user must enable: quantizing experts and quantizing offloaded modules. Imports nothing upstream."""
+"""Features a user must enable: quantizing experts and offloaded modules, keeping layers packed.
+
+Imports nothing upstream.
+"""
 
 from __future__ import annotations
 
@@ -71,3 +74,5 @@ class Loading(contextlib.ContextDecorator):
 EXPERTS = OptIn("transformers-quantized-experts")
 #: Modules that a device map offloads are quantized like the others.
 OFFLOADED = OptIn("transformers-quantize-offloaded")
+#: Layers of compressed-tensors stay packed, also where their model would fit without.
+PACKED = OptIn("transformers-packed-layers")

@@ -7,15 +7,76 @@ row or to the whole weight.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from gemma4_compat._engine.io.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4 import host
+from gemma4_compat._gemma4.quantization import opt_in
 from gemma4_compat._gemma4.quantization.other_quantizers import DEQUANTIZE, is_compressed
+
+_LOGGER = logging.getLogger("gemma4_compat")
 
 _TENSORS = {"weight_packed", "weight_scale", "weight_shape", "bias"}
 _STRATEGIES = ("group", "channel", "tensor")
+
+
+def is_wanted(model: Any, device_map: Any) -> bool:
+    """Whether layers are to stay packed: a user asks for it, or the decompressed model could not be where it goes.
+
+    To unpack layers in each forward takes time, which a model that fits without need not spend.
+
+    Args:
+        model: as for :func:`keep_packed`.
+        device_map: as ``from_pretrained`` got it.
+    """
+    if opt_in.PACKED.is_enabled() or _offloads(device_map):
+        return True
+    needed, free = sum(weight.nbytes for weight in model.parameters()), _free(device_map)
+    for module in model.modules():
+        if _bits(module) is not None:
+            needed += module.out_features * module.in_features * module.weight_scale.element_size()
+            needed -= sum(getattr(module, name).nbytes for name in _TENSORS - {"bias"})
+    if free is None or needed <= free:
+        return False
+    _LOGGER.warning(
+        "the layers of this compressed-tensors checkpoint stay packed, which takes time in each forward: unpacked the "
+        "model would take %s, and %s are free",
+        size_text(needed),
+        size_text(free),
+    )
+    return True
+
+
+def remedy(model: Any) -> str:
+    """What to do where layers that are to be decompressed are refused."""
+    layers = [module for module in model.modules() if is_compressed(module)]
+    if any(_bits(module) is None for module in layers):
+        return DEQUANTIZE
+    return f"load it inside gemma4_compat.quantize(packed=True), which keeps its layers packed, or {DEQUANTIZE}"
+
+
+def _offloads(device_map: Any) -> bool:
+    places = set(device_map.values()) if isinstance(device_map, Mapping) else set()
+    return "disk" in places or ("cpu" in places and len(places) > 1)
+
+
+def _free(device_map: Any) -> int | None:
+    """Bytes that are free on the accelerators that a model goes to; None if that is not known."""
+    if not torch.cuda.is_available():
+        return None
+    devices = {torch.device("cuda", index) for index in range(torch.cuda.device_count())}
+    if isinstance(device_map, Mapping):
+        places = device_map.values()
+        found = (torch.device("cuda", one) if isinstance(one, int) else torch.device(one) for one in places)
+        devices = {torch.device("cuda", one.index or 0) for one in found if one.type == "cuda"}
+    elif device_map is None:  # it will be moved
+        devices = {torch.device("cuda", torch.cuda.current_device())}
+    return sum(host.free_memory(device) or 0 for device in devices) if devices else None
 
 
 def keep_packed(model: Any) -> None:

@@ -70,7 +70,7 @@ def inject_adapter(original: Original, self: Any, model: Any, adapter_name: str,
             except AttributeError as error:
                 if "has no attribute 'weight'" not in str(error):
                     raise
-                raise _compressed_refusal(error) from error
+                raise _compressed_refusal(model, error) from error
     if not family.has_parts(model) or not any(_keeps_packed(module) for module in walk.modules(model)):
         return original(self, model, adapter_name, *args, **kwargs)
     config = self.peft_config[adapter_name]
@@ -101,11 +101,14 @@ def _library(module: Any) -> str | None:
     return "compressed-tensors" if is_packed(module) else "quanto" if is_quanto(module) else None
 
 
-def _compressed_refusal(error: AttributeError) -> Gemma4CompatError:
+def _compressed_refusal(model: Any, error: AttributeError) -> Gemma4CompatError:
     """The message if PEFT finds no weight to put an adapter beside."""
+    from gemma4_compat._gemma4.quantization import packed_linear
+
+    remedy = packed_linear.remedy(model)
     return Gemma4CompatError(
         "the adapter targets layers of compressed-tensors, which have no weight before the first forward: "
-        f"{error}. Nothing was changed. {DEQUANTIZE[0].upper()}{DEQUANTIZE[1:]}"
+        f"{error}. Nothing was changed. {remedy[0].upper()}{remedy[1:]}"
     )
 
 

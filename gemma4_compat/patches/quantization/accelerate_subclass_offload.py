@@ -65,12 +65,14 @@ def _refuse(model: Any, device_map: Any, main: Any) -> None:
 
 def _refuse_compressed(model: Any, entry: str, device: str) -> None:
     """compressed-tensors replaces the offloading of the whole model, also where the map offloads other modules."""
+    from gemma4_compat._gemma4.quantization import packed_linear
+
     for name, module in model.named_modules():
         if other_quantizers.is_compressed(module):
             raise Gemma4CompatError(
                 f"device_map puts {entry!r} on {device!r}; {name!r} is a layer of compressed-tensors that is "
                 "decompressed in the first forward, and a model with such a layer cannot be offloaded. Nothing was "
-                f"changed. Keep the model on devices, or {other_quantizers.DEQUANTIZE}"
+                f"changed. Keep the model on devices, or {packed_linear.remedy(model)}"
             )
 
 

@@ -10,11 +10,12 @@ Cause: ``CompressedTensorsHfQuantizer`` only loads the packed tensors. A hook th
 model decompresses all modules before the first forward, and for that replaces accelerate's offloading by its own.
 
 Fix: On Gemma 4 models the linear layers with packed symmetric integers of 4 or 8 bits and unrounded activations keep
-them. Each forward unpacks the layer's weight as compressed-tensors does, multiplies by it and drops it; the backward
+them if the decompressed model would not fit, if the map offloads, or inside ``gemma4_compat.quantize(packed=True)``.
+Each forward unpacks the layer's weight as compressed-tensors does, multiplies by it and drops it; the backward
 pass unpacks it again. The outputs are, bit for bit, those of the decompressed model. accelerate offloads the layers
 like any others, ``save_pretrained`` writes the tensors of the checkpoint, and adapters work as over plain weights, but
-merges are refused. Layers of other formats are decompressed as before, and so are all of them with
-``CompressedTensorsConfig(dequantize=True)``, which is faster: unpacking is work for each forward. compressed-tensors
+merges are refused. Unpacking is work for each forward, so a model that fits is decompressed as before, and so are
+layers of other formats. compressed-tensors
 before 0.15 has a class of its own for such layers, which unpacks them for good; it is left as it is.
 
 Remove when: transformers or compressed-tensors computes with the packed weights.
@@ -40,14 +41,17 @@ def process_model_before_weight_loading(original: Original, self: Any, model: An
     if not plain and hasattr(model, "ct_decompress_hook") and family.has_parts(model):
         from gemma4_compat._gemma4.quantization import packed_linear
 
-        packed_linear.keep_packed(model)
+        if packed_linear.is_wanted(model, kwargs.get("device_map")):
+            packed_linear.keep_packed(model)
     return result
 
 
 def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._gemma4.quantization import opt_in
     from gemma4_compat._lab import tiny
 
-    model = tiny.load(workspace.packed(), device=workspace.main)
+    with opt_in.PACKED.enabled():
+        model = tiny.load(workspace.packed(), device=workspace.main)
     plain = tiny.load(workspace.packed(packed=False), device=workspace.main)
     loaded, expected = _bytes(model), workspace.outputs(plain)
     difference = workspace.difference(expected, model)

@@ -6,6 +6,7 @@ load with it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from pathlib import Path
@@ -342,7 +343,9 @@ def test_the_page_says_what_they_take() -> None:
 @pytest.mark.parametrize(("bits", "group"), packed.FORMATS)
 def test_loaded_with_the_library(workspace: Any, bits: int, group: int, tmp_path: Path) -> None:
     folder = packed.folder(workspace, bits=bits, group=group)
-    model, expected = tiny.load(folder), packed.kept(workspace, bits=bits, group=group)
+    with gemma4_compat.quantize(packed=True):
+        model = tiny.load(folder)
+    expected = packed.kept(workspace, bits=bits, group=group)
     assert {name: type(module) for name, module in model.named_modules()} == {
         name: type(module) for name, module in expected.named_modules()
     }
@@ -358,20 +361,69 @@ def test_loaded_with_the_library(workspace: Any, bits: int, group: int, tmp_path
 
 @packed.needs_library
 @pytest.mark.parametrize(("bits", "group"), packed.FORMATS)
-def test_the_library_unpacks_the_same_bits(
-    workspace: Any, monkeypatch: pytest.MonkeyPatch, bits: int, group: int
-) -> None:
-    """Its own code decompresses the layers in the first forward if they are left to it."""
-    from gemma4_compat._gemma4.quantization import packed_linear
-
+def test_the_library_unpacks_the_same_bits(workspace: Any, bits: int, group: int) -> None:
+    """A model that fits is decompressed in the first forward, as without the patch."""
     model = packed.kept(workspace, bits=bits, group=group)
-    monkeypatch.setattr(packed_linear, "keep_packed", lambda model: None)
     upstream = tiny.load(packed.folder(workspace, bits=bits, group=group))
     assert workspace.difference(workspace.outputs(model), upstream) == 0.0
     layers = [module for module in upstream.modules() if hasattr(module, "quantization_scheme")]
     weights = {name: module.weight for name, module in model.named_modules() if is_packed(module)}
     assert len(layers) == len(weights)
     assert all(upstream.get_submodule(name).weight.equal(weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("device_map", "free", "asked", "wanted"),
+    [
+        (None, None, False, False),
+        (None, None, True, True),
+        ({"": "cpu"}, None, False, False),
+        ({"": "disk"}, None, False, True),
+        ({"": 0}, 1.01, False, False),
+        ({"": 0}, 0.99, False, True),
+        ({"model": 0, "lm_head": "cuda:1"}, 0.6, False, False),
+        ({"model": 0, "lm_head": "cuda:1"}, 0.4, False, True),
+        ({"model": 0, "lm_head": "cpu"}, 9.0, False, True),
+        ("auto", 0.6, False, False),
+        ("auto", 0.4, False, True),
+        (None, 1.01, False, False),
+        (None, 0.99, False, True),
+    ],
+)
+def test_layers_stay_packed_where_the_model_would_not_fit(
+    workspace: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device_map: Any,
+    free: float | None,
+    asked: bool,
+    wanted: bool,
+) -> None:
+    """``free``: on each of two GPUs, of what the decompressed model takes; None without a GPU."""
+    import torch
+
+    from gemma4_compat._gemma4.quantization import packed_linear
+
+    model, whole = packed.as_loaded(workspace), packed.nbytes(packed.plain(workspace))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: free is not None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(packed_linear.host, "free_memory", lambda device: int(whole * (free or 0)))
+    with gemma4_compat.quantize(packed=True) if asked else contextlib.nullcontext():
+        assert packed_linear.is_wanted(model, device_map) == wanted
+    short = wanted and not asked and not packed_linear._offloads(device_map)
+    assert ("stay packed" in caplog.text) == short
+
+
+@packed.needs_library
+def test_what_may_be_done_with_a_model_that_is_decompressed(workspace: Any) -> None:
+    model = tiny.load(packed.folder(workspace))
+    assert not any(is_packed(module) for module in model.modules())
+    said = r"quantize\(packed=True\).*dequantize=True"
+    with pytest.raises(gemma4_compat.Gemma4CompatError, match=said):
+        qat.adapted(model)
+    with pytest.raises(gemma4_compat.Gemma4CompatError, match=said):
+        workspace.dispatch_map(model, qat.layout(model, "layers"))
 
 
 @packed.needs_library
