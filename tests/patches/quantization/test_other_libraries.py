@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import gemma4_compat
 from gemma4_compat._lab import tiny
 from tests.patches.quantization import other_libraries, qat
 from tests.patches.quantization.test_accelerate_subclass_offload import logits
@@ -48,7 +50,8 @@ def load(library: str, workspace: Any, tmp_path_factory: pytest.TempPathFactory)
 
     def from_pretrained(**options: Any) -> Any:
         cls = transformers.Gemma4ForConditionalGeneration
-        return cls.from_pretrained(folder, dtype=torch.bfloat16, **settings, **options).eval()
+        with gemma4_compat.quantize(packed=True) if library == "compressed-tensors" else contextlib.nullcontext():
+            return cls.from_pretrained(folder, dtype=torch.bfloat16, **settings, **options).eval()
 
     return from_pretrained
 
