@@ -6,7 +6,6 @@ Upstream is imported only inside functions, so this module may be imported first
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -122,22 +121,6 @@ def load_relative(
         .from_pretrained(checkpoint, dtype=torch.bfloat16, device_map=placement, **options)
         .eval()
     )
-
-
-def relative_map(model: Any, pattern: str, *, main: Any = "cpu", offloaded: Any = "disk") -> dict[str, Any]:
-    """A map over layers, towers and everything else: ``offloaded`` is what the regular expression matches."""
-    names: list[str] = []
-
-    def add(prefix: str, module: Any) -> None:
-        for name, child in module.named_children():
-            path = f"{prefix}{name}"
-            if name in ("model", "encoder", "decoder", "language_model", "layers") and "tower" not in path:
-                add(f"{path}.", child)
-            else:
-                names.append(path)
-
-    add("", model)
-    return {name: offloaded if re.fullmatch(pattern, name) else main for name in names}
 
 
 def plain_linears(module: Any) -> list[str]:

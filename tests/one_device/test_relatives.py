@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,26 @@ def expected(checkpoint: Path, quantization: str | None) -> Outputs:
     return _answers[checkpoint, quantization]
 
 
+def relative_map(model: Any, pattern: str, *, main: Any = "cpu", offloaded: Any = "disk") -> dict[str, Any]:
+    """A map over layers, towers and everything else: ``offloaded`` is what the regular expression matches."""
+    names: list[str] = []
+
+    def add(prefix: str, module: Any) -> None:
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            if name in ("model", "encoder", "decoder", "language_model", "layers") and "tower" not in path:
+                add(f"{path}.", child)
+            else:
+                names.append(path)
+
+    add("", model)
+    return {name: offloaded if re.fullmatch(pattern, name) else main for name in names}
+
+
 def dispatched(model: Any, workspace: Workspace, place: str) -> Any:
     from accelerate import dispatch_model
 
-    placement = relatives.relative_map(model, PLACES[place], offloaded="disk")
+    placement = relative_map(model, PLACES[place], offloaded="disk")
     return dispatch_model(model, placement, main_device="cpu", offload_dir=str(workspace.new_folder()))
 
 
@@ -73,7 +90,7 @@ def test_split(workspace: Workspace, checkpoint: Path, quantization: str | None,
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("place", ALL)
 def test_loaded_by_a_map(workspace: Workspace, checkpoint: Path, quantization: str | None, place: str) -> None:
-    placement = relatives.relative_map(relatives.load_relative(checkpoint), PLACES[place], offloaded="disk")
+    placement = relative_map(relatives.load_relative(checkpoint), PLACES[place], offloaded="disk")
     folder = str(workspace.new_folder())
     with gemma4_compat.quantize(offloaded=True) if quantization else contextlib.nullcontext():
         model = relatives.load_relative(checkpoint, quantization, device_map=placement, offload_folder=folder)
@@ -157,7 +174,7 @@ def test_experts_in_4_bits(workspace: Workspace, diffusion: Path, quantization: 
     folder = workspace.new_folder()
     model.save_pretrained(folder)
     assert difference(reference, relatives.outputs(relatives.load_relative(folder))) == 0.0
-    placement = relatives.relative_map(model, PLACES["layers"], offloaded="disk")
+    placement = relative_map(model, PLACES["layers"], offloaded="disk")
     split = load(device_map=placement, offload_folder=str(workspace.new_folder()))
     assert difference(reference, relatives.outputs(split)) == 0.0
 
@@ -165,7 +182,7 @@ def test_experts_in_4_bits(workspace: Workspace, diffusion: Path, quantization: 
 def test_a_load_says_what_stays_unquantized(
     workspace: Workspace, diffusion: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    placement = relatives.relative_map(relatives.load_relative(diffusion), PLACES["decoder"], offloaded="disk")
+    placement = relative_map(relatives.load_relative(diffusion), PLACES["decoder"], offloaded="disk")
     caplog.clear()
     from transformers import BitsAndBytesConfig
 
@@ -254,7 +271,7 @@ def test_older_families_never_differed(workspace: Workspace, name: str, place: s
     def answers(model: Any) -> Any:
         return workspace.outputs(model, text_only=True)
 
-    placement = relatives.relative_map(model := load(), PLACES[place], offloaded="disk")
+    placement = relative_map(model := load(), PLACES[place], offloaded="disk")
     split = dispatch_model(model, placement, main_device="cpu", offload_dir=str(workspace.new_folder()))
     assert difference(answers(load()), answers(split)) == 0.0
 
@@ -269,13 +286,14 @@ from accelerate import dispatch_model
 from gemma4_compat._lab import relatives
 from gemma4_compat._lab.stand_ins import second_device
 from gemma4_compat._lab.workspace import difference
+from tests.one_device.test_relatives import relative_map
 
 load = lambda: relatives.load_relative(Path(sys.argv[1]))
 main = torch.device("cpu")
 expected = relatives.outputs(load())
 with second_device.second_device():
     model, second = load(), torch.device(second_device.DEVICE)
-    placement = relatives.relative_map(model, sys.argv[2], main=main, offloaded=second)
+    placement = relative_map(model, sys.argv[2], main=main, offloaded=second)
     dispatch_model(model, placement, main_device=main, skip_keys=list(model._skip_keys_device_placement))
     assert difference(expected, relatives.outputs(model)) == 0.0
 print("as on one device")
