@@ -18,14 +18,17 @@ Used from where at most half of the scores remains (2,048 tokens with a window o
 asked for, and from 16,384 otherwise. If asked for, in training on a GPU, full layers whose heads are wider than
 256 are computed by matrix products, a block of queries at a time, if PyTorch multiplies 16-bit tensors into float32
 there (CUDA, torch 2.8 or newer).
+After ``train_fast``, layers of packed texts that are computed in these ways get the number of each token's text in
+place of a mask of all pairs of tokens, so that one captured graph serves texts with any boundaries.
 
 Remove when: transformers computes the sliding layers of Gemma 4 by windows with ``sdpa``.
 """
 
+import functools
 from typing import Any
 
 from gemma4_compat._engine import dormant
-from gemma4_compat._gemma4.attention import block_layout, windows
+from gemma4_compat._gemma4.attention import block_layout, masks, packing, windows
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
@@ -39,7 +42,31 @@ def attention_function(original: Original, self: Any, key: str | None, *default:
     import torch
 
     found = original(self, key, *default)
-    return found if key != "sdpa" or torch.compiler.is_compiling() else windows.over(found)
+    if key != "sdpa":
+        return found
+    if torch.compiler.is_compiling():  # a layer by itself may be: what its model made is no mask
+        return functools.partial(packing.written_out, found)
+    return windows.over(found)
+
+
+@PATCH.replaces("transformers.masking_utils", "create_causal_mask", dormant=True)
+def full_mask(original: Original, *args: Any, **kwargs: Any) -> Any:
+    found = None if args else windows.instead_of_mask(False, kwargs)
+    return original(*args, **kwargs) if found is None else found
+
+
+@PATCH.replaces("transformers.masking_utils", "create_sliding_window_causal_mask", dormant=True)
+def sliding_mask(original: Original, *args: Any, **kwargs: Any) -> Any:
+    found = None if args else windows.instead_of_mask(True, kwargs)
+    return original(*args, **kwargs) if found is None else found
+
+
+@PATCH.replaces("transformers.masking_utils", "create_masks_for_generate", dormant=True)
+def masks_by_kind(original: Original, *args: Any, **kwargs: Any) -> Any:
+    config = None if args or "config" not in kwargs else kwargs["config"].get_text_config()
+    if windows.trained(config) is None or set(config.layer_types) != {"full_attention", "sliding_attention"}:
+        return original(*args, **kwargs)
+    return masks.by_kind({**kwargs, "config": config})
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.forward", group="gemma4")
