@@ -64,7 +64,11 @@ def sliding_mask(original: Original, *args: Any, **kwargs: Any) -> Any:
 @PATCH.replaces("transformers.masking_utils", "create_masks_for_generate", dormant=True)
 def masks_by_kind(original: Original, *args: Any, **kwargs: Any) -> Any:
     config = None if args or "config" not in kwargs else kwargs["config"].get_text_config()
-    if windows.trained(config) is None or set(config.layer_types) != {"full_attention", "sliding_attention"}:
+    if (
+        config is None
+        or windows.trained(config) is None
+        or set(config.layer_types) != {"full_attention", "sliding_attention"}
+    ):
         return original(*args, **kwargs)
     return masks.by_kind({**kwargs, "config": config})
 
