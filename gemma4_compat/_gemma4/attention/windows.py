@@ -161,7 +161,9 @@ def forget(model: Any) -> None:
 
 def trained(config: Any) -> Any:
     """The text model of this configuration if it trains, and ``train_fast`` asked something of it; else None."""
-    model = _asked_models.get(id(config))
+    import torch
+
+    model = None if torch.compiler.is_compiling() else _asked_models.get(id(config))
     return model if model is not None and model.config is config and model.training else None
 
 
@@ -172,14 +174,13 @@ def instead_of_mask(sliding: bool, given: Mapping[str, Any]) -> Any:
         sliding: whether it is for the sliding layers, or for the others.
         given: what transformers' function that makes the mask is called with, by name.
     """
-    import torch
     from transformers import masking_utils
 
-    config, embeds = given["config"], given["inputs_embeds"]
+    config, embeds = given.get("config"), given.get("inputs_embeds")
     model = trained(config)
-    if model is None or torch.compiler.is_compiling():
+    if model is None or not tracing.is_real(embeds) or tracing.is_traced(embeds):
         return None
-    if not tracing.is_real(embeds) or tracing.is_traced(embeds) or not getattr(config, "is_causal", True):
+    if not getattr(config, "is_causal", True):
         return None
     by_windows, by_products = _asked(model)
     if any(given.get(name) is not None for name in masks.FUNCTIONS) or not _is_looked_up(config):

@@ -35,6 +35,8 @@ from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Origina
 # The sdpa that blocks run is the repaired one.
 PATCH = Patch("F104", kind="speed", severity="speed", affected=">=5.5.0", after="transformers-cudnn-padding")
 
+_KINDS = {"full_attention", "sliding_attention"}
+
 
 @PATCH.replaces("transformers.modeling_utils", "AttentionInterface.__getitem__", affected="<5.7.0", dormant=True)
 @PATCH.replaces("transformers.modeling_utils", "AttentionInterface.get_interface", affected=">=5.7.0", dormant=True)
@@ -63,14 +65,11 @@ def sliding_mask(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 @PATCH.replaces("transformers.masking_utils", "create_masks_for_generate", dormant=True)
 def masks_by_kind(original: Original, *args: Any, **kwargs: Any) -> Any:
-    config = None if args or "config" not in kwargs else kwargs["config"].get_text_config()
-    if (
-        config is None
-        or windows.trained(config) is None
-        or set(config.layer_types) != {"full_attention", "sliding_attention"}
-    ):
+    given = dict(zip(masks.NAMES, args)) | kwargs  # older releases give them by place
+    config = given["config"].get_text_config() if len(args) <= len(masks.NAMES) and "config" in given else None
+    if config is None or windows.trained(config) is None or set(config.layer_types) != _KINDS:
         return original(*args, **kwargs)
-    return masks.by_kind({**kwargs, "config": config})
+    return masks.by_kind({**given, "config": config})
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.forward", group="gemma4")

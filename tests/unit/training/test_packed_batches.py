@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("transformers.modeling_layers")
 import gemma4_compat
 from gemma4_compat._gemma4.attention import block_layout, products, windows
+from gemma4_compat._gemma4.state import checkpointing
 from gemma4_compat._graphs import recording
 from gemma4_compat._lab import tiny_models
 from gemma4_compat._lab.stand_ins.tape import standing_in
@@ -263,6 +264,10 @@ def _groups(given: dict[str, Any]) -> dict[str, Any]:
 def test_other_masks_are_as_before(
     built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, variant: str, change: Callable[..., Any]
 ) -> None:
+    if not checkpointing.is_in_forward():
+        pytest.skip(
+            "older releases take no mask of four dimensions beside labels, and mask images by the layer's kind"
+        )
     model, given = built(variant), change(packed(BATCHES[0]))
     only(model, graphs=True, windows=True, products=True)
     found: list[Any] = []
@@ -387,7 +392,7 @@ def test_trainer_with_a_collator_that_packs(built: Callable[..., Any], tmp_path:
         arguments = TrainingArguments(
             str(tmp_path / "trainer"),
             per_device_train_batch_size=2,
-            gradient_checkpointing=True,
+            gradient_checkpointing=checkpointing.is_in_forward(),
             gradient_checkpointing_kwargs={"use_reentrant": False},
             learning_rate=0.01,
             max_steps=len(rows),
