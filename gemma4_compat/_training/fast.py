@@ -80,10 +80,10 @@ def train_fast(
         in_place.restore(layer, "forward", forward)
     if chosen is None:
         return model
-    most = min(max_tokens, layers.MAX_TOKENS) if chosen.is_short else max_tokens
-    parts.ask(model, chosen, named, most if graphs else 0)
+    parts.ask(model, chosen, named)
     said = chosen.said
     if graphs:
+        most = min(max_tokens, layers.MAX_TOKENS) if chosen.is_short else max_tokens
         training = layers.Training(found, most)
         for layer in found:
             attach(layer, training)

@@ -92,11 +92,8 @@ def _unavailable(part: str, model: Any) -> str | None:
     return loss.unavailable(model) if part == "loss" else mlp.unavailable(model)
 
 
-def ask(model: Any, found: Chosen, named: Mapping[str, Any], replayed: int) -> None:
-    """Mark a model for the parts that are on, and as left alone for those that are named off.
-
-    ``replayed``: the most tokens of a batch that graphs serve; 0 without graphs.
-    """
+def ask(model: Any, found: Chosen, named: Mapping[str, Any]) -> None:
+    """Mark a model for the parts that are on, and as left alone for those that are named off."""
     if "loss" in found.on:
         loss.ask(model, evaluation=named["loss"] == _ALWAYS)
     elif named["loss"] is False:
@@ -105,7 +102,7 @@ def ask(model: Any, found: Chosen, named: Mapping[str, Any], replayed: int) -> N
         mlp.ask(model, None if named["mlp"] == _AUTO or named["mlp"] is True else named["mlp"])
     elif named["mlp"] is False:
         mlp.leave(model)
-    windows.ask(model, windows="windows" in found.on, products="products" in found.on, replayed=replayed)
+    windows.ask(model, windows="windows" in found.on, products="products" in found.on)
 
 
 def forget(model: Any) -> None:

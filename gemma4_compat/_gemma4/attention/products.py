@@ -21,6 +21,8 @@ from gemma4_compat._gemma4.attention import layers, packing, tracing
 from gemma4_compat._gemma4.attention.flash import WIDEST
 
 _log = logging.getLogger("gemma4_compat")
+#: Of queries, keys and values.
+DTYPES = (torch.bfloat16, torch.float16)
 #: Queries of a block, at most and at least, and scores of one: 256 MiB in float32.
 _MOST, _LEAST, _SCORES = 512, 16, 2**26
 #: Keys that the first and the last query of each block may see: from the first one to before the second.
@@ -35,7 +37,7 @@ def serve(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: An
     """
     if not layers.is_text(module) or not module.training or query.shape[-1] <= WIDEST:
         return False
-    if query.dtype not in (torch.bfloat16, torch.float16) or {key.dtype, value.dtype} != {query.dtype}:
+    if query.dtype not in DTYPES or {key.dtype, value.dtype} != {query.dtype}:
         return False
     if kwargs.get("dropout") or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
         return False

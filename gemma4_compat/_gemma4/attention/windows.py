@@ -112,7 +112,7 @@ def _attention(
         from gemma4_compat._gemma4.attention import products
 
         scaling = kwargs["scaling"] if kwargs.get("scaling") is not None else query.shape[3] ** -0.5
-        every = by_text and query[:, 0, :, 0].numel() <= _replayed(module)
+        every = by_text and _is_replayed(module, query)
         return products.attention(query, key, value, attention_mask, scaling, every=every), None
     if attention_mask is None or not _can_be(*given, enabled=by_windows, **kwargs):
         return whole(*given, **kwargs)
@@ -131,25 +131,32 @@ def _attention(
 
 def _asked(module: Any) -> tuple[bool, bool]:
     """Whether windows and products are asked for: by ``train_fast`` in training, else for the whole process."""
-    asked: tuple[bool, bool, int] | None = vars(module).get(attached.TRAINED_ATTENTION) if module.training else None
+    asked: tuple[bool, bool, float] | None = vars(module).get(attached.TRAINED_ATTENTION) if module.training else None
     return asked[:2] if asked is not None else (_is_planned() or settings.is_enabled(ID),) * 2
 
 
-def _replayed(module: Any) -> int:
-    """Tokens of a batch, over all rows, up to which a graph may serve it."""
-    return vars(module).get(attached.TRAINED_ATTENTION, (False, False, 0))[2]  # type: ignore[no-any-return]
-
-
-def ask(model: Any, *, windows: bool, products: bool, replayed: int) -> None:
-    """Have training compute the text layers of a model this way, whatever GEMMA4_COMPAT_ENABLE says.
-
-    ``replayed``: tokens of a batch, over all rows, up to which a graph may serve it.
-    """
+def ask(model: Any, *, windows: bool, products: bool) -> None:
+    """Have training compute the text layers of a model this way, whatever GEMMA4_COMPAT_ENABLE says."""
     for module in _asking(model):
-        vars(module)[attached.TRAINED_ATTENTION] = windows, products, replayed
+        vars(module)[attached.TRAINED_ATTENTION] = windows, products, 0
         if (windows or products) and type(module).__name__ in _TEXT_MODELS:
             _asked_models[id(module.config)] = module
             dormant.activate(ID)  # masks are made before the text model is called
+
+
+def replay(module: Any, tokens: float) -> None:
+    """Say that graphs may serve batches of up to so many tokens, over all rows, of a layer that is asked something.
+
+    With packed texts its products must then not depend on where these begin.
+    """
+    if attached.TRAINED_ATTENTION in vars(module):
+        vars(module)[attached.TRAINED_ATTENTION] = *vars(module)[attached.TRAINED_ATTENTION][:2], tokens
+
+
+def _is_replayed(module: Any, query: Any) -> bool:
+    """Whether a graph may serve these queries, (rows, heads, queries, width)."""
+    *_, tokens = vars(module).get(attached.TRAINED_ATTENTION, (0,))
+    return bool(query[:, 0, :, 0].numel() <= tokens)
 
 
 def forget(model: Any) -> None:
@@ -226,7 +233,8 @@ def _multiplies(config: Any, embeds: Any) -> bool:
     if tokens < LEAST_TO_MULTIPLY.get(device.type, tokens + 1) or (config.global_head_dim or 0) <= WIDEST:
         return False
     cast = torch.is_autocast_enabled(device.type)
-    return products.work(device, torch.get_autocast_dtype(device.type) if cast else embeds.dtype)
+    dtype = torch.get_autocast_dtype(device.type) if cast else embeds.dtype
+    return dtype in products.DTYPES and products.work(device, dtype)
 
 
 def _asking(model: Any) -> Iterator[Any]:

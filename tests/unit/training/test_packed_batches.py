@@ -146,10 +146,20 @@ def test_one_graph_serves_any_boundaries(built: Callable[..., Any], variant: str
     assert all(map(same, right, found))
 
 
-def test_bits_without_graphs(built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a step that gets a mask of all pairs: the same blocks of the same keys."""
-    model = only(built(), windows=True, products=True)
-    batches = [packed(lengths, way) for lengths, way in zip(BATCHES, ("", "two rows", "left"), strict=True)]
+@pytest.mark.usefixtures("tapes")
+@pytest.mark.parametrize("options", [{}, {"graphs": True, "max_tokens": TOKENS - 1}, {"graphs": True}], ids=str)
+def test_bits_without_graphs(
+    built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Those of a step that gets a mask of all pairs: the same keys, of batches and layers that no graph serves."""
+    model = only(built(), windows=True, products=True, **options)
+    if options == {"graphs": True}:
+        for layer in layers.decoder_layers(model):
+            layer.mlp.register_forward_hook(lambda *_: None)  # it has to run in each step
+    batches = [
+        packed(lengths, way)
+        for lengths, way in zip((*BATCHES, BATCHES[0]), ("", "two rows", "left", "right"), strict=True)
+    ]
     found = [step(model, given) for given in batches]
     monkeypatch.setattr(windows, "instead_of_mask", lambda *_: None)
     seen = masks(model, lambda: step(model, batches[0]))
