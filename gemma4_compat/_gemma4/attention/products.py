@@ -21,7 +21,7 @@ from gemma4_compat._gemma4.attention import layers, packing, tracing
 from gemma4_compat._gemma4.attention.flash import WIDEST
 
 _log = logging.getLogger("gemma4_compat")
-#: Of queries, keys and values.
+#: What queries, keys and values may be.
 DTYPES = (torch.bfloat16, torch.float16)
 #: Queries of a block, at most and at least, and scores of one: 256 MiB in float32.
 _MOST, _LEAST, _SCORES = 512, 16, 2**26
