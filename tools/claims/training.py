@@ -8,7 +8,7 @@ import re
 import struct
 from typing import Any
 
-from gemma4_compat._gemma4.attention import flash, windows
+from gemma4_compat._gemma4.attention import flash, packing, windows
 from gemma4_compat._gemma4.models import variants
 from gemma4_compat._training import chunks, mlp, parts
 from gemma4_compat._training.captured import layers
@@ -35,6 +35,13 @@ def by_windows() -> tuple[Any, ...]:
 def of_windows() -> tuple[str, ...]:
     """How far gradients are from float64, of those of one call: on average, and at most."""
     return in_file(_WINDOWS_TEST, r"mean\(\) <= ([\d.]+) \* .*\n.*max\(\) <= ([\d.]+) \*")
+
+
+def bytes_by_text() -> int:
+    """Bytes per token of what stands for the mask of packed texts."""
+    import torch
+
+    return int(packing.by_text(torch.zeros(1, 1, dtype=torch.int64), None).nbytes)
 
 
 def half_of_the_scores() -> tuple[int, int]:
@@ -124,6 +131,11 @@ CLAIMS = (
     Claim(_TRAINING, "at most, {:,} tokens by default", lambda: (layers.MAX_TOKENS,)),
     Claim(_TRAINING, "mean error at most {} times, largest {} times", of_windows),
     Claim(_TRAINING, "by matrix products, from {:,} tokens on a GPU", lambda: (windows.LEAST_ON_GPU,)),
+    Claim(
+        _TRAINING,
+        "so from {:,} tokens on a GPU, layers get the number of each token's text, {} bytes per token",
+        lambda: (windows.LEAST_ON_GPU, bytes_by_text()),
+    ),
     Claim(
         _TRAINING,
         "at most {} times as far from float64 |",

@@ -176,7 +176,8 @@ WINDOWS = _mark("windows", "transformers-sliding-windows", "an attention mask",
                 "The parts of it that blocks of queries need, until the mask is written to.")
 TRAINED_ATTENTION = _mark("trained_attention", "transformers-sliding-windows",
                           "a text model or an attention module, after train_fast",
-                          "Whether training computes sliding layers by windows, and wide heads by products.")
+                          "Whether training computes sliding layers by windows, wide heads by products, and up to how "
+                          "many tokens in graphs.")
 CANDIDATES = _mark("candidates", "transformers-assistant-keys", "a generator of candidates",
                    "How many tokens it returned last.")
 PAGED_LAYERS = _mark("layers", "transformers-paged-cache", "the configuration of a paged cache",

@@ -7,12 +7,17 @@ sliding layers the shape of a full-attention layer, even if the layers of a cach
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gemma4_compat._engine.runtime.views import PlainView
+from gemma4_compat._gemma4.cache import cache_names
 
 _CACHE = "past_key_values"
+#: What transformers' functions that make a mask have to be given. They also take functions, and the numbers of images.
+NAMES = ("config", "inputs_embeds", "attention_mask", cache_names.NEW, "position_ids")
+FUNCTIONS = ("or_mask_function", "and_mask_function")
+IMAGES = "block_sequence_ids"
 
 
 class OneKind(PlainView):
@@ -38,6 +43,23 @@ def masks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     kinds = {"full_attention": False, "sliding_attention": True}
     return {
         kind: original(*args, **{**kwargs, _CACHE: OneKind(cache, sliding)})[kind] for kind, sliding in kinds.items()
+    }
+
+
+def by_kind(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``create_masks_for_generate`` makes, called with the configuration of the text model, of patched functions.
+
+    Upstream's table of mask functions holds the unpatched ones.
+    """
+    from transformers import masking_utils
+
+    known = {*NAMES, *FUNCTIONS, IMAGES}
+    arguments = cache_names.renamed(arguments, cache_names.NEW)
+    given = {name: value for name, value in arguments.items() if name in known and value is not None}
+    given = cache_names.renamed(dict.fromkeys(NAMES) | given, cache_names.of(masking_utils.create_causal_mask))
+    return {
+        "full_attention": masking_utils.create_causal_mask(**given),
+        "sliding_attention": masking_utils.create_sliding_window_causal_mask(**given),
     }
 
 

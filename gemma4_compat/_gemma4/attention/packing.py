@@ -3,11 +3,17 @@
 transformers looks for that only without a mask and without a cache. Here a row holds several texts if the positions of
 its tokens count up by one and begin again at 0, and do nothing else. Positions of padding are not looked at:
 ``generate`` gives it any. Other positions that jump or go back are left to upstream.
+
+:func:`by_text` stands for the mask of such rows. It grows with their length, and a mask with the square of that. It is
+compared inside a captured graph, which then serves texts with any boundaries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from gemma4_compat._gemma4.attention.block_layout import Layout
 
 _MODELS = ("gemma4_text", "gemma4_unified_text")
 
@@ -67,3 +73,77 @@ def _restarts(positions: Any, mask: Any) -> Any:
         jumps = mask & (before >= 0) & (positions - positions.gather(1, before.clamp(min=0)) != 1)
     others = (jumps & (positions != 0)).any(dim=1, keepdim=True)
     return (jumps & ~others).cumsum(dim=1)
+
+
+def by_text(texts: Any, mask: Any) -> Any:
+    """What stands for the mask of a layer: a token sees those of its text up to itself, as far as the window reaches.
+
+    Args:
+        texts: (rows, tokens), for each token the number of its text.
+        mask: (rows, tokens), bool, where there is a token; or None.
+
+    Returns:
+        int32 of shape (rows, 2, 1, tokens): the number of each query's text, and of each key's, -1 if nobody sees it.
+    """
+    import torch
+
+    keys = texts if mask is None else texts.masked_fill(~mask, -1)
+    return torch.stack([texts, keys], dim=1)[:, :, None].to(torch.int32)
+
+
+def is_by_text(mask: Any) -> bool:
+    """Whether this stands for a mask, which is never of integers."""
+    import torch
+
+    return mask is not None and mask.dtype == torch.int32 and mask.ndim == 4 and mask.shape[1:3] == (2, 1)
+
+
+def fits(mask: Any, query: Any, keys: int) -> bool:
+    """Whether this is a mask, or stands for one, of all these queries, (rows, heads, queries, width), and keys."""
+    rows, heads, queries, _ = query.shape
+    if is_by_text(mask):
+        return bool(mask.shape[3] == queries == keys)
+    shape = mask.shape
+    return bool(len(shape) == 4 and shape[2:] == (queries, keys) and shape[0] in (1, rows) and shape[1] in (1, heads))
+
+
+def part(mask: Any, queries: slice, keys: slice, window: int | None) -> Any:
+    """The mask of these queries and keys, (rows or 1, heads or 1, queries, keys).
+
+    ``window``: of the layer, for what stands for a mask, which does not hold it.
+    """
+    if not is_by_text(mask):
+        return mask[:, :, queries, keys]
+    late = queries.start - keys.start
+    found = (mask[:, :1, 0, queries, None] == mask[:, 1:, :, keys]).tril_(late)
+    return found if window is None else found.triu_(late - window + 1)
+
+
+def blocks(mask: Any, rows: int, layout: Layout, window: int) -> Any:
+    """The masks of the whole blocks of a layout, (rows * blocks, heads or 1, queries, keys)."""
+    import torch
+
+    if not is_by_text(mask):
+        mask = mask.expand(rows, -1, -1, -1)
+        return torch.stack([mask[:, :, query, key] for query, key in layout.middle()], dim=1).flatten(0, 1)
+    begin = layout.first * layout.block
+    queries = mask[:, 0, 0, begin : layout.last * layout.block].unflatten(1, (layout.count, layout.block, 1))
+    keys = mask[:, 1, 0, layout.start + begin :].unfold(1, layout.width, layout.block)[:, : layout.count, None]
+    found = (queries == keys).tril_(-layout.start).triu_(1 - layout.start - window)
+    return found.flatten(0, 1)[:, None]
+
+
+def whole(mask: Any, queries: int, window: int | None) -> Any:
+    """The mask of all keys and of the last ``queries`` tokens, bool; a mask as it is."""
+    if not is_by_text(mask):
+        return mask
+    tokens = mask.shape[3]
+    return part(mask, slice(tokens - queries, tokens), slice(0, tokens), window)
+
+
+def written_out(
+    attention: Callable[..., Any], module: Any, query: Any, key: Any, value: Any, mask: Any = None, **kwargs: Any
+) -> Any:
+    """What ``attention`` computes with a mask, also where something stands for it."""
+    mask = whole(mask, query.shape[2], getattr(module, "sliding_window", None))
+    return attention(module, query, key, value, mask, **kwargs)

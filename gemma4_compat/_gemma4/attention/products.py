@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from gemma4_compat._gemma4.accelerate import attached
-from gemma4_compat._gemma4.attention import layers, tracing
+from gemma4_compat._gemma4.attention import layers, packing, tracing
 from gemma4_compat._gemma4.attention.flash import WIDEST
 
 _log = logging.getLogger("gemma4_compat")
+#: What queries, keys and values may be.
+DTYPES = (torch.bfloat16, torch.float16)
 #: Queries of a block, at most and at least, and scores of one: 256 MiB in float32.
 _MOST, _LEAST, _SCORES = 512, 16, 2**26
 #: Keys that the first and the last query of each block may see: from the first one to before the second.
@@ -30,21 +32,19 @@ Spans = tuple[tuple[int, int], ...]
 def serve(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> bool:
     """Whether a layer that trains may be computed by products, as far as its tensors say.
 
-    Queries, keys and values are (rows, heads, tokens, width), a mask is (rows or 1, heads or 1, queries, keys).
-    Without one, each query sees the keys up to its own.
+    Queries, keys and values are (rows, heads, tokens, width), a mask is (rows or 1, heads or 1, queries, keys), or
+    ``packing.by_text`` stands for it. Without one, each query sees the keys up to its own.
     """
     if not layers.is_text(module) or not module.training or query.shape[-1] <= WIDEST:
         return False
-    if query.dtype not in (torch.bfloat16, torch.float16) or {key.dtype, value.dtype} != {query.dtype}:
+    if query.dtype not in DTYPES or {key.dtype, value.dtype} != {query.dtype}:
         return False
     if kwargs.get("dropout") or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
         return False
-    rows, heads, queries, _ = query.shape
     keys = key.shape[2]
     if mask is None:
-        return queries == keys and getattr(module, "is_causal", True)
-    shapes = mask.ndim == 4 and mask.shape[2:] == (queries, keys)
-    return bool(shapes and mask.dtype == torch.bool and mask.shape[0] in (1, rows) and mask.shape[1] in (1, heads))
+        return query.shape[2] == keys and getattr(module, "is_causal", True)
+    return mask.dtype in (torch.bool, torch.int32) and packing.fits(mask, query, keys)
 
 
 def are_known() -> bool:
@@ -68,20 +68,25 @@ def work(device: Any, dtype: Any) -> bool:
     return not reason
 
 
-def attention(query: Any, key: Any, value: Any, mask: Any, scaling: float) -> Any:
-    """(rows, queries, heads, width) of what :func:`serve` takes."""
+def attention(query: Any, key: Any, value: Any, mask: Any, scaling: float, *, every: bool = False) -> Any:
+    """(rows, queries, heads, width) of what :func:`serve` takes.
+
+    ``every``: a block is computed with every key up to its last query's, whatever the values of the mask.
+    """
     rows, heads, queries, _ = query.shape
     block = max(_LEAST, min(_MOST, _SCORES // (rows * heads * key.shape[2]) // _LEAST * _LEAST))
-    if mask is None or not _has_memory(mask):
+    if mask is None or every or not _has_memory(mask):
         spans: Spans = tuple((0, min(start + block, queries)) for start in range(0, queries, block))
     else:
-        spans = tracing.once(mask, attached.SPANS, _spans, block)
+        spans = tracing.once(mask, attached.SPANS, _spans, queries, block)
     return _Products.apply(query, key, value, mask, scaling, block, spans)
 
 
-def _spans(mask: Any, block: int) -> Spans:
+def _spans(mask: Any, queries: int, block: int) -> Spans:
     """Which keys the queries of each block see."""
-    seen = torch.stack([part.any(dim=2).flatten(0, 1).any(dim=0) for part in mask.split(block, dim=2)]).byte()
+    keys = slice(0, mask.shape[3])
+    parts = (packing.part(mask, slice(at, at + block), keys, None) for at in range(0, queries, block))
+    seen = torch.stack([part.any(dim=2).flatten(0, 1).any(dim=0) for part in parts]).byte()
     first, after = seen.argmax(dim=1), mask.shape[3] - seen.flip(1).argmax(dim=1)
     return tuple(zip(first.tolist(), after.tolist()))  # of a block that sees nothing: all keys
 
@@ -152,7 +157,7 @@ class _Block:
             tokens = by_head.shape[2]
             by_head[..., self.part.start :].masked_fill_(self._later[:tokens, :tokens], float("-inf"))
             return torch.softmax(scores, dim=-1, out=self.space(self._shares))
-        hidden = ~self._mask[:, :, self.part, self.span]
+        hidden = ~packing.part(self._mask, self.part, self.span, None)
         by_head.masked_fill_(hidden, torch.finfo(torch.float32).min)
         found = torch.softmax(scores, dim=-1, out=self.space(self._shares))
         self.by_head(found).masked_fill_(hidden, 0.0)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._gemma4.attention import flash
+from gemma4_compat._gemma4.attention import flash, packing
 from gemma4_compat._gemma4.state import checkpointing
 
 _FAMILY = "transformers.models.gemma4"
@@ -67,7 +67,7 @@ def _seen(module: Any, query: Any, key: Any, mask: Any, given: dict[str, Any]) -
 
         return create_mask(mask.mask_mod, rows, 1, queries, keys, device=str(query.device))
     if mask is not None and mask.ndim == 4:
-        return mask
+        return packing.whole(mask, queries, getattr(module, "sliding_window", None))
     causal = given.get("is_causal")
     causal = queries > 1 and (getattr(module, "is_causal", True) if causal is None else causal)
     kernel = flash.is_flash(module.config._attn_implementation)

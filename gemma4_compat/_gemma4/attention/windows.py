@@ -3,7 +3,8 @@
 A query of a sliding layer sees a window of keys, 512 or 1,024. Upstream gives all queries and all keys to one call of
 ``scaled_dot_product_attention``, with a mask. Here a block of queries, as long as a window, gets its own keys and
 those of a window before, also later ones if the mask shows them: tokens of an image attend to each other. The mask
-decides, whatever made it: if a query sees a key that its block lacks, all is computed by one call.
+decides, whatever made it: if a query sees a key that its block lacks, all is computed by one call. In training that
+``train_fast`` asked for, :func:`instead_of_mask` gives texts in one row what takes no memory for all pairs.
 
 Blocks of queries and of keys begin and end where the tiles of a kernel do, at multiples of :data:`UNIT`, so that a
 kernel adds the same numbers in the same order. Whether a result has the bits of one call depends on the kernel, so
@@ -15,15 +16,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gemma4_compat._engine import dormant, settings
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._engine.runtime.selftest import SelfTests
 from gemma4_compat._gemma4.accelerate import attached
-from gemma4_compat._gemma4.attention import layers, tracing
+from gemma4_compat._gemma4.attention import layers, masks, packing, tracing
 from gemma4_compat._gemma4.attention.block_layout import UNIT, Layout
+from gemma4_compat._gemma4.attention.flash import WIDEST
+from gemma4_compat._gemma4.cache import cache_names
 
 ID = "transformers-sliding-windows"
 
@@ -41,6 +45,8 @@ LEAST_TO_MULTIPLY = {"cuda": LEAST_ON_GPU, "gpu": LEAST_ON_GPU}
 _AFTER = range(4)
 
 _TEXT_MODELS = ("Gemma4TextModel", "Gemma4UnifiedTextModel")
+#: Text models that ``train_fast`` asked something of, by the id of their configuration, which is all that masks know.
+_asked_models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 _inside = threading.local()
 _tests = SelfTests(limit=1024)
@@ -96,6 +102,9 @@ def _attention(
     whole: Callable[..., Any], module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
 ) -> Any:
     given = (module, query, key, value, attention_mask)
+    by_text = packing.is_by_text(attention_mask)
+    if by_text:
+        whole = functools.partial(packing.written_out, whole)
     if query.shape[2] == 1:
         return whole(*given, **kwargs)
     by_windows, by_products = _asked(module)
@@ -103,17 +112,18 @@ def _attention(
         from gemma4_compat._gemma4.attention import products
 
         scaling = kwargs["scaling"] if kwargs.get("scaling") is not None else query.shape[3] ** -0.5
-        return products.attention(query, key, value, attention_mask, scaling), None
+        every = by_text and _is_replayed(module, query)
+        return products.attention(query, key, value, attention_mask, scaling, every=every), None
     if attention_mask is None or not _can_be(*given, enabled=by_windows, **kwargs):
         return whole(*given, **kwargs)
     gradients = _gradients(query, key, value)
-    if gradients and not by_windows:
+    if not by_windows and (gradients or by_text):
         return whole(*given, **kwargs)
     block = _block(module, query, gradients)
     layout = tracing.once(attention_mask, attached.LAYOUT, _layout, module.sliding_window, block)
     if layout is None:
         return whole(*given, **kwargs)
-    blocks = tracing.made(attention_mask, attached.WINDOWS, _of_blocks, len(query), layout)
+    blocks = tracing.made(attention_mask, attached.WINDOWS, packing.blocks, len(query), layout, module.sliding_window)
     if not (by_windows or _has_the_bits(whole, layout, blocks, given, **kwargs)):
         return whole(*given, **kwargs)
     return _by_windows(whole, layout, blocks, given, **kwargs), None
@@ -121,20 +131,110 @@ def _attention(
 
 def _asked(module: Any) -> tuple[bool, bool]:
     """Whether windows and products are asked for: by ``train_fast`` in training, else for the whole process."""
-    asked: tuple[bool, bool] | None = vars(module).get(attached.TRAINED_ATTENTION) if module.training else None
-    return asked if asked is not None else (_is_planned() or settings.is_enabled(ID),) * 2
+    asked: tuple[bool, bool, float] | None = vars(module).get(attached.TRAINED_ATTENTION) if module.training else None
+    return asked[:2] if asked is not None else (_is_planned() or settings.is_enabled(ID),) * 2
 
 
 def ask(model: Any, *, windows: bool, products: bool) -> None:
     """Have training compute the text layers of a model this way, whatever GEMMA4_COMPAT_ENABLE says."""
     for module in _asking(model):
-        vars(module)[attached.TRAINED_ATTENTION] = windows, products
+        vars(module)[attached.TRAINED_ATTENTION] = windows, products, 0
+        if (windows or products) and type(module).__name__ in _TEXT_MODELS:
+            _asked_models[id(module.config)] = module
+            dormant.activate(ID)  # masks are made before the text model is called
+
+
+def replay(module: Any, tokens: float) -> None:
+    """Say that graphs may serve batches of up to so many tokens, over all rows, of a layer that is asked something.
+
+    With packed texts its products must then not depend on where these begin.
+    """
+    if attached.TRAINED_ATTENTION in vars(module):
+        vars(module)[attached.TRAINED_ATTENTION] = *vars(module)[attached.TRAINED_ATTENTION][:2], tokens
+
+
+def _is_replayed(module: Any, query: Any) -> bool:
+    """Whether a graph may serve these queries, (rows, heads, queries, width)."""
+    *_, tokens = vars(module).get(attached.TRAINED_ATTENTION, (0,))
+    return bool(query[:, 0, :, 0].numel() <= tokens)
 
 
 def forget(model: Any) -> None:
     """Take the marks off; GEMMA4_COMPAT_ENABLE decides."""
     for module in _asking(model):
-        vars(module).pop(attached.TRAINED_ATTENTION, None)
+        if vars(module).pop(attached.TRAINED_ATTENTION, None) is not None:
+            _asked_models.pop(id(getattr(module, "config", None)), None)
+
+
+def trained(config: Any) -> Any:
+    """The text model of this configuration if it trains, and ``train_fast`` asked something of it; else None."""
+    import torch
+
+    model = None if torch.compiler.is_compiling() else _asked_models.get(id(config))
+    return model if model is not None and model.config is config and model.training else None
+
+
+def instead_of_mask(sliding: bool, given: Mapping[str, Any]) -> Any:
+    """:func:`packing.by_text` for a training step with several texts in a row, if its layers take that; else None.
+
+    Args:
+        sliding: whether it is for the sliding layers, or for the others.
+        given: what transformers' function that makes the mask is called with, by name.
+    """
+    from transformers import masking_utils
+
+    config, embeds = given.get("config"), given.get("inputs_embeds")
+    model = trained(config)
+    if model is None or not tracing.is_real(embeds) or tracing.is_traced(embeds):
+        return None
+    if not getattr(config, "is_causal", True):
+        return None
+    by_windows, by_products = _asked(model)
+    if any(given.get(name) is not None for name in masks.FUNCTIONS) or not _is_looked_up(config):
+        return None
+    if not (by_windows and _slides(config, embeds) if sliding else by_products and _multiplies(config, embeds)):
+        return None
+    arguments = given.get("attention_mask"), cache_names.cache_in(given), given.get("position_ids")
+    found = masking_utils._preprocess_mask_arguments(config, embeds, *arguments, given.get("layer_idx") or 0)
+    early, mask, texts, tokens, keys, *_ = found
+    if early or texts is None or tokens != keys or (mask is not None and mask.shape != texts.shape):
+        return None
+    images = given.get(masks.IMAGES)  # the 12B always has them: -1 for other tokens
+    return packing.by_text(texts, mask) if images is None or not bool((images >= 0).any()) else None
+
+
+def _is_looked_up(config: Any) -> bool:
+    """Whether the layers of this configuration find :func:`attention`, and transformers' masks."""
+    from transformers import masking_utils, modeling_utils
+
+    if config._attn_implementation != "sdpa":
+        return False
+    found = modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)
+    making = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    return getattr(found, "func", None) is attention and making is masking_utils.sdpa_mask
+
+
+def _slides(config: Any, embeds: Any) -> bool:
+    """Whether sliding layers have windows for such a text. ``embeds``: (rows, tokens, width)."""
+    import torch
+
+    tokens, block = embeds.shape[1], _block(config, embeds, torch.is_grad_enabled())
+    enough = tokens >= least(_device(embeds), enabled=True)
+    return enough and Layout.of(int(config.sliding_window), block, tokens, tokens, 0) is not None
+
+
+def _multiplies(config: Any, embeds: Any) -> bool:
+    """Whether full layers have products for it."""
+    import torch
+
+    from gemma4_compat._gemma4.attention import products
+
+    device, tokens = embeds.device, embeds.shape[1]
+    if tokens < LEAST_TO_MULTIPLY.get(device.type, tokens + 1) or (config.global_head_dim or 0) <= WIDEST:
+        return False
+    cast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if cast else embeds.dtype
+    return dtype in products.DTYPES and products.work(device, dtype)
 
 
 def _asking(model: Any) -> Iterator[Any]:
@@ -179,14 +279,16 @@ def _can_be(module: Any, query: Any, key: Any, value: Any, mask: Any, *, enabled
     tensors = (query, key, value, mask)
     if any(not (_is_planned() or tracing.is_real(tensor)) or tensor.ndim != 4 for tensor in tensors):
         return False
-    rows, heads, queries, _ = query.shape
-    keys = key.shape[2]
+    queries, keys = query.shape[2], key.shape[2]
     block = _block(module, query, _gradients(query, key, value))
     if queries < least(_device(query), enabled=enabled) or 2 * queries * block > queries * keys:
         return False
-    if mask.shape[2:] != (queries, keys) or mask.shape[0] not in (1, rows) or mask.shape[1] not in (1, heads):
-        return False
-    if mask.requires_grad or kwargs.get("dropout") or kwargs.get("position_bias") is not None:
+    if (
+        not packing.fits(mask, query, keys)
+        or mask.requires_grad
+        or kwargs.get("dropout")
+        or kwargs.get("position_bias") is not None
+    ):
         return False
     return not tracing.is_traced(query)
 
@@ -209,11 +311,13 @@ def _may_multiply(module: Any, query: Any, key: Any, value: Any, mask: Any, **kw
 
 def _layout(mask: Any, window: int, block: int) -> Layout | None:
     """The layout for a mask. None if the mask shows a key outside of its blocks, or if that is too much."""
+    by_text = packing.is_by_text(mask)
+    queries, keys = mask.shape[3 if by_text else 2], mask.shape[3]
     for after in _AFTER:
-        layout = Layout.of(window, block, mask.shape[2], mask.shape[3], after * UNIT)
+        layout = Layout.of(window, block, queries, keys, after * UNIT)
         if layout is None:
             break
-        early, late = (False, False) if _is_planned() else _sees_outside(mask, layout)
+        early, late = (False, False) if by_text or _is_planned() else _sees_outside(mask, layout)
         if early:
             break
         if not late:
@@ -234,14 +338,6 @@ def _seen(mask: Any) -> Any:
     return mask if not mask.is_floating_point() else mask != float("-inf")
 
 
-def _of_blocks(mask: Any, rows: int, layout: Layout) -> Any:
-    """The mask of whole blocks, (rows * blocks, heads, queries, keys)."""
-    import torch
-
-    mask = mask.expand(rows, -1, -1, -1)
-    return torch.stack([mask[:, :, query, key] for query, key in layout.middle()], dim=1).flatten(0, 1)
-
-
 def _by_windows(whole: Callable[..., Any], layout: Layout, blocks: Any, given: tuple[Any, ...], **kwargs: Any) -> Any:
     """(rows, queries, heads, width), as ``whole`` gives it for ``given``. ``blocks``: the mask of whole blocks."""
     import torch
@@ -254,9 +350,10 @@ def _by_windows(whole: Callable[..., Any], layout: Layout, blocks: Any, given: t
     head, tail = layout.head, layout.tail
     middle = query[:, :, head[0].stop : tail[0].start].reshape(rows, heads, layout.count, layout.block, width)
     queries = (query[:, :, head[0]], middle.transpose(1, 2).flatten(0, 1), query[:, :, tail[0]])
-    masks = (mask[:, :, head[0], head[1]], blocks, mask[:, :, tail[0], tail[1]])
+    first, last = (packing.part(mask, *part, module.sliding_window) for part in (head, tail))
+    seen = (first, blocks, last)
     keys, values = (gathered(tensor, layout, heads // key.shape[1]) for tensor in (key, value))
-    for part in zip(queries, keys, values, masks):
+    for part in zip(queries, keys, values, seen):
         if part[0].shape[2] > 0:
             computed = whole(layer, *part, **kwargs)[0]
             found.append(computed.reshape(rows, -1, heads, value.shape[3]))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._gemma4.attention import flash
 from gemma4_compat._gemma4.cache import cache_names, shared_kv
 from gemma4_compat._gemma4.state import checkpointing, contents
 from gemma4_compat._graphs import signatures
@@ -17,6 +18,8 @@ from gemma4_compat._training.captured import graphs
 MAX_KINDS = 4
 #: Arguments of the loss that reach the layers, which do not read them. Their values differ from step to step.
 _OF_THE_LOSS = ("num_items_in_batch",)
+#: What collators add for flash kernels, and no other attention reads: it differs with the texts in a row.
+_OF_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 #: Layers of a dynamic cache. An empty one returns the keys and values that it gets.
 _GROWING = ("DynamicLayer", "DynamicSlidingWindowLayer")
 _REMEDY = "pass use_cache=False to the model, as training needs no cache"
@@ -51,7 +54,9 @@ class LayerCall(Call):
         self._training, self.place, self._layer, self._below = training, place, layer, below
         self._shared: Any = named.get(shared_kv.NAME)  # where layers hand on keys and values
         reads = getattr(layer.self_attn, "is_kv_shared_layer", False)
-        others = {name: value for name, value in named.items() if name not in (shared_kv.NAME, *_OF_THE_LOSS)}
+        plain = layer.self_attn.config._attn_implementation in flash.PLAIN
+        unread = (shared_kv.NAME, *_OF_THE_LOSS, *(_OF_FLASH if plain else ()))
+        others = {name: value for name, value in named.items() if name not in unread}
         name = next((name for name in cache_names.NAMES if others.get(name) is not None), None)
         self._cache = None if name is None else _written(layer, others[name])
         if name is not None:

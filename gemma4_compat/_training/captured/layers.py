@@ -10,6 +10,7 @@ from typing import Any
 from gemma4_compat._engine import settings
 from gemma4_compat._engine.runtime import locks
 from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.attention import windows
 from gemma4_compat._gemma4.state import capturing, checkpointing
 from gemma4_compat._graphs import unsupported
 from gemma4_compat._graphs.captured_calls import CapturedCalls, Pool, State
@@ -161,6 +162,7 @@ class Training:
         for layer, layer_calls in zip(layers, self._calls):
             inside = list(layer.modules())
             reason = next(_layer_reasons(layer, inside), None)
+            windows.replay(layer.self_attn, self._max_tokens if reason is None else 0)
             if reason is None:
                 replayable |= dict.fromkeys(inside)
             else:

@@ -21,8 +21,7 @@ import sys
 from typing import Any
 
 from gemma4_compat._engine import dormant
-from gemma4_compat._gemma4.attention import flash
-from gemma4_compat._gemma4.cache import cache_names
+from gemma4_compat._gemma4.attention import flash, masks
 from gemma4_compat.patches.api import Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -33,7 +32,6 @@ PATCH = Patch(
     after="transformers-cudnn-padding transformers-sliding-windows",  # its layers run their sdpa
 )
 
-_NAMES = ("config", "inputs_embeds", "attention_mask", cache_names.NEW, "position_ids")
 #: Bound relative to the largest logit. The package's kernel does not accept float32; the stand-in does.
 BOUNDS = {"torch.float32": 1e-4, "torch.bfloat16": 0.1}
 
@@ -57,21 +55,11 @@ def create_masks_for_generate(original: Original, *args: Any, **kwargs: Any) -> 
     config = args[0] if args else kwargs["config"] if "config" in kwargs else None  # noqa: SIM401
     if flash.is_plain(config):
         return original(*args, **kwargs)
-    from transformers import masking_utils
-
-    arguments = dict(zip(_NAMES, args)) | cache_names.renamed(kwargs, cache_names.NEW)
+    arguments = dict(zip(masks.NAMES, args)) | kwargs
     config = getattr(arguments.get("config"), "get_text_config", lambda: None)()
-    if len(args) > len(_NAMES) or not _is_split(config):
+    if len(args) > len(masks.NAMES) or not _is_split(config):
         return original(*args, **kwargs)
-    arguments["config"] = config
-    known = {*_NAMES, "or_mask_function", "and_mask_function", "block_sequence_ids"}
-    given = {name: value for name, value in arguments.items() if name in known and value is not None}
-    given = cache_names.renamed(dict.fromkeys(_NAMES) | given, cache_names.of(masking_utils.create_causal_mask))
-    # Not through upstream's table of mask functions, which holds the unpatched ones.
-    return {
-        "full_attention": masking_utils.create_causal_mask(**given),
-        "sliding_attention": masking_utils.create_sliding_window_causal_mask(**given),
-    }
+    return masks.by_kind({**arguments, "config": config})
 
 
 def _is_split(config: Any) -> bool:

@@ -18,19 +18,24 @@ Used from where at most half of the scores remains (2,048 tokens with a window o
 asked for, and from 16,384 otherwise. If asked for, in training on a GPU, full layers whose heads are wider than
 256 are computed by matrix products, a block of queries at a time, if PyTorch multiplies 16-bit tensors into float32
 there (CUDA, torch 2.8 or newer).
+After ``train_fast``, layers of packed texts that are computed in these ways get the number of each token's text in
+place of a mask of all pairs of tokens, so that one captured graph serves texts with any boundaries.
 
 Remove when: transformers computes the sliding layers of Gemma 4 by windows with ``sdpa``.
 """
 
+import functools
 from typing import Any
 
 from gemma4_compat._engine import dormant
-from gemma4_compat._gemma4.attention import block_layout, windows
+from gemma4_compat._gemma4.attention import block_layout, masks, packing, windows
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Original, Outcome, Patch, Workspace
 
 # The sdpa that blocks run is the repaired one.
 PATCH = Patch("F104", kind="speed", severity="speed", affected=">=5.5.0", after="transformers-cudnn-padding")
+
+_KINDS = {"full_attention", "sliding_attention"}
 
 
 @PATCH.replaces("transformers.modeling_utils", "AttentionInterface.__getitem__", affected="<5.7.0", dormant=True)
@@ -39,7 +44,32 @@ def attention_function(original: Original, self: Any, key: str | None, *default:
     import torch
 
     found = original(self, key, *default)
-    return found if key != "sdpa" or torch.compiler.is_compiling() else windows.over(found)
+    if key != "sdpa":
+        return found
+    if torch.compiler.is_compiling():  # a layer by itself may be: what its model made is no mask
+        return functools.partial(packing.written_out, found)
+    return windows.over(found)
+
+
+@PATCH.replaces("transformers.masking_utils", "create_causal_mask", dormant=True)
+def full_mask(original: Original, *args: Any, **kwargs: Any) -> Any:
+    found = None if args else windows.instead_of_mask(False, kwargs)
+    return original(*args, **kwargs) if found is None else found
+
+
+@PATCH.replaces("transformers.masking_utils", "create_sliding_window_causal_mask", dormant=True)
+def sliding_mask(original: Original, *args: Any, **kwargs: Any) -> Any:
+    found = None if args else windows.instead_of_mask(True, kwargs)
+    return original(*args, **kwargs) if found is None else found
+
+
+@PATCH.replaces("transformers.masking_utils", "create_masks_for_generate", dormant=True)
+def masks_by_kind(original: Original, *args: Any, **kwargs: Any) -> Any:
+    given = dict(zip(masks.NAMES, args)) | kwargs  # older releases give them by place
+    config = given["config"].get_text_config() if len(args) <= len(masks.NAMES) and "config" in given else None
+    if config is None or windows.trained(config) is None or set(config.layer_types) != _KINDS:
+        return original(*args, **kwargs)
+    return masks.by_kind({**given, "config": config})
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4TextModel.forward", group="gemma4")

@@ -240,9 +240,9 @@ def test_training_of_wide_heads(
     load(variant)  # or this release has none
     multiplied, kept = [], products.attention
 
-    def spied(query: Any, *args: Any) -> Any:
+    def spied(query: Any, *args: Any, **kwargs: Any) -> Any:
         multiplied.append(query.shape[3])
-        return kept(query, *args)
+        return kept(query, *args, **kwargs)
 
     monkeypatch.setattr(products, "attention", spied)
     monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cpu": 0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -89,3 +90,57 @@ def test_bits_of_windows_and_products(padding: int, monkeypatch: pytest.MonkeyPa
     assert set(ran) == {"_by_windows", "attention"}
     only(model, graphs=True, windows=True, products=True, max_tokens=ids.numel())
     replays_have_the_bits(model, given, right)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("padding", [0, 500])
+def test_packed_texts_share_a_graph(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph captured with some texts has the bits of a step without one for others, and there is no large mask."""
+    ran: list[str] = []
+    for module, name in ((windows, "_by_windows"), (products, "attention")):
+        monkeypatch.setattr(module, name, spied(ran, name, getattr(module, name)))
+    model, tokens = adapted(torch.bfloat16).train(), windows.LEAST_ON_GPU
+    batches = [packed_batch(lengths, padding) for lengths in ((1000, 96, 3000), (2048, 2048), (64,) * 64)]
+    only(model, windows=True, products=True)
+    left_out = [step(model, given) for given in batches]
+    only(model, graphs=True, windows=True, products=True, max_tokens=tokens)
+    shapes = packed_masks(model, lambda: step(model, batches[0]))
+    assert shapes == {(torch.int32, (1, 2, 1, tokens))}
+    assert set(ran) == {"_by_windows", "attention"}
+    right = [step(model, given) for given in batches]
+    for one, other in zip(right, left_out, strict=True):  # other sums, of the same numbers and zeros
+        assert sum(float((a - b).norm()) ** 2 for a, b in zip(one, other, strict=True)) <= 0.1**2 * sum(
+            float(b.norm()) ** 2 for b in other
+        )
+    replays_have_the_bits(model, batches[0], right[0])
+    before = gemma4_compat.statistics(model).training
+    for given, expected in zip(batches, right, strict=True):
+        assert all(one.equal(other) for one, other in zip(expected, step(model, given), strict=True))
+    after = gemma4_compat.statistics(model).training
+    assert (after.captured, after.eager) == (before.captured, before.eager)
+    assert after.reasons == ()
+
+
+def packed_batch(lengths: Sequence[int], padding: int) -> dict[str, Any]:
+    """One row of these texts, the last of which ends with so much padding."""
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    ids = torch.randint(3, 1024, positions.shape, generator=torch.Generator().manual_seed(len(lengths)))
+    mask = torch.ones_like(ids)
+    mask[:, ids.shape[1] - padding :] = 0
+    labels = ids.masked_fill((positions == 0) | (mask == 0), -100)
+    given = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "labels": labels}
+    return {name: one.to(DEVICE) for name, one in given.items()}
+
+
+def packed_masks(model: Any, run: Callable[[], Any]) -> set[Any]:
+    """Dtype and shape of the masks that layers get."""
+    seen: set[Any] = set()
+
+    def note(_layer: Any, _given: Any, named: dict[str, Any]) -> None:
+        seen.add((named["attention_mask"].dtype, tuple(named["attention_mask"].shape)))
+
+    hooks = [one.register_forward_pre_hook(note, with_kwargs=True) for one in layers.decoder_layers(model)]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return seen

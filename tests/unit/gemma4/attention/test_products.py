@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gemma4_compat._gemma4.attention import products, windows
+from gemma4_compat._gemma4.attention import packing, products, windows
 from tests.unit.gemma4.attention.test_windows import enabled, whole
 
 __all__ = ["whole"]
@@ -117,6 +117,33 @@ def is_exact(whole: Any, kind: str, dtype: Any, device: str) -> None:
         unseen = ~mask.any(dim=-1)[:, 0]  # (rows, queries)
         assert not found[0][unseen.expand(2, -1)].any()
         assert not found[1].transpose(1, 2)[unseen.expand(2, -1)].any()
+
+
+def numbered() -> Any:
+    """What stands for the mask of :func:`packed`, of both rows."""
+    return packing.by_text((torch.arange(QUERIES) // 64).expand(2, -1), None)
+
+
+def test_numbers_of_texts(whole: Any, multiplied: list[int]) -> None:
+    """The bits of their mask; and as exact with the keys of earlier texts, which a graph cannot leave out."""
+    given = tensors()
+    with enabled():
+        by_mask, found = (
+            step(lambda *args, **kwargs: windows.attention(whole, *args, **kwargs), given, mask, torch.bfloat16)
+            for mask in (packed(), numbered())
+        )
+    assert multiplied
+    assert all(map(torch.equal, by_mask, found))
+
+    def with_every_key(_module: Any, *states: Any, **kwargs: Any) -> Any:
+        return (products.attention(*states, kwargs["scaling"], every=True),)
+
+    multiplied.clear()
+    found = step(with_every_key, given, numbered(), torch.bfloat16)
+    assert sum(multiplied) > QUERIES * QUERIES
+    right, plain = (step(whole, given, packed(), dtype) for dtype in (torch.float64, torch.bfloat16))
+    for one, other, exact in zip(found, plain, right, strict=True):
+        assert error(one, exact) <= TIMES * error(other, exact)
 
 
 def test_keys_that_no_query_of_a_block_sees_are_left_out(whole: Any, multiplied: list[int]) -> None:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from gemma4_compat._gemma4.attention import windows
+from gemma4_compat._gemma4.attention import packing, windows
 
 WINDOW = 512
 #: Length of the queries, and keys before them: of a cache that is full, of a static one, of none.
@@ -145,6 +145,34 @@ def test_gradients_are_as_exact(whole: Call, by_windows: list[Any], mask: Call, 
     for right, usual, ours in zip(exact[2:], plain[2:], found[2:]):
         assert (ours - right).abs().mean() <= 1.01 * (usual - right).abs().mean()
         assert (ours - right).abs().max() <= 1.1 * (usual - right).abs().max()
+
+
+@pytest.mark.parametrize("padding", [slice(0), slice(700), slice(-900, None)], ids=["none", "left", "right"])
+@pytest.mark.parametrize("length", [4500, 4608])
+def test_numbers_of_texts_have_the_bits_of_their_mask(
+    whole: Call, by_windows: list[Any], length: int, padding: slice
+) -> None:
+    """In two rows of other texts, by windows and, without the opt-in, by one call."""
+    texts = torch.stack([torch.arange(length) // 615, torch.arange(length) // 1400])
+    tokens = torch.ones(2, length, dtype=torch.bool)
+    tokens[0, padding] = False
+    seen = band(length) & (texts[:, None, :, None] == texts[:, None, None]) & tokens[:, None, None]
+    numbers = packing.by_text(texts, tokens)
+    assert torch.equal(packing.whole(numbers, length, WINDOW), seen)
+    assert torch.equal(packing.whole(numbers, 90, WINDOW), seen[:, :, -90:])
+    given = tensors(length, dtype=torch.bfloat16, rows=2)
+    with enabled():
+        right, found = (
+            step(lambda *args, **kwargs: windows.attention(whole, *args, **kwargs), given, mask, torch.bfloat16)
+            for mask in (seen, numbers)
+        )
+    assert all(map(torch.equal, right, found))
+    assert len(by_windows) == 2
+    by_one_call = step(
+        lambda *args, **kwargs: windows.attention(whole, *args, **kwargs), given, numbers, torch.bfloat16
+    )
+    assert all(map(torch.equal, by_one_call, step(whole, given, seen, torch.bfloat16)))
+    assert len(by_windows) == 2
 
 
 def test_gradients_without_the_opt_in_are_those_of_one_call(whole: Call, by_windows: list[Any]) -> None:
