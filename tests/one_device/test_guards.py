@@ -59,6 +59,8 @@ def made(models: Any) -> Callable[[Way], Any]:
         if way.model == "plain":
             if not plain:
                 plain.append(two_adapters(models.workspace.load().float()))
+                # The first in a process wakes a patch, and other functions are noticed.
+                guards.collected(copy.deepcopy(plain[0]))
             found = copy.deepcopy(plain[0])
         else:
             places = {"4bit": ("4bit-double", "language", "device"), "streamed": (None, "language", "streamed")}

@@ -16,8 +16,9 @@ from tests.patches.training.test_transformers_chunked_loss import CLASSES, built
 
 #: Tokens of packed texts: the window is 8 tokens.
 LENGTHS = (5, 12, 1, 1, 9)
-#: Of the largest logit, in float32. A text is packed with products of other shapes, which round differently.
-BOUND = 1e-5
+#: Of the largest logit, in float32. A text is packed with products of other shapes, which round differently: by up to
+#: 1.46e-5 for images of several texts, of 40 models with random weights.
+BOUND = 2e-5
 
 
 class TestPromise(Promise):
