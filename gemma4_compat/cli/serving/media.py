@@ -33,6 +33,7 @@ _PIXELS = 40_000_000
 #: How WAV, FLAC, OGG and MP3 begin. FFmpeg also reads playlists, whose entries are files and addresses.
 _AUDIO = re.compile(rb"RIFF....WAVE|fLaC|OggS|\xff[\xe0-\xff]", re.DOTALL)
 _SECONDS = 15.0
+_TRIED = 3  # addresses of a machine, each for so long at most
 _CHUNK = 1 << 16
 #: The longest sound. The model hears its first 30 seconds; a FLAC file of a few bytes may unpack to days of silence.
 _MINUTES = 10
@@ -137,7 +138,8 @@ class _Allowed(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
             if proxied:
                 return socket.create_connection(address, *arguments)
             name, port = address
-            *others, last = (str(each[4][0]) for each in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM))
+            found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[:_TRIED]
+            *others, last = (str(each[4][0]) for each in found)
             self._refuse_others(name, [*others, last])
             for each in others:
                 with contextlib.suppress(OSError):
