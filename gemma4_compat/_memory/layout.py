@@ -120,7 +120,7 @@ def smallest_budget(
     """
     load = load or Load()
     choices = [one for one in _choices(blueprint, load) if layers_leave or not (one.streamed or one.experts)]
-    return min(int(_Placement(blueprint, choice, {0: 1 << 62}, load).use[0].peak) for choice in choices)
+    return min(int(_Placement(blueprint, choice, {0: 1 << 62}, load).use[0].least) for choice in choices)
 
 
 def longest_context(

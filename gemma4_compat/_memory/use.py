@@ -49,6 +49,11 @@ class Use:
         """The largest of the three."""
         return max(self.loading, self.prefill, self.decode)
 
+    @property
+    def least(self) -> int:
+        """The same without the copy of the head, which is made only if it fits."""
+        return max(self.loading, max(self.prefill, self.decode) - self.head)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Share:

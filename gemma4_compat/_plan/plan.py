@@ -335,8 +335,8 @@ def _chunked_prefill(cut: Blueprint, placed: Layout, load: Load) -> int:
     chunked = replace(load, prefill_chunk=layout.PREFILL_CHUNK)
     if load.vision or load.audio or load.weights_only or chunked.prefill >= load.prefill:
         return 0
-    peaks = (use.prefill for use in layout.placed_use(cut, placed, chunked).values())
-    found, now = max(peaks), max(use.prefill for use in placed.use.values())
+    forwards = layout.placed_use(cut, placed, chunked), placed.use
+    found, now = (max(use.prefill - use.head for use in one.values()) for one in forwards)
     return found if found < now else 0
 
 

@@ -105,11 +105,12 @@ def copies(blueprint: Blueprint, placed: Layout, load: Load, why: str) -> str:
         load: that it was made for.
         why: from :func:`unsupported_reason`.
     """
-    ours = replace(load, own_in_chunks=True)
-    if not why or not formulas.is_own(ours):
+    own = replace(load, own_in_chunks=True)
+    if not why or not formulas.is_own(own):
         return ""
-    found = layout.placed_use(blueprint, placed, ours)
-    return why if any(found[device].prefill < use.prefill for device, use in placed.use.items()) else ""
+    found = layout.placed_use(blueprint, placed, own)
+    pairs = [(found[device], use) for device, use in placed.use.items()]
+    return why if any(ours.prefill - ours.head < use.prefill - use.head for ours, use in pairs) else ""
 
 
 def _text(found: _Capability) -> str:

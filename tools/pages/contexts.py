@@ -87,8 +87,8 @@ def planned(shape: str, *, own: bool = True) -> dict[str, Any]:
     load = Load(context=run["tokens"], prompt=prompt, fast=True, own_in_chunks=own)
 
     def peak(chunk: int) -> int:
-        found = use.use_of(blueprint, share, replace(load, prefill_chunk=chunk), budget=budget)
-        return found.peak - found.head  # of the head there was no copy when this was measured
+        # Of the head there was no copy when this was measured.
+        return use.use_of(blueprint, share, replace(load, prefill_chunk=chunk), budget=budget).least
 
     sizes = chunks.sizes(tokens=prompt, batch=1, streams=bool(apart))
     chunk = chunks.first_that_fits(sizes, lambda size: peak(size) <= budget)
