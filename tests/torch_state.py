@@ -1,4 +1,4 @@
-"""What torch has once for a whole process: a test that leaves it changed changes the tests after it."""
+"""What a process has once, of torch and of its stand-ins: a test that leaves it changed changes the tests after it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def now() -> dict[str, Any]:
         "inference": torch.is_inference_mode_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "threads": torch.get_num_threads(),
+        "recorders of graphs": tuple(_recorders()),
     }
 
 
@@ -50,6 +51,8 @@ def put(state: dict[str, Any]) -> None:
     torch.set_autocast_enabled("cpu", state["autocast"])
     if torch.get_num_threads() != state["threads"]:
         torch.set_num_threads(state["threads"])
+    for device in set(_recorders()) - set(state["recorders of graphs"]):
+        del _recorders()[device]
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -75,7 +78,14 @@ def _at_first(after: dict[str, Any]) -> dict[str, Any]:
         "gradients": True,
         "inference": False,
         "autocast": False,
+        "recorders of graphs": ("cuda",),
     }
+
+
+def _recorders() -> dict[str, Any]:
+    """Who records graphs, by type of device: on a CPU only a stand-in does."""
+    module = sys.modules.get("gemma4_compat._graphs.recording")
+    return {"cuda": None} if module is None else module.RECORDERS
 
 
 def _of_products(torch: Any) -> str:

@@ -9,6 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from gemma4_compat._graphs import recording  # noqa: E402
+from gemma4_compat._lab.stand_ins.tape import Tape  # noqa: E402
 from tests import torch_state  # noqa: E402
 
 pytest_plugins = ["pytester"]
@@ -20,6 +22,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "deterministic, warnings only": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
     "gradients": lambda: torch.set_grad_enabled(False),
     "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "recorders of graphs": lambda: recording.RECORDERS.update(cpu=Tape),
 }
 if hasattr(torch.backends.mkldnn, "matmul"):
 

@@ -293,10 +293,10 @@ def test_users_functions_are_asked_for_every_token(
         prepared.append(args)
         return prepare(*args, **kwargs)
 
-    monkeypatch.setattr(model, "prepare_inputs_for_generation", own)
-    generate(model, text(model), new=NEW)
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "prepare_inputs_for_generation", own)
+        generate(model, text(model), new=NEW)
     assert len(prepared) == NEW
-    monkeypatch.undo()
     import functools
 
     kind = type(model)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -47,7 +48,7 @@ def change_file(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], No
 
 
 @pytest.fixture
-def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def tapes() -> Iterator[Any]:
     """Steps on the CPU are recorded, by a class whose methods tests may replace."""
     from gemma4_compat._lab.stand_ins.tape import Tape, standing_in
 
@@ -60,8 +61,8 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             with self._capturing:
                 return super().capture(run)
 
-    monkeypatch.setitem(recording.RECORDERS, "cpu", OneAtATime)  # first: it is undone last
-    with standing_in(recording.RECORDERS):
+    # Not by the test's own patches, which it may undo before it ends.
+    with mock.patch.dict(recording.RECORDERS, cpu=OneAtATime), standing_in(recording.RECORDERS):
         yield OneAtATime
 
 

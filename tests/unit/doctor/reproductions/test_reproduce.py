@@ -27,6 +27,7 @@ REFUSED = {
     "transformers-chunked-mlp",
     "transformers-deferred-stop",
     "transformers-graph-decoding",
+    "transformers-packed-layers",
     "transformers-quantize-offloaded",
     "transformers-quantized-experts",
     "transformers-reuse-prefix",

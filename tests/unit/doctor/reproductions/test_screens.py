@@ -135,5 +135,5 @@ def test_quantize_is_on_inside_with_and_in_a_decorated_function(names: list[str]
 
 
 def test_quantize_needs_to_know_what() -> None:
-    with pytest.raises(Gemma4CompatError, match=r"quantize\(\) needs offloaded=True, experts=True, or both"):
+    with pytest.raises(Gemma4CompatError, match=r"quantize\(\) needs offloaded=True, experts=True or packed=True"):
         gemma4_compat.quantize()
