@@ -128,13 +128,13 @@ def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize:
 
 
 def quantize(*, offloaded: bool = False, experts: bool = False, packed: bool = False) -> AbstractContextManager[None]:
-    """Models loaded inside are quantized where upstream leaves weights as they are.
+    """Models loaded inside keep more of their weights quantized than upstream would.
 
     >>> with gemma4_compat.quantize(offloaded=True):
     ...     model = AutoModelForImageTextToText.from_pretrained(..., device_map={...}, quantization_config=four_bit)
 
-    For Gemma 4. It applies to this thread only; ``GEMMA4_COMPAT_ENABLE``, with the ids below, does
-    the same for the whole process. A model saved that way loads that way anywhere.
+    For Gemma 4. It applies to this thread only; ``GEMMA4_COMPAT_ENABLE``, with the ids below, does the same for the
+    whole process. A model saved that way loads that way anywhere.
 
     Args:
         offloaded: what a dict ``device_map`` puts on ``"cpu"`` or ``"disk"``, in 4 or 8 bits

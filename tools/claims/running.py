@@ -269,7 +269,11 @@ CLAIMS = (
         "and {:.0f} images and sounds, each with at most {:.0f} MiB and {:.0f} million pixels.",
         lambda: (*of_serving("media", "count", "size"), of_serving("media", "_PIXELS")[0] / 1e6),
     ),
-    Claim("docs/SERVING.md", "A sound has at most {:.0f} minutes", lambda: of_serving("media", "_MINUTES")),
+    Claim(
+        "docs/SERVING.md",
+        "that is not plain WAV lasts at most {:.0f} minutes",
+        lambda: of_serving("media", "_MINUTES"),
+    ),
     Claim("docs/SERVING.md", "the connection ends after {:.0f} seconds", lambda: of_serving("server", "_SLOW")),
     Claim("docs/SERVING.md", "; {}, {} and {} clients whose texts", clients),
     Claim("docs/DECODING.md", "fewer than {} tokens are shared", lambda: (session.LEAST,)),

@@ -28,7 +28,7 @@ _STRATEGIES = ("group", "channel", "tensor")
 def is_wanted(model: Any, device_map: Any) -> bool:
     """Whether layers are to stay packed: a user asks for it, or the decompressed model could not be where it goes.
 
-    To unpack layers in each forward takes time, which a model that fits without need not spend.
+    Unpacking takes time in each forward, so a model that fits is left to compressed-tensors.
 
     Args:
         model: as for :func:`keep_packed`.

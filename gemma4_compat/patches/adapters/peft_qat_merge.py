@@ -48,16 +48,9 @@ def unload_and_optionally_merge(original: Original, self: Any, merge: bool = Tru
 
 
 def _refuse(model: Any) -> None:
-    layers = [
-        name
-        for name, module in model.named_modules()
-        if hasattr(module, "get_base_layer") and qat.is_linear(module.get_base_layer())
-    ]
-    packed = [
-        name
-        for name, module in model.named_modules()
-        if hasattr(module, "get_base_layer") and is_packed(module.get_base_layer())
-    ]
+    bases = {name: one.get_base_layer() for name, one in model.named_modules() if hasattr(one, "get_base_layer")}
+    layers = [name for name, base in bases.items() if qat.is_linear(base)]
+    packed = [name for name, base in bases.items() if is_packed(base)]
     if packed:
         raise Gemma4CompatError(
             f"an adapter cannot be merged into {len(packed)} layers of a compressed-tensors checkpoint, {packed[0]!r} "

@@ -14,9 +14,9 @@ them if the decompressed model would not fit, if the map offloads, or inside ``g
 Each forward unpacks the layer's weight as compressed-tensors does, multiplies by it and drops it; the backward
 pass unpacks it again. The outputs are, bit for bit, those of the decompressed model. accelerate offloads the layers
 like any others, ``save_pretrained`` writes the tensors of the checkpoint, and adapters work as over plain weights, but
-merges are refused. Unpacking is work for each forward, so a model that fits is decompressed as before, and so are
-layers of other formats. compressed-tensors
-before 0.15 has a class of its own for such layers, which unpacks them for good; it is left as it is.
+merges are refused. Unpacking takes time in each forward, so a model that fits is decompressed as before, and so are
+layers of other formats. compressed-tensors before 0.15 has a class of its own for such layers, which unpacks them for
+good; it is left as it is.
 
 Remove when: transformers or compressed-tensors computes with the packed weights.
 """

@@ -171,7 +171,7 @@ def test_bits_without_graphs(
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("variant", ["E2B", "12B"])
 def test_each_text_is_as_by_itself(built: Callable[..., Any], variant: str, graphs: bool) -> None:
-    """The gradients are as far from those of each text alone, in float64, as those of upstream's packed step."""
+    """Measured from each text's own gradients in float64, the error is that of upstream's packed step."""
     import torch
 
     model = built(variant)
