@@ -12,7 +12,6 @@ pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
 from gemma4_compat._generation.prefix_cache import session
-from gemma4_compat._graphs import recording
 from tests.generated.search import replay_tuners
 from tests.unit.generation.calls import PATCH, Models, assert_equal, base, generate, static_cache, steps, text
 from tests.unit.offload import threads
@@ -173,11 +172,11 @@ def test_without_the_patch_it_decodes_as_ever(models: Models, tapes: Any) -> Non
 
 @pytest.mark.parametrize("refused", ["8bit", "disk", "no recorder"])
 def test_a_refusal_says_why_and_changes_nothing(
-    models: Models, tapes: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, refused: str
+    models: Models, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest, refused: str
 ) -> None:
     words = {"8bit": "8-bit", "disk": "on disk", "no recorder": "the model is on cpu"}[refused]
-    if refused == "no recorder":
-        monkeypatch.delitem(recording.RECORDERS, "cpu")
+    if refused != "no recorder":
+        request.getfixturevalue("tapes")
     model = threads.split(models.workspace, "disk") if refused == "disk" else None
     model = model or models.workspace.load("8bit" if refused == "8bit" else None)
     expected = answer(model)
