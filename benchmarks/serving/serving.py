@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -64,17 +64,28 @@ def serving(checkpoint: Path, adapter: Path, given: list[str]) -> Iterator[tuple
     process = subprocess.Popen(
         [*words, "--port", "0", *given], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
     )
-    assert process.stderr is not None
-    said = ""
+    said: list[str] = []
+    running = threading.Event()
+
+    def listen() -> None:
+        for line in process.stderr or ():
+            said.append(line)
+            if "running on http" in line:
+                running.set()
+        running.set()
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
     try:
-        for line in process.stderr:
-            said += line
-            if found := re.search(r"running on (http://\S+)", line):
-                break
-        else:
-            raise SystemExit(f"the server did not start: {said[-2000:]}")
-        threading.Thread(target=process.stderr.read, daemon=True).start()
+        running.wait(600)
+        found = re.search(r"running on (http://\S+)", "".join(said))
+        if found is None:
+            raise SystemExit(f"the server did not start: {''.join(said)[-2000:]}")
         yield f"{found[1]}/v1", process.pid
+    except Exception as error:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            raise SystemExit(f"the server ended with {process.wait(2)}: {''.join(said)[-6000:]}") from error
+        raise
     finally:
         process.terminate()
         process.wait(60)
@@ -134,11 +145,12 @@ def bare(checkpoint: Path, adapter: Path, context: int, most: int) -> dict[str, 
     said = [{"role": "user", "content": QUESTIONS[1]}]
     asked = {"messages": said, "temperature": 0, "max_tokens": most}
     prompt = preparation.prompt(requests.read(json.dumps(asked).encode()))
+    inputs = {name: value.to(served.base.device) for name, value in prompt.inputs.items()}
     times: list[float] = []
     for _ in range(6):
         begun = time.perf_counter()
         with torch.no_grad(), served.model.disable_adapter():
-            tokens = served.model.generate(**prompt.inputs, generation_config=prompt.config)
+            tokens = served.model.generate(**inputs, generation_config=prompt.config)
         times.append(1000 * (time.perf_counter() - begun) / (tokens.shape[1] - prompt.tokens))
     return {
         "ms_token": statistics.median(times[2:]),
@@ -147,23 +159,33 @@ def bare(checkpoint: Path, adapter: Path, context: int, most: int) -> dict[str, 
     }
 
 
-def measured(address: str, process: int | None, options: argparse.Namespace, result: dict[str, Any]) -> None:
+def measured(
+    address: str,
+    process: int | None,
+    options: argparse.Namespace,
+    servers: list[dict[str, Any]],
+    save: Callable[[], None],
+    parallel: int | None = None,
+) -> None:
+    """One server's loads, then its memory, into a new entry of ``servers``."""
     import openai
 
     client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=600)
     names = [model.id for model in client.models.list()]
+    servers.append(found := {"parallel": parallel, "loads": [], "memory": []})
     for clients in (1, *CLIENTS):  # first answers capture and compile
         load(client, names[:1], clients, 1, options.answer)
     for clients in CLIENTS:
-        result["loads"].append(found := load(client, names[:1], clients, options.each, options.answer))
-        print(json.dumps(common.rounded(found)), flush=True)
-    if process is not None and options.requests:
-        done, result["memory"] = 0, []
-        for share in (options.requests // 10, options.requests):
-            load(client, names, 4, max((share - done) // 4, 1), options.answer)
-            done = share
-            result["memory"].append({"requests": share, **memory(process)})
-            print(json.dumps(common.rounded(result["memory"][-1])), flush=True)
+        found["loads"].append(load(client, names[:1], clients, options.each, options.answer))
+        print(json.dumps({"parallel": parallel, **common.rounded(found["loads"][-1])}), flush=True)
+        save()
+    done = 0
+    for share in (options.requests // 10, options.requests) if process is not None else ():
+        load(client, names, 4, max((share - done) // 4, 1), options.answer)
+        done = share
+        found["memory"].append({"requests": share, **memory(process)})
+        print(json.dumps({"parallel": parallel, **common.rounded(found["memory"][-1])}), flush=True)
+        save()
 
 
 def main() -> int:
@@ -175,7 +197,9 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=512, help="tokens (default: 512)")
     parser.add_argument("--answer", type=int, default=64, help="tokens of the longest answers (default: 64)")
     parser.add_argument("--each", type=int, default=4, help="requests of each client (default: 4)")
-    parser.add_argument("--parallel", type=int, default=1, help="answers at a time (default: 1)")
+    parser.add_argument(
+        "--parallel", type=int, nargs="+", default=[1], help="answers at a time, of a server each (default: 1)"
+    )
     parser.add_argument("--requests", type=int, default=500, help="after which memory is read (default: 500)")
     parser.add_argument("--bare", nargs=2, type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="a file for the results, in JSON")
@@ -184,10 +208,15 @@ def main() -> int:
         print(json.dumps(bare(*options.bare, options.context, options.answer)))
         return 0
     asked_for = {name: value for name, value in vars(options).items() if name not in ("out", "bare")}
-    result: dict[str, Any] = {"options": asked_for, "loads": []}
+    result: dict[str, Any] = {"options": asked_for, "servers": []}
+
+    def save() -> None:
+        if options.out:
+            options.out.write_text(json.dumps(common.rounded(result), indent=1) + "\n", encoding="utf-8")
+
     with contextlib.ExitStack() as stack:
         if options.address:
-            measured(options.address, None, options, result)
+            measured(options.address, None, options, result["servers"], save)
         else:
             trained = Trained.find() if options.shape is None else None
             if trained is not None:
@@ -202,11 +231,11 @@ def main() -> int:
             done = subprocess.run(words, capture_output=True, text=True, env=dict(os.environ, HF_HUB_OFFLINE="1"))
             result["bare"] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr[-500:]
             print(json.dumps(result["bare"]), flush=True)
-            given = ["--context", str(options.context), "--parallel", str(options.parallel)]
-            address, process = stack.enter_context(serving(checkpoint, adapter, given))
-            measured(address, process, options, result)
-    if options.out:
-        options.out.write_text(json.dumps(common.rounded(result), indent=1) + "\n", encoding="utf-8")
+            save()
+            for parallel in options.parallel:
+                given = ["--context", str(options.context), "--parallel", str(parallel)]
+                with serving(checkpoint, adapter, given) as (address, process):
+                    measured(address, process, options, result["servers"], save, parallel)
     return 0
 
 

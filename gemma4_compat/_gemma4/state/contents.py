@@ -56,15 +56,28 @@ def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
 
 def digest(tensors: Iterable[Any]) -> tuple[int, ...]:
     """A number for the values on each device but meta. Waits for the devices. The order of the tensors counts."""
+    return tuple([int(number(found)) for _, found in sorted(by_device(tensors).items())])
+
+
+def by_device(tensors: Iterable[Any]) -> dict[str, list[Any]]:
+    """The memory of tensors by the name of their device, uint8 [bytes] each; of those with gaps, a copy."""
     import torch
 
-    by_device: dict[Any, list[Any]] = {}
+    found: dict[str, list[Any]] = {}
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # bitsandbytes' parameters take a detour
         for tensor in tensors:
             for part in _plain(tensor.detach()):
                 if part.numel() and part.untyped_storage().nbytes() and not part.is_meta:
-                    by_device.setdefault(part.device, []).append(_bytes(part))
-        return tuple([int(_mixed(torch.cat(list(_sums(found))))) for found in by_device.values()])
+                    found.setdefault(str(part.device), []).append(_bytes(part))
+    return found
+
+
+def number(found: list[Any]) -> Any:
+    """One number for all bytes of one device, int64 []."""
+    import torch
+
+    with torch.no_grad():
+        return _mixed(torch.cat(list(_sums(found))))
 
 
 def sample(tensor: Any) -> tuple[int, ...]:
@@ -123,11 +136,13 @@ def _sums(found: list[Any]) -> Iterator[Any]:
         if memory.storage_offset() % 8:
             memory = memory.clone()
         whole = len(memory) // 8 * 8
-        yield memory[whole:].long()
+        if whole < len(memory):
+            yield memory[whole:].long()
         at_once = _ROWS.get(memory.device.type, _ROWS_ON_A_DEVICE) * _COLUMNS
         for piece in memory[:whole].view(torch.int64).split(at_once):
             rows = len(piece) // _COLUMNS
-            yield piece[rows * _COLUMNS :]
+            if rows * _COLUMNS < len(piece):
+                yield piece[rows * _COLUMNS :]
             if rows:
                 table = piece[: rows * _COLUMNS].view(rows, _COLUMNS)
                 yield table.sum(0)

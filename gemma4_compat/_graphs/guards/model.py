@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 from gemma4_compat._gemma4.quantization import quant_states
-from gemma4_compat._gemma4.state import contents
 from gemma4_compat._gemma4.state.snapshots import COLLECTED, Entries, Layouts, Source, Values, changed, under
 from gemma4_compat._graphs.guards import stored, torch_hooks
+from gemma4_compat._graphs.guards.digests import Digest
 from gemma4_compat._graphs.statistics import Cause, Recapture
 
 #: Attributes of PEFT's layers that say which adapters compute, and how strongly. Some layers get such an attribute
@@ -76,6 +76,7 @@ class ModelGuards:
         self._tensor_sources: list[Source] = []
         self._meta_sources: list[Source] = []
         self._layouts, self._other_layouts = Layouts(trained=trained), Layouts()
+        self._digest = Digest()
         self._hooks: list[dict[Any, Any]] = []
         self._no_hooks: list[dict[Any, Any]] = []
         self._hooked: list[str] = []  # "a forward hook of MODULE", one for each of `_hooks`
@@ -389,9 +390,12 @@ class ModelGuards:
         disk are compared by their files.
         """
         modules = [module for module in (reference() for reference in self._modules) if module is not None]
+        return (*stored.contents(modules), *self._digest(self._on_devices))
+
+    def _on_devices(self) -> list[Any]:
+        """Every tensor that is not offloaded, once."""
         found = (*self._layouts.tensors(), *self._other_layouts.tensors())
-        tensors = [tensor for tensor in {id(one): one for one in found}.values() if tensor.device.type != "meta"]
-        return (*stored.contents(modules), contents.digest(tensors))
+        return [tensor for tensor in {id(one): one for one in found}.values() if tensor.device.type != "meta"]
 
     def adapters(self) -> int:
         """Stands for the adapters that were active; equal ones have equal numbers."""

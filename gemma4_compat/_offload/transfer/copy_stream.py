@@ -31,9 +31,9 @@ class CopyStream:
             group.copy_from_host()
         else:
             with self._cuda.stream(self._stream):
-                group.allocate(size)
                 for event in self._computed.values():
                     self._stream.wait_event(event)
+                group.allocate(size)  # with deterministic algorithms this writes, too: torch fills new memory
                 group.copy_from_host()
                 group.copied = group.copied or self._cuda.Event()
                 group.copied.record(self._stream)

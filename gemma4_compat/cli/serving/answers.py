@@ -183,6 +183,8 @@ class Preparation:
     def streamer(self, prompt: Prompt, loop: Any, queue: Any) -> Streamer:
         """What takes the tokens of an answer, and puts its parts into a queue."""
         parser = None if self._parser is None else upstream.ResponseParser(self._parser, prefix=prompt.text)
+        if parser is not None and _is_answer(parser.initial_events):
+            parser = None
         ends = prompt.config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         return Streamer(prompt.stops, ends, self._reader, loop, queue, response_parser=parser)
@@ -201,6 +203,11 @@ def _template(served: Served) -> Any:
     if "open_pattern" in calls:
         calls["open_pattern"] = calls["open_pattern"].replace(r"(?P<name>\w+)", r"(?P<name>[\w.-]+)")
     return found
+
+
+def _is_answer(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a parser takes the prompt for an answer: it is made for another chat template."""
+    return any(event["type"] == "region_chunk" and event["field"] == "content" for event in events)
 
 
 class Worker:

@@ -93,14 +93,18 @@ class Served:
 
     @contextlib.contextmanager
     def speaking(self, adapter: str | None) -> Iterator[None]:
-        """Inside, the model answers with an adapter, or without any."""
-        if adapter is None:
-            with contextlib.nullcontext() if self.model is self.base else self.model.disable_adapter():
+        """Inside, the model answers with an adapter, or without any; it stays so, as PEFT takes long to switch."""
+        layer = next((module for module in self.model.modules() if hasattr(module, "disable_adapters")), None)
+        if adapter is None and self.model is not self.base and layer is None:  # virtual tokens
+            with self.model.disable_adapter():
                 yield
-        else:
-            if self.model.active_adapter != adapter:
-                self.model.set_adapter(adapter)
-            yield
+            return
+        if layer is not None and layer.disable_adapters != (adapter is None):
+            tuner = self.model.base_model
+            tuner.disable_adapter_layers() if adapter is None else tuner.enable_adapter_layers()
+        if adapter is not None and self.model.active_adapter != adapter:
+            self.model.set_adapter(adapter)
+        yield
 
 
 def load(wanted: Wanted, folder: str) -> Served:

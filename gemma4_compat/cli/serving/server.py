@@ -90,7 +90,7 @@ class _Chat(chat_completion.ChatCompletionHandler):  # type: ignore[misc]
         reply = _Reply(self, http.state.request_id, name, prompt, streamer, queue)
         gone = asyncio.create_task(_gone(http, queue))
         try:
-            await self._turn(queue, streamer)
+            reply.early = await self._turn(queue, streamer)
             first = await reply.item()  # what fails before it has a status of its own
             if asked.stream:
                 return _Stream(reply, first)
@@ -101,15 +101,19 @@ class _Chat(chat_completion.ChatCompletionHandler):  # type: ignore[misc]
         finally:
             gone.cancel()
 
-    async def _turn(self, queue: asyncio.Queue[Any], streamer: answers.Streamer) -> None:
+    async def _turn(self, queue: asyncio.Queue[Any], streamer: answers.Streamer) -> list[Any]:
+        """Wait for the turn; what the parser found in the prompt comes before it."""
+        early: list[Any] = []
         try:
             with anyio.fail_after(self._limits.patience + 1):
-                begun = await queue.get()
+                while (item := await queue.get()) is not answers.BEGUN:
+                    if isinstance(item, Refused):
+                        raise item
+                    early.append(item)
         except TimeoutError:
             self.worker.drop(streamer)
             raise self.worker.late() from None
-        if isinstance(begun, Refused):
-            raise begun
+        return early
 
 
 def _worker(served: Served, limits: Limits) -> answers.Worker:
@@ -134,10 +138,11 @@ class _Reply:
     streamer: answers.Streamer
     queue: asyncio.Queue[Any]
     calls: int = 0
+    early: list[Any] = field(default_factory=list)
 
     async def item(self) -> Any:
         """The next part: text, a thought, a tool call; None at the end."""
-        found = await self.queue.get()
+        found = self.early.pop(0) if self.early else await self.queue.get()
         if isinstance(found, Refused):
             raise found
         return found

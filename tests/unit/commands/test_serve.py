@@ -68,6 +68,48 @@ def test_it_answers_as_itself_and_as_a_pirate(server: Server, served: Any, train
     assert server.streamed(FOX, model="pirate") == ARR
     with served.model.disable_adapter():
         assert trained.answer(served.model, FOX) == LEGS
+    assert (server.text(FOX), server.text(FOX, model="pirate")) == (LEGS, ARR)
+
+
+def test_the_base_stays_without_its_adapter(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT goes through every layer to switch, which takes longer than a token."""
+    switched = []
+    for name in ("disable_adapter_layers", "enable_adapter_layers"):
+        was = getattr(served.model.base_model, name)
+        monkeypatch.setattr(served.model.base_model, name, lambda was=was, name=name: (switched.append(name), was()))
+    with serving.running(served) as server:
+        assert server.text(FOX, model="pirate") == ARR
+        assert [server.text(FOX) for _ in range(3)] == [LEGS] * 3
+        assert server.text(FOX, model="pirate") == ARR
+    assert switched[-2:] == ["disable_adapter_layers", "enable_adapter_layers"]
+
+
+@pytest.mark.parametrize("kind", ["another", "thoughts begun"])
+def test_a_template_that_the_parser_does_not_know(
+    server: Server, served: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """What it finds in the prompt is no answer, and comes before the answer's turn."""
+    if kind == "another":
+        template = served.processor.chat_template.replace("<|turn>model\n", "<|turn>model ")
+        assert template != served.processor.chat_template
+        monkeypatch.setattr(served.processor, "chat_template", template)
+        answer = server.streamed(FOX, max_tokens=20)
+        assert answer == server.text(FOX, max_tokens=20)
+        assert answer
+        assert "turn" not in answer
+        assert FOX not in answer
+        return
+    from gemma4_compat.cli.serving import answers
+
+    def begun(self: Any, asked: Any) -> Any:
+        prompt = prepared(self, asked)
+        prompt.text += "<|channel>thought\nHm."
+        return prompt
+
+    prepared = answers.Preparation.prompt
+    monkeypatch.setattr(answers.Preparation, "prompt", begun)
+    parts = [part.choices[0].delta for part in server.ask(FOX, stream=True)]
+    assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts).startswith("Hm.")
 
 
 def test_models_are_listed(server: Server) -> None:

@@ -66,10 +66,12 @@ def cells() -> list[Any]:
 
 
 @pytest.mark.parametrize(("feature", "way"), cells())
-def test_a_cell(made: Callable[[Way], Any], feature: str, way: Way) -> None:
+def test_a_cell(made: Callable[[Way], Any], tapes: Any, feature: str, way: Way) -> None:
+    """From the second question on, the values of weights are read by a recording."""
     model = made(way).train(feature == "train_fast")
     user = User(feature, model)
     assert user.may_go_on()
+    assert list(user.guards._digest._recorded) == (["cpu"] if feature == "reuse_prefix" else [])
     handle = way.change(model)
     try:
         noticed = not user.may_go_on()

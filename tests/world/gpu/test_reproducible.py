@@ -55,6 +55,11 @@ def placed(workspace: Any, quantization: str | None, place: str) -> Any:
     return workspace.dispatch_map(model, placement)
 
 
+def is_replayed(base: Any) -> bool:
+    layers = base.model.language_model.layers
+    return all(weight.is_cuda for weight in layers.parameters()) and not getattr(base, "is_loaded_in_8bit", False)
+
+
 def trained(base: Any, workspace: Any, folder: Path, way: str, *, fast: bool = False) -> tuple[list[float], str]:
     """The losses of ten steps, and a digest of the adapter after them."""
     one = trainer(workspace, base, folder, bf16=True, lr_scheduler_type="constant", **WAYS[way])
@@ -63,7 +68,7 @@ def trained(base: Any, workspace: Any, folder: Path, way: str, *, fast: bool = F
     one.train()
     if way == "resumed":
         one.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}"))
-    if fast and all(weight.is_cuda for weight in base.model.language_model.layers.parameters()):
+    if fast and is_replayed(base):
         assert gemma4_compat.statistics(one.model).training.captured
     digest = hashlib.sha256()
     for name, weight in sorted(one.model.named_parameters()):
