@@ -94,8 +94,13 @@ class Served:
     @contextlib.contextmanager
     def speaking(self, adapter: str | None) -> Iterator[None]:
         """Inside, the model answers with an adapter, or without any; it stays so, as PEFT takes long to switch."""
-        layer = next((module for module in self.model.modules() if hasattr(module, "disable_adapters")), None)
-        if adapter is None and self.model is not self.base and layer is None:  # virtual tokens
+        if self.model is self.base:
+            yield
+            return
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layer = next((module for module in self.model.modules() if isinstance(module, BaseTunerLayer)), None)
+        if adapter is None and layer is None:  # virtual tokens
             with self.model.disable_adapter():
                 yield
             return

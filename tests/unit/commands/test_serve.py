@@ -81,6 +81,7 @@ def test_the_base_stays_without_its_adapter(served: Any, monkeypatch: pytest.Mon
         assert server.text(FOX, model="pirate") == ARR
         assert [server.text(FOX) for _ in range(3)] == [LEGS] * 3
         assert server.text(FOX, model="pirate") == ARR
+    assert [name for name, after in zip(switched, [*switched[1:], None]) if name != after] == switched
     assert switched[-2:] == ["disable_adapter_layers", "enable_adapter_layers"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 
 from gemma4_compat._offload import torch_internals
 from gemma4_compat._offload.transfer import module_groups, streaming
+from gemma4_compat._offload.transfer.copy_stream import CopyStream
 
 pytest.importorskip("accelerate", reason="needs accelerate")
 
@@ -93,6 +95,30 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     monkeypatch.setattr(streaming.CopyStream, "start_copy", noted_copy)
     monkeypatch.setattr(streaming.CopyStream, "free", noted_free)
     return found
+
+
+def test_memory_is_written_after_what_still_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With deterministic algorithms torch fills memory when it is allocated, on the stream that allocates."""
+    from types import SimpleNamespace
+
+    import torch
+
+    done: list[str] = []
+    stream = SimpleNamespace(wait_event=lambda event: done.append(f"wait for {event}"))
+    fake = SimpleNamespace(
+        Stream=lambda _device: stream,
+        stream=lambda _stream: contextlib.nullcontext(),
+        Event=lambda: SimpleNamespace(record=lambda _stream: done.append("copied")),
+    )
+    monkeypatch.setattr(torch, "cuda", fake)
+    copies = CopyStream(torch.device("cuda", 0))
+    copies._computed = {"a stream": "its computations"}
+    group = SimpleNamespace(
+        allocate=lambda size: done.append(f"allocate {size}"), copy_from_host=lambda: done.append("copy"), copied=None
+    )
+    copies.start_copy(group, 8)
+    assert done == ["wait for its computations", "allocate 8", "copy", "copied"]
+    assert group.on_device
 
 
 def streamer_of(model: Any, *, cyclic: bool = False) -> streaming.LayerStreamer:
