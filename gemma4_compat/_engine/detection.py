@@ -71,7 +71,8 @@ def detect(patch: Patch, ready: Collection[str], releases: Mapping[str, str]) ->
         code, reason, other = next(iter(unknown.values()))
         return Found(Detection.UNKNOWN, code, reason, notice=notice, library=other if all(others) else "")
     if unknown:
-        reason = "; ".join(f"not in {group}: {why.text}" for group, why in unknown.items())
+        where = [f"not in {group}" if group else "in part" for group in unknown]
+        reason = "; ".join(f"{part}: {why.text}" for part, why in zip(where, unknown.values()))
         return Found(Detection.AFFECTED, Reason.IN_PART, reason, known, notice, others[0] if all(others) else "")
     code = Reason.UNMEASURED if is_unmeasured(patch, releases) else Reason.AFFECTED
     return Found(Detection.AFFECTED, code, groups=known)
