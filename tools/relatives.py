@@ -26,7 +26,7 @@ PARTS = {
     "per-layer inputs": r"hidden_size_per_layer_input",
     "Gemma 4's towers": r"model_type=\"gemma4_(vision|audio)\"",
     "clipped linears": r"class \w*ClippableLinear\b",
-    "tied layers": r"_tied_weights_keys = \{[^}]*layers\\?\.",
+    "tied layers": r"_tied_weights_keys(?: = \{[^}]*layers\\?\.|\.update\(\{prefix)",
     "packed experts": r"self\.gate_up_proj = nn\.Parameter\(",
 }
 #: A part that many families have, which alone makes no row.
@@ -130,11 +130,13 @@ def sizes() -> dict[str, dict[str, Any]]:
     for name, build in (
         ("DiffusionGemmaForBlockDiffusion", diffusion_config),
         ("EmbeddingGemma2Model", embedding_config),
+        ("ZambaForCausalLM", transformers.ZambaConfig),
+        ("Zamba2ForCausalLM", transformers.Zamba2Config),
     ):
         with torch.device("meta"):
             model = getattr(transformers, name)._from_config(build(), dtype=torch.bfloat16)
         upstream = HfQuantizer.get_modules_to_not_convert(model)
-        tied = {key.removesuffix(".weight") for pair in config.tied_alike(model).items() for key in pair}
+        tied = {key.removesuffix(".weight") for pair in config.tied_layers(model).items() for key in pair}
         ours = {*upstream} - tied | {"router.proj"}
         every = config.linear_names(model, ())
         found[name] = {

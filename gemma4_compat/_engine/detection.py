@@ -38,8 +38,8 @@ class Found(NamedTuple):
         code: why that is the result.
         reason: why nothing is replaced; if something is, why the other groups are not.
         groups: the groups of targets to replace.
-        notice: one warning for all patches that fail for this reason, instead of one for each.
-        library: the other library that is the reason: one warning for it, instead of one for each patch.
+        notice: one warning for all patches that fail for this reason or because of ``library``, in place of one each.
+        library: the other library that is the reason.
     """
 
     detection: Detection
@@ -66,13 +66,15 @@ def detect(patch: Patch, ready: Collection[str], releases: Mapping[str, str]) ->
     if unknown:  # a group without a target in this release repairs nothing
         known &= {target.group for target in patch.targets if not _is_left_out(patch, target)}
     notice = NO_SOURCE if any(why.code is Reason.NO_SOURCE for why in unknown.values()) else None
-    others = [why.library for why in unknown.values()]
-    if not known:
-        code, reason, other = next(iter(unknown.values()))
-        return Found(Detection.UNKNOWN, code, reason, notice=notice, library=other if all(others) else "")
+    first, other = next(iter(unknown.values()), None), ""
+    if first and all(why.library for why in unknown.values()):
+        other, notice = first.library, beside(first.library, first.text)
+    if first and not known:
+        return Found(Detection.UNKNOWN, first.code, first.text, notice=notice, library=other)
     if unknown:
-        reason = "; ".join(f"not in {group}: {why.text}" for group, why in unknown.items())
-        return Found(Detection.AFFECTED, Reason.IN_PART, reason, known, notice, others[0] if all(others) else "")
+        where = [f"not in {group}" if group else "in part" for group in unknown]
+        reason = "; ".join(f"{part}: {why.text}" for part, why in zip(where, unknown.values()))
+        return Found(Detection.AFFECTED, Reason.IN_PART, reason, known, notice, other)
     code = Reason.UNMEASURED if is_unmeasured(patch, releases) else Reason.AFFECTED
     return Found(Detection.AFFECTED, code, groups=known)
 

@@ -349,9 +349,7 @@ class Engine:
 
     def _failure(self, record: Record, found: detection.Found | None = None) -> None:
         notice = None if found is None else found.notice
-        key = notice
-        if found is not None and found.library and notice is None:
-            key, notice = f"library {found.library}", detection.beside(found.library, found.reason)
+        key = f"library {found.library}" if found is not None and found.library else notice
         self._outbox.failure(record, notice, key, strict=self._gate.settings.strict)
 
     @contextlib.contextmanager

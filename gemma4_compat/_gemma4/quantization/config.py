@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -86,17 +87,22 @@ def tied_linears(model: Any) -> frozenset[str]:
     return frozenset(name for name in paths if type(model.get_submodule(name)) is torch.nn.Linear)
 
 
-def tied_alike(model: Any) -> dict[str, str]:
-    """The tensors that, by the model's configuration, are tied to one of the same name in a module of the same class:
-    each to its source. They can be quantized, as all are or none is.
+#: A tensor of a module in a layer: its module and its name. Detectors tie heads, whose own linears are ``layers.0``.
+_IN_LAYER = re.compile(r"((?:.+\.)?layers\.\d+\..+)\.(\w+)")
+
+
+def tied_layers(model: Any) -> dict[str, str]:
+    """The tensors that layers share by the model's configuration, each to its source: of one name, in modules of the
+    same class. They can be quantized, as all are or none is.
     """
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return {
-        target: source
-        for target, source in tied.items()
-        if target.rpartition(".")[2] == source.rpartition(".")[2]
-        and _are_alike(model, [name.rpartition(".")[0] for name in (target, source)])
-    }
+    pairs = {pair: [_IN_LAYER.fullmatch(name) for name in pair] for pair in tied.items()}
+    modules = dict(model.named_modules()) if any(map(all, pairs.values())) else {}
+
+    def kind(found: re.Match[str]) -> tuple[type, str]:
+        return type(modules.get(found[1])), found[2]  # a model may have fewer layers than when it was made
+
+    return dict(pair for pair, (one, other) in pairs.items() if one and other and kind(one) == kind(other))
 
 
 def _tied_modules(model: Any) -> list[set[str]]:

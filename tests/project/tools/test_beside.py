@@ -57,3 +57,14 @@ def test_no_cell_is_bad(name: str) -> None:
     one = evidence.read(evidence.EVIDENCE / FILE)[name]
     assert list(verdicts.table(one)) == [action for action in actions.ACTIONS if action in verdicts.table(one)]
     assert verdicts.bad(one) == []
+
+
+@pytest.mark.parametrize("answer", [float("nan"), ["tensor", float("nan")], {"losses": [1.0, float("nan")]}])
+def test_an_answer_that_is_not_a_number_is_none(answer: Any) -> None:
+    """Two of them are alike, whatever they come from: a cell would say that they are equal."""
+    torch = pytest.importorskip("torch")
+    if isinstance(answer, list):
+        answer = torch.tensor([1.0, answer[1]])
+    with pytest.raises(ArithmeticError, match="not a number"):
+        actions.digest(answer)
+    assert actions.digest([1.0, float("inf")]) == actions.digest([1.0, float("inf")])

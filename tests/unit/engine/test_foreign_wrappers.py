@@ -177,9 +177,9 @@ def doubled(x, times=2):
 """
 
 
-def test_what_another_library_has_replaced_is_said_in_one_line_for_all_patches(
-    create: Callable[..., Library], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def replaced(create: Callable[..., Library], monkeypatch: pytest.MonkeyPatch) -> Library:
+    """Its ``double`` and ``Layer.forward`` are another library's."""
     library = create()
     core = library.load()
     other = types.ModuleType("otherlib_core")
@@ -189,6 +189,11 @@ def test_what_another_library_has_replaced_is_said_in_one_line_for_all_patches(
     core.double = core.Layer.forward = other.doubled
     linecache.cache["<otherlib>"] = (len(REPLACING), None, REPLACING.splitlines(keepends=True), "<otherlib>")
     other.doubled.__code__ = other.doubled.__code__.replace(co_filename="<otherlib>")
+    return library
+
+
+def test_what_another_library_has_replaced_is_said_in_one_line_for_all_patches(replaced: Library) -> None:
+    library, core = replaced, replaced.load()
     patches = [library.patch(), library.patch(library.target("Layer.forward"), id="fakelib-other")]
     engine, said = collected(lambda: installed(*patches))
     for status in engine.status().values():
@@ -198,3 +203,12 @@ def test_what_another_library_has_replaced_is_said_in_one_line_for_all_patches(
     assert "repairs of functions that otherlib has patched are off" in line
     assert "Leave out what otherlib does there, or use one of the two" in line  # it was imported after this package
     assert core.double(2) == ("other", 2)
+
+
+@pytest.mark.parametrize("group", ["", "a"])
+def test_the_line_begins_with_what_is_in_the_place_also_if_a_patch_acts_in_part(replaced: Library, group: str) -> None:
+    target, known = replaced.target(group=group), replaced.target("triple", group="b")
+    engine, said = collected(lambda: installed(replaced.patch(target, known)))
+    assert engine.state(ID).reason_code is Reason.IN_PART
+    (line,) = said
+    assert line.startswith("otherlib_core.doubled is in the place of ")

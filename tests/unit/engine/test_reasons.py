@@ -103,13 +103,14 @@ def test_of_an_exception(library: Library, create: Callable[..., Library]) -> No
 
 
 @pytest.mark.filterwarnings("ignore::gemma4_compat.Gemma4CompatWarning")
-def test_of_groups_of_which_one_is_unknown(library: Library) -> None:
-    known, unknown = library.target(group="a"), library.target("triple", known={"0" * 12: "1.0"}, group="b")
+@pytest.mark.parametrize("group, expected", [("b", "; not in b: the code "), ("", "; in part: the code ")])
+def test_of_groups_of_which_one_is_unknown(library: Library, group: str, expected: str) -> None:
+    known, unknown = library.target(group="a"), library.target("triple", known={"0" * 12: "1.0"}, group=group)
     engine = installed(library.patch(known, unknown))
     library.load()
     status = engine.state(ID)
     assert (status.state, status.reason_code) == (PatchState.APPLIED, Reason.IN_PART)
-    assert "not in b: " in status.reason
+    assert expected in status.reason
 
 
 @pytest.mark.filterwarnings("ignore::gemma4_compat.Gemma4CompatWarning")

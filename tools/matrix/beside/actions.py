@@ -7,6 +7,7 @@ differs from that by rounding only, where no more is promised.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -222,7 +223,11 @@ def done(table: Table, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def digest(value: Any) -> str:
-    """Of tensors and numbers in lists, tuples and mappings."""
+    """Of tensors and numbers in lists, tuples and mappings.
+
+    Raises:
+        ArithmeticError: one is not a number: two of these are alike whatever they come from.
+    """
     import torch
 
     found = hashlib.sha256()
@@ -230,6 +235,8 @@ def digest(value: Any) -> str:
     def add(part: Any) -> None:
         if torch.is_tensor(part):
             part = part.detach().cpu().contiguous()
+            if part.isnan().any():
+                raise ArithmeticError("an answer is not a number")
             found.update(f"{part.dtype}{tuple(part.shape)}".encode())
             found.update(part.flatten().view(torch.uint8).numpy().tobytes() if part.numel() else b"")
         elif isinstance(part, dict):
@@ -239,6 +246,8 @@ def digest(value: Any) -> str:
             for one in part:
                 add(one)
         else:
+            if isinstance(part, float) and math.isnan(part):
+                raise ArithmeticError("an answer is not a number")
             found.update(repr(part).encode())
 
     add(value)

@@ -42,7 +42,7 @@ def main(other: str, way: str, samples: str, *names: str) -> dict[str, Any]:
         found["not as they were"] = {
             name: f"{one.state}: {one.reason}"
             for name, one in states.items()
-            if str(one.state) == "failed" or "not in " in one.reason
+            if str(one.state) == "failed" or one.reason_code == "in_part"
         }
         wanted = [name for name in actions.ACTIONS if not names or name in names]
         if way == "other":

@@ -94,7 +94,9 @@ def _interpret_triton() -> None:
     """Have Triton run its kernels in its interpreter: there is no GPU.
 
     Its interpreter passes a float as it is, where a compiled kernel gets a scalar of the language with methods, and
-    it has none of CUDA's functions. A backward pass asks a GPU how many multiprocessors it has: one.
+    it has none of CUDA's functions. It computes with the bits of a bfloat16 as if they were an integer, and rounds to
+    one toward zero. A backward pass asks a GPU how many multiprocessors it has: one. Nothing is timed: of several
+    configurations of a kernel the first is taken.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     import numpy
@@ -102,8 +104,9 @@ def _interpret_triton() -> None:
     import triton.language as tl
     from triton.language.extra import libdevice
     from triton.language.extra.cuda import libdevice as of_cuda
-    from triton.runtime import interpreter
+    from triton.runtime import autotuner, interpreter
 
+    autotuner.Autotuner._bench = lambda *_, **__: (0.0, 0.0, 0.0)
     torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(multi_processor_count=1)
     for module in (libdevice, of_cuda):
         module.rsqrt = lambda x: 1.0 / tl.sqrt(x)
@@ -118,6 +121,37 @@ def _interpret_triton() -> None:
         return tl.tensor(handle, tl.float32)
 
     interpreter._implicit_cvt = with_floats
+
+    def wide(handle: Any) -> Any:
+        return interpreter.TensorHandle((handle.data.astype(numpy.uint32) << 16).view(numpy.float32), tl.float32)
+
+    def narrow(handle: Any) -> Any:
+        rounded = torch.from_numpy(numpy.array(handle.data)).bfloat16().view(torch.uint16).numpy()
+        return interpreter.TensorHandle(rounded, tl.bfloat16)
+
+    def in_float32(name: str) -> None:
+        original = getattr(interpreter.InterpreterBuilder, name)
+
+        def replacement(self: Any, *arguments: Any) -> Any:
+            *handles, operation = arguments
+            if handles[0].dtype.scalar is not tl.bfloat16:
+                return original(self, *arguments)
+            found = original(self, *map(wide, handles), operation)
+            return found if found.data.dtype == bool else narrow(found)
+
+        setattr(interpreter.InterpreterBuilder, name, replacement)
+
+    for name in ("unary_op", "binary_op"):
+        in_float32(name)
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def rounding(self: Any, source: Any, target: Any) -> Any:
+        of, to = source.dtype.scalar, target.scalar
+        if to is tl.bfloat16 and of is not tl.bfloat16:
+            return narrow(source if of is tl.float32 else cast(self, source, tl.float32))
+        return cast(self, wide(source) if of is tl.bfloat16 and to is not of else source, target)
+
+    interpreter.InterpreterBuilder.cast_impl = rounding
 
 
 def _stand_in(name: str) -> None:
