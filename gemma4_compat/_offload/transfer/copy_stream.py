@@ -33,7 +33,7 @@ class CopyStream:
             with self._cuda.stream(self._stream):
                 for event in self._computed.values():
                     self._stream.wait_event(event)
-                group.allocate(size)  # with deterministic algorithms this writes, too: torch fills new memory
+                group.allocate(size)  # and with deterministic algorithms also writes: torch fills new memory
                 group.copy_from_host()
                 group.copied = group.copied or self._cuda.Event()
                 group.copied.record(self._stream)
