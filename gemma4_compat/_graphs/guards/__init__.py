@@ -5,6 +5,7 @@ Called by :mod:`decoder` for steps, by prompts and drafts through it, by ``_trai
 
 * :mod:`model`: :class:`ModelGuards`. What it compares: :mod:`gemma4_compat._gemma4.state.snapshots`.
 * :mod:`stored`: the values of offloaded weights; of others: :mod:`gemma4_compat._gemma4.state.contents`.
+* :mod:`digests`: the number for the values of weights on devices, recorded as one launch.
 * :mod:`torch_hooks`: the hooks of modules.
 """
 
