@@ -190,7 +190,7 @@ def test_a_bias_and_autocast(workspace: Any, dtype: str) -> None:
     layer.bias = torch.nn.Parameter(torch.randn(layer.out_features).to(torch.bfloat16))
     from gemma4_compat._gemma4.quantization import packed_linear
 
-    packed_linear.keep_packed(model)
+    packed_linear.keep_packed(model, packed_linear.unpacked)
     plain = torch.nn.Linear(layer.in_features, layer.out_features, dtype=torch.bfloat16)
     plain.weight = torch.nn.Parameter(layer.weight.detach().clone().float().to(torch.bfloat16), requires_grad=False)
     plain.bias = torch.nn.Parameter(layer.bias.detach().clone())
@@ -309,7 +309,7 @@ def test_other_layers_are_left_to_the_library(workspace: Any, kind: str) -> None
     if kind == "reordered columns":
         for layer in layers:
             layer.register_parameter("weight_g_idx", torch.nn.Parameter(torch.zeros(4), requires_grad=False))
-    packed_linear.keep_packed(model)
+    packed_linear.keep_packed(model, packed_linear.unpacked)
     assert {type(layer) for layer in layers} == {torch.nn.Linear}
     assert all(hasattr(layer, "quantization_scheme") for layer in layers)
     with pytest.raises(AssertionError, match="would decompress the model"):
@@ -327,7 +327,7 @@ def test_among_others_the_library_decompresses_only_those(workspace: Any) -> Non
     model = packed.as_loaded(workspace)
     other = model.model.language_model.layers[0].mlp.up_proj
     other.quantization_scheme.weights.symmetric = False
-    packed_linear.keep_packed(model)
+    packed_linear.keep_packed(model, packed_linear.unpacked)
     assert [module for module in model.modules() if hasattr(module, "quantization_scheme")] == [other]
     assert hasattr(model, "ct_decompress_hook")
 

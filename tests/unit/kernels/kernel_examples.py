@@ -140,7 +140,9 @@ def _shifting() -> Iterator[Kernel]:
 
 def _dequantizing() -> Iterator[Kernel]:
     for dtype, nested in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
-        yield Kernel(nf4_dequantize.text_of(dtype, nested=nested), (), 1, (), nf4_dequantize._THREADS)
+        for quant_type in ("nf4", "int4") if not nested else ("nf4",):
+            layout = expert_rows.Format(quant_type, 64, 256 * nested, dtype)
+            yield Kernel(nf4_dequantize.text_of(layout), (), 1, (), nf4_dequantize._THREADS)
 
 
 def _attention(*cases: tuple[Any, ...]) -> Iterator[Kernel]:
