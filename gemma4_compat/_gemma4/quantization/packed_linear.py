@@ -140,6 +140,12 @@ def unpacked(packed: Any, scale: Any, columns: int, bits: int, stored: Any) -> A
     return values.unflatten(1, (scale.shape[-1], -1)).mul_(scale.unsqueeze(-1)).flatten(1).to(dtype)
 
 
+@torch.overrides.wrap_torch_function(lambda input, *_: (input,))
+def product(input: Any, packed: Any, scale: Any, bias: Any) -> Any:
+    """A product with a weight of 4 bits, if a ``TorchFunctionMode`` computes it from the integers; else None."""
+    return None
+
+
 class PackedLinear(torch.nn.Linear):  # type: ignore[misc]
     """An ``nn.Linear`` over ``weight_packed``, ``weight_scale`` and ``weight_shape``; :func:`keep_packed` makes it."""
 
@@ -160,7 +166,10 @@ class PackedLinear(torch.nn.Linear):  # type: ignore[misc]
         if torch.is_grad_enabled() and input.requires_grad:
             settings = self.bits, self.stored, self.unpack
             return _Product.apply(input, self.weight_packed, self.weight_scale, self.bias, *settings)
-        return torch.nn.functional.linear(input, self._values(), self.bias)
+        found = None
+        if self.bits == 4 and self.weight_scale.dtype == self.stored:
+            found = product(input, self.weight_packed, self.weight_scale, self.bias)
+        return torch.nn.functional.linear(input, self._values(), self.bias) if found is None else found
 
     def _values(self) -> Any:
         with torch.no_grad():

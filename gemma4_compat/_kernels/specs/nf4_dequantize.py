@@ -32,7 +32,8 @@ def kernel_of(packed: Any, layout: Format, scales: Sequence[Any], result: Any) -
         packed: two values per byte, the address a multiple of 4.
         layout: the format of the weight.
         scales: float32, one per block; nested: uint8, one per block; float32, one per ``layout.nested`` of those;
-            float32, (256,); and a single float32. Of integers: in the format's dtype, one per block.
+            float32, (256,); and a single float32. Integers have one per block, in
+            the format's dtype.
         result: contiguous, in the format's dtype, a multiple of :data:`VALUES` values.
     """
     words = result.numel() // VALUES

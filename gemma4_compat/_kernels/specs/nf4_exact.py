@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from gemma4_compat._kernels.programs import Kernel, kinds
 from gemma4_compat._kernels.specs import products
+from gemma4_compat._kernels.specs.nf4_dequantize import INT4
 
 #: The name in an operation's signature.
 OPERATION = "4-bit product"
@@ -36,7 +37,7 @@ class Format(NamedTuple):
         dtype: of inputs and results, a ``torch.dtype``.
         rows: of the input.
         inputs: of each row.
-        quant_type: ``nf4`` or ``fp4``.
+        quant_type: ``nf4``, ``fp4`` or ``int4``.
         blocksize: weights per scale.
         nested: whether scales are quantized.
         bias: whether there is one.
@@ -58,7 +59,7 @@ class Format(NamedTuple):
         nested = [("const unsigned char", "quantized"), ("const float", "codes"), ("const float", "offset")]
         return (
             ("const unsigned char", "packed"),
-            ("const float", "absmax"),
+            (f"const {kind}" if self.quant_type == INT4 else "const float", "absmax"),
             *(nested if self.nested else [None] * 3),
             ("const float", "values") if self.operation == "gemv_4bit" else None,
             (f"const {kind}", "bias") if self.bias else None,
@@ -162,7 +163,7 @@ def _checked(
     rows = given.numel() // given.shape[-1]
     floats = (torch.bfloat16, torch.float16, torch.float32)
     scales = weight[1]
-    expected = [None, torch.float32]
+    expected = [None, given.dtype if quant_type == INT4 else torch.float32]
     if nested:
         expected += [torch.uint8, torch.float32, torch.float32]
     elif operation == "gemv_4bit":
@@ -173,7 +174,7 @@ def _checked(
         given.dtype not in floats
         or given.shape[-1] != inputs
         or rows > most
-        or blocksize not in _BLOCKSIZES
+        or (blocksize not in _BLOCKSIZES and quant_type != INT4)
         or inputs % blocksize
         or [tensor.dtype for tensor in weight[1:]] != expected[1:]
         or any(tensor.device != given.device for tensor in weight)
@@ -183,6 +184,7 @@ def _checked(
         or (nested and (weight[2].numel() != outputs * inputs // blocksize or weight[3].numel() != WARPS * 32))
         or given.data_ptr() % 16
         or weight[0].data_ptr() % 16
+        or scales.data_ptr() % 4
     ):
         return None
     layout = Format(operation, given.dtype, rows, inputs, quant_type, blocksize, nested, bias)

@@ -108,16 +108,43 @@ def test_an_adapter(workspace: Any, place: str, options: dict[str, Any]) -> None
     assert all(expected[name].equal(found[name]) for name in expected)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.usefixtures("tapes", "on_host")
-def test_replayed_in_decoding(workspace: Any, exact: bool) -> None:
+def decoded(model: Any, *, exact: bool) -> list[Any]:
+    """The logits of three texts, each decoded from the same prompt."""
     options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    found = []
-    for build in (packed.plain, packed.kept):
-        model = gemma4_compat.decode_fast(build(workspace), exact=exact)
-        found.append([model.generate(**tiny.inputs(text_only=True), **options).logits for _ in range(3)])
-        assert gemma4_compat.statistics(model).decoding.replayed
+    gemma4_compat.decode_fast(model, exact=exact)
+    found = [model.generate(**tiny.inputs(text_only=True), **options).logits for _ in range(3)]
+    assert gemma4_compat.statistics(model).decoding.replayed
+    return found
+
+
+@pytest.mark.usefixtures("tapes", "on_host")
+def test_replayed_in_decoding(workspace: Any) -> None:
+    found = [decoded(build(workspace), exact=True) for build in (packed.plain, packed.kept)]
     assert all(same(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.usefixtures("tapes", "on_host")
+def test_decoded_by_kernels_without_unpacking(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearer to the values that are not rounded, in float32, than with what is unpacked; always the same bits."""
+    import torch
+
+    from gemma4_compat._gemma4.quantization import packed_linear
+    from gemma4_compat._kernels.specs import nf4_gemv
+
+    model, wide = packed.kept(workspace), packed.plain(workspace).float()
+    for name, layer in model.named_modules():
+        if is_packed(layer):
+            scale = layer.weight_scale.float()
+            weight = packed_linear.unpacked(layer.weight_packed, scale, layer.in_features, 4, torch.float32)
+            wide.get_submodule(name).weight.data = weight
+    expected = decoded(wide, exact=True)[0]
+    found = decoded(model, exact=False)
+    assert all(same(found[0], one) for one in found)
+    monkeypatch.setattr(nf4_gemv, "match", lambda *_args, **_more: None)
+    unpacked = decoded(packed.kept(workspace), exact=False)[0]
+    assert not same(unpacked, found[0])
+    errors = [sum((one - right).abs().mean() for one, right in zip(some, expected)) for some in (found[0], unpacked)]
+    assert errors[0] < errors[1]
 
 
 @pytest.mark.usefixtures("tapes")
