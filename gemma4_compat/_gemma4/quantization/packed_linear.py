@@ -140,7 +140,7 @@ def unpacked(packed: Any, scale: Any, columns: int, bits: int, stored: Any) -> A
     return values.unflatten(1, (scale.shape[-1], -1)).mul_(scale.unsqueeze(-1)).flatten(1).to(dtype)
 
 
-@torch.overrides.wrap_torch_function(lambda input, *_: (input,))
+@torch.overrides.wrap_torch_function(lambda input, *_: (input,))  # type: ignore[untyped-decorator]
 def product(input: Any, packed: Any, scale: Any, bias: Any) -> Any:
     """A product with a weight of 4 bits, if a ``TorchFunctionMode`` computes it from the integers; else None."""
     return None

@@ -196,8 +196,9 @@ def test_a_row_has_the_same_bits_in_every_batch(on_host: kernels.Kernels, inputs
 
 
 def test_weights_in_one_launch_have_the_bits_that_they_have_alone(on_host: kernels.Kernels) -> None:
-    several = [asked(torch.bfloat16, 512, outputs, group=32, seed=outputs) for outputs in (70, 16, 3)]
-    several = [nf4_gemv.match(**one | {"given": several[0]["given"]}) for one in several]
+    wanted = [asked(torch.bfloat16, 512, outputs, group=32, seed=outputs) for outputs in (70, 16, 3)]
+    several = [nf4_gemv.match(**one | {"given": wanted[0]["given"]}) for one in wanted]
+    assert several[0] is not None
     assert several[0].can_join(several[2])
     for one, found in zip(several, computed(on_host, *several), strict=True):
         assert torch.equal(found, computed(on_host, one)[0])
