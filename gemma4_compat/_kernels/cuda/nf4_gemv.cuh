@@ -43,20 +43,16 @@ __device__ __forceinline__ uint2 weights_of(const unsigned char* chunk, int col)
 template <int SCALED>
 __device__ __forceinline__ int word_of(int col, int i) { return SCALED >= 64 ? col * 2 + i : col + i * 4; }
 
-// The scales of a chunk as they are in memory, one or two; they become numbers where they are used.
+// The scales of a chunk as they are in memory, which become numbers where they are used.
 template <typename Scale, int SCALED>
 struct Scales {
-  enum { COUNT = 1 };
-  typename Scale::Stored one;
-  __device__ __forceinline__ void read(const typename Scale::Stored* at) { one = __ldg(at); }
-  __device__ __forceinline__ float number(int) const { return Scale::load(one); }
-};
-template <typename Scale>
-struct Scales<Scale, 32> {
-  enum { COUNT = 2 };
-  unsigned int both;
-  __device__ __forceinline__ void read(const typename Scale::Stored* at) { both = __ldg((const unsigned int*)at); }
-  __device__ __forceinline__ float number(int i) const { return Scale::load((u16)(both >> i * 16)); }
+  enum { COUNT = SCALED >= 64 ? 1 : 2 };
+  typename Scale::Stored stored[COUNT];
+  __device__ __forceinline__ void read(const typename Scale::Stored* at) {
+    #pragma unroll
+    for (int i = 0; i < COUNT; ++i) stored[i] = __ldg(at + i);
+  }
+  __device__ __forceinline__ float number(int i) const { return Scale::load(stored[i]); }
 };
 
 // Turns numbers into float16, and returns what these are to be multiplied by. float16 has less range than bfloat16: the

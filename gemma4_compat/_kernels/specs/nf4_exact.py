@@ -184,7 +184,6 @@ def _checked(
         or (nested and (weight[2].numel() != outputs * inputs // blocksize or weight[3].numel() != WARPS * 32))
         or given.data_ptr() % 16
         or weight[0].data_ptr() % 16
-        or scales.data_ptr() % 4
     ):
         return None
     layout = Format(operation, given.dtype, rows, inputs, quant_type, blocksize, nested, bias)
