@@ -109,7 +109,7 @@ def test_an_adapter(workspace: Any, place: str, options: dict[str, Any]) -> None
 
 
 def decoded(model: Any, *, exact: bool) -> list[Any]:
-    """The logits of three texts, each decoded from the same prompt."""
+    """The logits of three texts, decoded from the same prompt: in the first, steps come before they are fused."""
     options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     gemma4_compat.decode_fast(model, exact=exact)
     found = [model.generate(**tiny.inputs(text_only=True), **options).logits for _ in range(3)]
@@ -125,26 +125,41 @@ def test_replayed_in_decoding(workspace: Any) -> None:
 
 @pytest.mark.usefixtures("tapes", "on_host")
 def test_decoded_by_kernels_without_unpacking(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nearer to the values that are not rounded, in float32, than with what is unpacked; always the same bits."""
+    """Near the logits of the same model with its bits, and the same wherever the layers are, fused or not."""
+    from gemma4_compat._graphs import fused_steps
+    from tests.unit.kernels.test_custom import NEAR
+
+    monkeypatch.setattr(fused_steps.Progress, "after", 4)
+    expected = decoded(packed.kept(workspace), exact=True)[0]
+    model = packed.kept(workspace)
+    found = decoded(model, exact=False)
+    counted = gemma4_compat.statistics(model).decoding
+    assert (counted.fused, counted.not_fused) == (1, ())
+    found += decoded(qat.into_host_memory(packed.kept(workspace), "layers"), exact=False)
+    assert all(same(found[0], one) for one in found)
+    assert found[0][0].equal(expected[0])  # of the prompt
+    difference = (found[0][1] - expected[1]).abs().max()
+    assert 0 < difference < NEAR * expected[1].std(), difference
+
+
+@pytest.mark.parametrize(("bits", "group", "rows"), [(4, 32, 1), (4, 0, 64), (4, 32, 65), (8, 0, 1)])
+@pytest.mark.usefixtures("on_host")
+def test_what_is_unpacked_in_decoding(
+    workspace: Any, monkeypatch: pytest.MonkeyPatch, bits: int, group: int, rows: int
+) -> None:
     import torch
 
-    from gemma4_compat._gemma4.quantization import packed_linear
-    from gemma4_compat._kernels.specs import nf4_gemv
+    from gemma4_compat._kernels.match import custom
 
-    model, wide = packed.kept(workspace), packed.plain(workspace).float()
-    for name, layer in model.named_modules():
-        if is_packed(layer):
-            scale = layer.weight_scale.float()
-            weight = packed_linear.unpacked(layer.weight_packed, scale, layer.in_features, 4, torch.float32)
-            wide.get_submodule(name).weight.data = weight
-    expected = decoded(wide, exact=True)[0]
-    found = decoded(model, exact=False)
-    assert all(same(found[0], one) for one in found)
-    monkeypatch.setattr(nf4_gemv, "match", lambda *_args, **_more: None)
-    unpacked = decoded(packed.kept(workspace), exact=False)[0]
-    assert not same(unpacked, found[0])
-    errors = [sum((one - right).abs().mean() for one, right in zip(some, expected)) for some in (found[0], unpacked)]
-    assert errors[0] < errors[1]
+    layer = packed.kept(workspace, bits=bits, group=group).get_decoder().layers[0].mlp.down_proj
+    given = torch.ones(1, rows, layer.in_features, dtype=torch.bfloat16)
+    with torch.no_grad(), monkeypatch.context() as context:
+        expected, unpack, calls = layer(given), layer.unpack, []
+        context.setattr(layer, "unpack", lambda *args: calls.append(args) or unpack(*args))
+        with custom.CustomKernels(given.device, rows):
+            found = layer(given)
+    assert bool(calls) == (bits == 8 or rows > 64)
+    assert (found - expected).abs().max() <= 2**-7 * expected.abs().max()
 
 
 @pytest.mark.usefixtures("tapes")
