@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch")
 import torch
 
 from gemma4_compat._engine.io.bits import same_bits
@@ -24,14 +26,21 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def packed(
-    outputs: int = 5, inputs: int = 128, *, group: int = 32, dtype: Any = torch.bfloat16, seed: int = 0
+    outputs: int = 5,
+    inputs: int = 128,
+    *,
+    group: int = 32,
+    dtype: Any = torch.bfloat16,
+    seed: int = 0,
+    device: Any = CPU,
 ) -> dict[str, Any]:
     """The tensors of a layer, as ``packed_linear.unpacked`` takes them; a group of 0 is the whole weight."""
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(-(2**31), 2**31, (outputs, -(-inputs // 8)), generator=generator)
     shape = (outputs, inputs // group) if group else (1,)
     scale = (torch.rand(shape, generator=generator) * 0.1).to(dtype)
-    return {"packed": words.to(torch.int32), "scale": scale, "columns": inputs, "bits": 4, "stored": dtype}
+    tensors = {"packed": words.to(device, torch.int32), "scale": scale.to(device)}
+    return {**tensors, "columns": inputs, "bits": 4, "stored": dtype}
 
 
 def product(dtype: Any, inputs: int, outputs: int, *, group: int, rows: int = 1, **more: Any) -> Product:
