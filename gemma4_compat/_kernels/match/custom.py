@@ -25,7 +25,6 @@ from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
 from gemma4_compat._kernels.fuse.pointwise import DOT, Load, Value
 from gemma4_compat._kernels.match import top_tokens
 from gemma4_compat._kernels.specs import attention, dense, flash, head, nf4_gemv, products, shifting
-from gemma4_compat._kernels.specs.nf4_dequantize import INT4
 
 #: Properties of a tensor that its shape, dtype and device decide.
 _PROPERTIES = frozenset({"device", "dtype", "is_cuda", "itemsize", "layout", "ndim", "requires_grad", "shape"})
@@ -164,7 +163,7 @@ class CustomKernels(Repeats):
 
     def _packed(self, given: Any, packed: Any, scale: Any, bias: Any) -> Any:
         shape = len(packed), given.shape[-1]
-        return self._product(given, packed, shape, scale, math.prod(shape) // scale.numel(), INT4, bias)
+        return self._product(given, packed, shape, scale, math.prod(shape) // scale.numel(), products.INT4, bias)
 
     def _attention(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         key, value, kwargs = self.shared(key, value, kwargs)

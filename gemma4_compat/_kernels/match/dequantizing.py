@@ -17,7 +17,8 @@ from typing import Any
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.specs import nf4_dequantize
 from gemma4_compat._kernels.specs.expert_rows import BLOCKSIZES, Format
-from gemma4_compat._kernels.specs.nf4_dequantize import INT4, VALUES
+from gemma4_compat._kernels.specs.nf4_dequantize import VALUES
+from gemma4_compat._kernels.specs.products import INT4
 
 # What a launch depends on (:func:`_key`): how to launch again. All checks would take longer than the launch.
 _launches: dict[tuple[Any, ...], Callable[[], Any]] = {}

@@ -3,7 +3,8 @@
 The arithmetic is bitsandbytes', operation by operation: ``code * scale`` in float, rounded once; a nested scale is
 ``code * scale + offset``. As in bitsandbytes' kernels, products that are subnormal are zero; PyTorch adds the offset.
 
-Integers (``INT4``) are those of :mod:`packed_linear`: a value times its scale, rounded to the dtype of both.
+Integers (``INT4``) are those of :mod:`packed_linear`: a value times its scale, rounded to the dtype of both. A block may
+have any multiple of :data:`VALUES`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from typing import Any
 
 from gemma4_compat._kernels.programs import Kernel, instance, kinds
 from gemma4_compat._kernels.specs.expert_rows import Format, code_of
+from gemma4_compat._kernels.specs.products import INT4
 
 #: The name in an operation's signature.
 OPERATION = "4-bit weight"
-#: The type of packed integers, whose blocks may have any size that is a multiple of :data:`VALUES`.
-INT4 = "int4"
 #: Values of a word.
 VALUES = 8
 _THREADS = 256  # of a block: as many as a code of nested scales has values
@@ -32,8 +32,7 @@ def kernel_of(packed: Any, layout: Format, scales: Sequence[Any], result: Any) -
         packed: two values per byte, the address a multiple of 4.
         layout: the format of the weight.
         scales: float32, one per block; nested: uint8, one per block; float32, one per ``layout.nested`` of those;
-            float32, (256,); and a single float32. Integers have one per block, in
-            the format's dtype.
+            float32, (256,); and a single float32. Integers: one per block, in the format's dtype.
         result: contiguous, in the format's dtype, a multiple of :data:`VALUES` values.
     """
     words = result.numel() // VALUES

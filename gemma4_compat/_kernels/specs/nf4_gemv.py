@@ -22,7 +22,6 @@ from typing import Any
 
 from gemma4_compat._kernels.programs import Kernel, instance, kinds
 from gemma4_compat._kernels.specs import nf4_exact, products
-from gemma4_compat._kernels.specs.nf4_dequantize import INT4
 from gemma4_compat._kernels.specs.nf4_exact import Format
 
 #: The name in an operation's signature.
@@ -83,7 +82,10 @@ def match(*args: Any, **kwargs: Any) -> Product | None:
     found = nf4_exact.gemm(products.MAX_ROWS, *args, **kwargs)
     if found is None or found.format.dtype == torch.float32 or found.format.inputs % CHUNK:
         return None
-    if found.format.blocksize % CHUNK and (found.format.quant_type, found.format.blocksize) != (INT4, CHUNK // 2):
+    if found.format.blocksize % CHUNK and (found.format.quant_type, found.format.blocksize) != (
+        products.INT4,
+        CHUNK // 2,
+    ):
         return None
     return Product(found.format, found.input, found.weight, found.outputs)
 
