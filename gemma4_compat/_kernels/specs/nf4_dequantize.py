@@ -3,8 +3,8 @@
 The arithmetic is bitsandbytes', operation by operation: ``code * scale`` in float, rounded once; a nested scale is
 ``code * scale + offset``. As in bitsandbytes' kernels, products that are subnormal are zero; PyTorch adds the offset.
 
-Integers (``INT4``) are those of :mod:`packed_linear`: a value times its scale, rounded to the dtype of both. A block may
-have any multiple of :data:`VALUES`.
+Integers (``INT4``) are those of :mod:`packed_linear`: a value times its scale, rounded to the dtype of both. A
+block may have any multiple of :data:`VALUES`.
 """
 
 from __future__ import annotations
