@@ -23,6 +23,7 @@ from gemma4_compat._kernels.specs.products import INT4
 # What a launch depends on (:func:`_key`): how to launch again. All checks would take longer than the launch.
 _launches: dict[tuple[Any, ...], Callable[[], Any]] = {}
 _MOST_LAUNCHES = 4096  # weights that are streamed have new addresses
+_TRIED_WORDS = 3  # of a block of integers
 
 
 def of_state(packed: Any, state: Any) -> Any:
@@ -176,7 +177,9 @@ def _supports(packed: Any, size: int, layout: Format, scales: tuple[Any, ...]) -
 
 
 def _is_exact(layout: Format, own: kernels.Kernels) -> bool:
-    """Whether the kernel has bitsandbytes' bits. A trial calls bitsandbytes, and so this function again."""
+    """Whether the kernel has the right bits. A trial calls bitsandbytes, and so this function again."""
+    instead = "bitsandbytes dequantizes 4-bit weights"
+    if layout.quant_type == INT4:  # one kernel for blocks of any size, which may be a whole weight
+        instead, layout = "PyTorch unpacks 4-bit weights", layout._replace(blocksize=_TRIED_WORDS * VALUES)
     text, signature = nf4_dequantize.text_of(layout), layout.signature(nf4_dequantize.OPERATION)
-    instead = f"{'PyTorch' if layout.quant_type == INT4 else 'bitsandbytes'} dequantizes 4-bit weights"
     return own.selftest(layout, str(layout), instead, lambda: own.prepare([text], [signature]))

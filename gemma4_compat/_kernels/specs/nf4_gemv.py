@@ -82,10 +82,8 @@ def match(*args: Any, **kwargs: Any) -> Product | None:
     found = nf4_exact.gemm(products.MAX_ROWS, *args, **kwargs)
     if found is None or found.format.dtype == torch.float32 or found.format.inputs % CHUNK:
         return None
-    if found.format.blocksize % CHUNK and (found.format.quant_type, found.format.blocksize) != (
-        products.INT4,
-        CHUNK // 2,
-    ):
+    is_half = found.format.quant_type == products.INT4 and found.format.blocksize == CHUNK // 2
+    if found.format.blocksize % CHUNK and not is_half:
         return None
     return Product(found.format, found.input, found.weight, found.outputs)
 

@@ -13,11 +13,11 @@ Fix: On Gemma 4 models the linear layers with packed symmetric integers of 4 or 
 them if the decompressed model would not fit, if the map offloads, or inside ``gemma4_compat.quantize(packed=True)``.
 Each forward unpacks the layer's weight as compressed-tensors does, multiplies by it and drops it; the backward pass
 unpacks it again; on NVIDIA GPUs one kernel of this package unpacks 4 bits. The outputs are, bit for bit, those of the
-decompressed model, except after ``decode_fast``: its kernels read the integers, and round less. accelerate offloads
-the layers like any others, ``save_pretrained`` writes the tensors of the checkpoint, and adapters work as over plain
-weights, but merges are refused. Unpacking takes time in each forward, so a model that fits is decompressed as before,
-and so are layers of other formats. compressed-tensors before 0.15 has a class of its own for such layers, which
-unpacks them for good; it is left as it is.
+decompressed model, except after ``decode_fast`` without ``exact=True``: its kernels read the integers, and round less.
+accelerate offloads the layers like any others, ``save_pretrained`` writes the tensors of the checkpoint, and adapters
+work as over plain weights, but merges are refused. Unpacking takes time in each forward, so a model that fits is
+decompressed as before, and so are layers of other formats. compressed-tensors before 0.15 has a class of its own for
+such layers, which unpacks them for good; it is left as it is.
 
 Remove when: transformers or compressed-tensors computes with the packed weights.
 """

@@ -108,6 +108,8 @@ def test_one_kernel_has_the_bits(launched: list[Any], inputs: int, group: int, d
     found = dequantizing.unpacked(**given)
     assert same_bits(found, packed_linear.unpacked(**given))
     assert len(launched) == 1
+    (tried,) = kernels.of(CPU).tests.passed
+    assert tried.blocksize == 24  # whatever the block
     again = dequantizing.unpacked(**given)
     assert again.data_ptr() != found.data_ptr()
     assert same_bits(again, found)
@@ -153,7 +155,7 @@ def test_other_bits_leave_it_to_pytorch(
         for _ in range(2):
             assert same_bits(dequantizing.unpacked(**given), packed_linear.unpacked(**given))
     assert launched == []
-    assert caplog.text.count("PyTorch dequantizes 4-bit weights") == 1
+    assert caplog.text.count("PyTorch unpacks 4-bit weights") == 1
 
 
 def test_pairs_are_the_integers_in_float16() -> None:

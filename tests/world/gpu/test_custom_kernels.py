@@ -295,14 +295,14 @@ def test_packed_integers_are_unpacked_with_pytorchs_bits(group: int, dtype: str)
     import torch
 
     from gemma4_compat._gemma4.quantization import packed_linear
-    from gemma4_compat._kernels import kernels
     from gemma4_compat._kernels.match import dequantizing
-    from gemma4_compat._kernels.specs.expert_rows import Format
     from tests.unit.kernels.test_packed_integers import packed
 
     layer = packed(2816, 3840, group=group, dtype=getattr(torch, dtype), device="cuda:0")
-    assert torch.equal(dequantizing.unpacked(**layer), packed_linear.unpacked(**layer))
-    assert kernels.of(torch.device("cuda:0")).tests.passed[Format("int4", group, 0, layer["stored"])]
+    expected = packed_linear.unpacked(**layer)
+    dequantizing.unpacked(**layer)  # may try the kernel
+    with mock.patch.object(packed_linear, "unpacked", None):
+        assert torch.equal(dequantizing.unpacked(**layer), expected)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
