@@ -1,7 +1,7 @@
 // A 4-bit weight, dequantized with bitsandbytes' bits: `code * scale` in float, rounded once; a nested scale is
 // `code * scale + offset`. As in bitsandbytes' kernels, products that are subnormal are zero; PyTorch adds the offset.
 // Integers are unpacked with PyTorch's bits.
-// Launched by specs/nf4_dequantize.py; proved by tests/unit/kernels/test_dequantizing.py.
+// Launched by specs/nf4_dequantize.py; proved by tests/unit/kernels/test_dequantizing.py and test_packed_integers.py.
 #pragma once
 
 namespace dequantizing {

@@ -3,7 +3,7 @@
 // A warp multiplies 16 rows of the weight (a tile) by up to eight rows of the input, 64 inputs (a chunk) at a time.
 // Tensor cores take inputs in any order that is the same for both factors, so each lane hands over what it reads. The
 // warps of a block take the chunks in turns, and their sums are added up at the end.
-// Launched by specs/nf4_gemv.py; proved by tests/unit/kernels/test_nf4_gemv.py.
+// Launched by specs/nf4_gemv.py; proved by tests/unit/kernels/test_nf4_gemv.py and test_packed_integers.py.
 #pragma once
 #include "four_bit.cuh"
 #include "tensor_cores.cuh"

@@ -4,7 +4,7 @@
 // `prepare` turns the input into float16 and its factors, in the order in which lanes hand it over, where nf4_gemv does
 // that for every tile; of few inputs it takes longer than it saves. The warps of a block take the chunks of a tile in
 // turns, as there.
-// Launched by specs/nf4_gemv.py; proved by tests/unit/kernels/test_nf4_gemv.py.
+// Launched by specs/nf4_gemv.py; proved by tests/unit/kernels/test_nf4_gemv.py and test_packed_integers.py.
 #pragma once
 #include "nf4_gemv.cuh"
 

@@ -1,7 +1,7 @@
 """4-bit weights dequantized by one kernel, with bitsandbytes' or PyTorch's bits (:mod:`nf4_dequantize`).
 
 For every product of many rows bitsandbytes dequantizes the nested scales, adds their offset, and dequantizes the
-weight: three kernels and three tensors. Integers that stay packed (:mod:`packed_linear`) take PyTorch seven.
+weight: three kernels and three tensors. Integers that stay packed (:mod:`packed_linear`) take PyTorch six.
 
 The result is new memory of PyTorch's allocator, not a buffer that is kept: the allocator gives the next weight on this
 stream the memory of the last, takes it from a graph's pool inside a capture, and gives it to other tensors meanwhile.
