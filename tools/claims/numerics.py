@@ -15,7 +15,7 @@ from gemma4_compat._graphs import decoder
 from gemma4_compat._graphs.guards import model as guards
 from gemma4_compat._kernels import kernel_files, kernels
 from gemma4_compat._kernels.match import reading
-from gemma4_compat._kernels.specs import attention, dense, flash
+from gemma4_compat._kernels.specs import attention, dense, flash, nf4_gemv
 from gemma4_compat._kernels.specs import products as own_products
 from gemma4_compat._plan import prompt_kernels
 from tools.claims.form import Claim, in_file, result, text_of
@@ -230,6 +230,7 @@ CLAIMS = (
         lambda: (buckets.SIZES[-1], *buckets.SIZES[:3], buckets.SIZES[-1]),
     ),
     Claim(_PAGE, "of up to {} rows run on tensor cores", lambda: (own_products.MAX_ROWS,)),
+    Claim(_PAGE, "by groups of {}, of a multiple of {}, or", lambda: (nf4_gemv.CHUNK // 2, nf4_gemv.CHUNK)),
     Claim(_PAGE, "compute up to {} rows, each as if", lambda: (own_products.MAX_ROWS,)),
     Claim(_PAGE, "for up to {} rows; for one row", lambda: (own_products.MAX_ROWS,)),
     Claim(_PAGE, "more than {} rows,", lambda: (own_products.MAX_ROWS,)),

@@ -8,7 +8,7 @@ row or to the whole weight.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ _LOGGER = logging.getLogger("gemma4_compat")
 
 _TENSORS = {"weight_packed", "weight_scale", "weight_shape", "bias"}
 _STRATEGIES = ("group", "channel", "tensor")
+
+Unpack = Callable[[Any, Any, int, int, Any], Any]
 
 
 def is_wanted(model: Any, device_map: Any) -> bool:
@@ -79,19 +81,23 @@ def _free(device_map: Any) -> int | None:
     return sum(host.free_memory(device) or 0 for device in devices) if devices else None
 
 
-def keep_packed(model: Any) -> None:
+def keep_packed(model: Any, unpack: Unpack) -> None:
     """Turn the layers of compressed-tensors that this module understands into :class:`PackedLinear`, in place.
 
     The model is as compressed-tensors prepares it for the tensors of a checkpoint, on meta. If no other layer of the
     library remains, its hook goes, which decompresses a model in the first forward; otherwise it decompresses only
     these.
+
+    Args:
+        model: changed in place.
+        unpack: computes what :func:`unpacked` does, with its bits.
     """
     for module in model.modules():
         bits = _bits(module)
         if bits is None:
             continue
         module.__class__ = PackedLinear
-        module.bits, module.stored = bits, module.weight_scale.dtype
+        module.bits, module.stored, module.unpack = bits, module.weight_scale.dtype, unpack
         for name in ("forward", "quantization_scheme", "quantization_status"):
             vars(module).pop(name, None)
         module._is_hf_initialized = True  # transformers would fill `weight` with random values, of which nothing stays
@@ -134,11 +140,18 @@ def unpacked(packed: Any, scale: Any, columns: int, bits: int, stored: Any) -> A
     return values.unflatten(1, (scale.shape[-1], -1)).mul_(scale.unsqueeze(-1)).flatten(1).to(dtype)
 
 
+@torch.overrides.wrap_torch_function(lambda input, *_: (input,))  # type: ignore[untyped-decorator]
+def product(input: Any, packed: Any, scale: Any, bias: Any) -> Any:
+    """A product with a weight of 4 bits, if a ``TorchFunctionMode`` computes it from the integers; else None."""
+    return None
+
+
 class PackedLinear(torch.nn.Linear):  # type: ignore[misc]
     """An ``nn.Linear`` over ``weight_packed``, ``weight_scale`` and ``weight_shape``; :func:`keep_packed` makes it."""
 
     bits: int  # of a value
     stored: torch.dtype
+    unpack: Unpack
 
     @property
     def weight(self) -> Any:
@@ -151,12 +164,16 @@ class PackedLinear(torch.nn.Linear):  # type: ignore[misc]
 
     def forward(self, input: Any) -> Any:
         if torch.is_grad_enabled() and input.requires_grad:
-            return _Product.apply(input, self.weight_packed, self.weight_scale, self.bias, self.bits, self.stored)
-        return torch.nn.functional.linear(input, self._values(), self.bias)
+            settings = self.bits, self.stored, self.unpack
+            return _Product.apply(input, self.weight_packed, self.weight_scale, self.bias, *settings)
+        found = None
+        if self.bits == 4 and self.weight_scale.dtype == self.stored:
+            found = product(input, self.weight_packed, self.weight_scale, self.bias)
+        return torch.nn.functional.linear(input, self._values(), self.bias) if found is None else found
 
     def _values(self) -> Any:
         with torch.no_grad():
-            return unpacked(self.weight_packed, self.weight_scale, self.in_features, self.bits, self.stored)
+            return self.unpack(self.weight_packed, self.weight_scale, self.in_features, self.bits, self.stored)
 
 
 class _Values(torch.Tensor):  # type: ignore[misc]
@@ -180,19 +197,20 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
     """``linear``, whose backward pass unpacks the weight again instead of keeping it."""
 
     @staticmethod
-    def forward(input: Any, packed: Any, scale: Any, bias: Any, bits: int, stored: Any) -> Any:
-        return torch.nn.functional.linear(input, unpacked(packed, scale, input.shape[-1], bits, stored), bias)
+    def forward(input: Any, packed: Any, scale: Any, bias: Any, bits: int, stored: Any, unpack: Unpack) -> Any:
+        return torch.nn.functional.linear(input, unpack(packed, scale, input.shape[-1], bits, stored), bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         input, packed, scale, _, *settings = inputs
-        ctx.settings = input.shape[-1], *settings
+        *numbers, ctx.unpack = settings
+        ctx.settings = input.shape[-1], *numbers
         ctx.save_for_backward(packed, scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         packed, scale = ctx.saved_tensors
-        weight = unpacked(packed, scale, *ctx.settings).to(gradient.dtype)  # another under autocast
+        weight = ctx.unpack(packed, scale, *ctx.settings).to(gradient.dtype)  # another under autocast
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
-        return gradient @ weight, None, None, bias, None, None
+        return gradient @ weight, None, None, bias, None, None, None

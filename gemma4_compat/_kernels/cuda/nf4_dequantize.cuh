@@ -1,6 +1,7 @@
 // A 4-bit weight, dequantized with bitsandbytes' bits: `code * scale` in float, rounded once; a nested scale is
 // `code * scale + offset`. As in bitsandbytes' kernels, products that are subnormal are zero; PyTorch adds the offset.
-// Launched by specs/nf4_dequantize.py; proved by tests/unit/kernels/test_dequantizing.py.
+// Integers are unpacked with PyTorch's bits.
+// Launched by specs/nf4_dequantize.py; proved by tests/unit/kernels/test_dequantizing.py and test_packed_integers.py.
 #pragma once
 
 namespace dequantizing {
@@ -24,6 +25,8 @@ __device__ __forceinline__ unsigned int part<Float32>(
   return __float_as_uint(l % 2 ? second_value : first_value);
 }
 
+// compressed-tensors packs the first of eight integers in the lowest bits, with 8 added.
+__device__ __forceinline__ float integer(unsigned int word, int i) { return (float)((int)(word >> i * 4 & 15u) - 8); }
 }  // namespace dequantizing
 
 // Shifts: n1 from words to scales, n2 from words to nested scales. n0 words. Scales that are bytes are nested.
@@ -70,6 +73,43 @@ __global__ void __launch_bounds__(dequantizing::THREADS) dequantized(const unsig
         Word16 piece;
         #pragma unroll
         for (int l = 0; l < 4; ++l) piece.part[l] = dequantizing::part<T>(words[j], k, l, values, scales[j]);
+        out[(unsigned long long)at * PIECES + k] = piece;
+      }
+    }
+  }
+}
+
+// n0 words; a scale is for n1 of them.
+template <typename T>
+__global__ void __launch_bounds__(dequantizing::THREADS) unpacked(const unsigned int* __restrict__ packed,
+    const typename T::Stored* __restrict__ scales, Word16* __restrict__ out, unsigned int n0, unsigned int n1) {
+  using dequantizing::THREADS, dequantizing::WORDS, dequantizing::integer;
+  constexpr int PIECES = T::IN_WORD == 4 ? 2 : 1;
+  const unsigned int first = blockIdx.x * (THREADS * WORDS) + threadIdx.x;
+  unsigned int words[WORDS];
+  float scale[WORDS];
+  #pragma unroll
+  for (int j = 0; j < WORDS; ++j) {
+    const unsigned int at = first + j * THREADS;
+    if (at < n0) {
+      words[j] = __ldcs(packed + at);
+      scale[j] = T::load(scales[at / n1]);
+    }
+  }
+  #pragma unroll
+  for (int j = 0; j < WORDS; ++j) {
+    const unsigned int at = first + j * THREADS;
+    if (at < n0) {
+      #pragma unroll
+      for (int k = 0; k < PIECES; ++k) {
+        Word16 piece;
+        #pragma unroll
+        for (int l = 0; l < 4; ++l) {
+          if constexpr (PIECES == 2)
+            piece.part[l] = __float_as_uint(integer(words[j], k * 4 + l) * scale[j]);
+          else
+            piece.part[l] = T::pair(integer(words[j], l * 2) * scale[j], integer(words[j], l * 2 + 1) * scale[j]);
+        }
         out[(unsigned long long)at * PIECES + k] = piece;
       }
     }

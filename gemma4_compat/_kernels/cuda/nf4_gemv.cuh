@@ -3,7 +3,7 @@
 // A warp multiplies 16 rows of the weight (a tile) by up to eight rows of the input, 64 inputs (a chunk) at a time.
 // Tensor cores take inputs in any order that is the same for both factors, so each lane hands over what it reads. The
 // warps of a block take the chunks in turns, and their sums are added up at the end.
-// Launched by specs/nf4_gemv.py; proved by tests/unit/kernels/test_nf4_gemv.py.
+// Launched by specs/nf4_gemv.py; proved by tests/unit/kernels/test_nf4_gemv.py and test_packed_integers.py.
 #pragma once
 #include "four_bit.cuh"
 #include "tensor_cores.cuh"
@@ -25,12 +25,35 @@ __device__ __forceinline__ void fill(uint4 (&table)[256 * 8], int thread, int la
   #pragma unroll
   for (int n = 0; n < 16; ++n) {
     const unsigned int value = Values::pair(n / 2) >> (16 * (n % 2)) & 0xffffu;
-    pair |= thread >> 4 == n ? value : 0u;
-    pair |= (thread & 15) == n ? value << 16 : 0u;
+    pair |= (thread >> Values::FIRST & 15) == n ? value : 0u;
+    pair |= (thread >> (4 - Values::FIRST) & 15) == n ? value << 16 : 0u;
   }
   #pragma unroll
   for (int i = 0; i < 8; ++i) table[thread * 8 + ((i + lane) & 7)] = make_uint4(pair, pair, pair, pair);
 }
+
+// What a lane hands over of a chunk in which SCALED inputs have a scale: 16 weights in a row and two words of the input,
+// or, if half a chunk has a scale of its own, eight of each half. Half the multiplications are of one half then.
+template <int SCALED>
+__device__ __forceinline__ uint2 weights_of(const unsigned char* chunk, int col) {
+  if constexpr (SCALED >= 64) return __ldcs((const uint2*)(chunk + col * 8));
+  const unsigned int* const words = (const unsigned int*)chunk + col;
+  return make_uint2(__ldcs(words), __ldcs(words + 4));
+}
+template <int SCALED>
+__device__ __forceinline__ int word_of(int col, int i) { return SCALED >= 64 ? col * 2 + i : col + i * 4; }
+
+// The scales of a chunk as they are in memory, which become numbers where they are used.
+template <typename Scale, int SCALED>
+struct Scales {
+  enum { COUNT = SCALED >= 64 ? 1 : 2 };
+  typename Scale::Stored stored[COUNT];
+  __device__ __forceinline__ void read(const typename Scale::Stored* at) {
+    #pragma unroll
+    for (int i = 0; i < COUNT; ++i) stored[i] = __ldg(at + i);
+  }
+  __device__ __forceinline__ float number(int i) const { return Scale::load(stored[i]); }
+};
 
 // Turns numbers into float16, and returns what these are to be multiplied by. float16 has less range than bfloat16: the
 // largest number of a chunk, which so many lanes have together, becomes 2 ** 14 to 2 ** 15, which the factor takes
@@ -57,10 +80,12 @@ __device__ __forceinline__ float halves(Word16* words, int count, int lanes) {
 }
 }  // namespace gemv
 
-// Inputs in INPUTS columns and ROWS rows; 1 << SHIFT weights have a scale.
-template <typename T, typename Values, int INPUTS, int ROWS, int WARPS, int SHIFT, bool NESTED, bool BIAS>
+// Inputs in INPUTS columns and ROWS rows; SCALED weights have a scale: 32 or a multiple of 64.
+template <typename T, typename Values, int INPUTS, int ROWS, int WARPS, int SCALED, bool NESTED, bool BIAS>
 __device__ __forceinline__ void nf4_gemv(
-    unsigned int block, const Word16* input, const FourBit<T>& own) {
+    unsigned int block, const Word16* input, const FourBit<T, typename Values::template Scale<T>>& own) {
+  using Scales = gemv::Scales<typename Values::template Scale<T>, SCALED>;
+  constexpr int COUNT = Scales::COUNT;  // of a chunk
   constexpr int K = INPUTS, CHUNKS = K / 64, OF_A_WARP = (CHUNKS + WARPS - 1) / WARPS;
   constexpr int LINE = CHUNKS * 8 + 1;  // a word more: no bank conflicts
   constexpr int BUFFERS = ROWS <= 2 ? 2 : 1;
@@ -80,27 +105,27 @@ __device__ __forceinline__ void nf4_gemv(
     return *(const unsigned int*)((const char*)table + __dp4a(word, 0x80u << (8 * byte), lane * 4u));
   };
   uint2 next[AT_ONCE][2];
-  float scales[2] = {0.0f, 0.0f};
+  Scales scales[2] = {};
   unsigned char quantized_scales[2] = {0, 0};
   // Lane `col` of a row reads the scale of that chunk of its group.
   auto load = [&](int tile, int group) {
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const unsigned int of = min(tile * 16 + half * 8 + row, (int)own.outputs - 1);
-      const unsigned char* const from = own.packed + (unsigned long long)of * (K / 2) + col * 8;
+      const unsigned char* const from = own.packed + (unsigned long long)of * (K / 2);
       #pragma unroll
       for (int u = 0; u < AT_ONCE; ++u) {
         const int chunk = (group * AT_ONCE + u) * WARPS + warp;
-        if (chunk < CHUNKS) next[u][half] = __ldcs((const uint2*)(from + chunk * 32));
+        if (chunk < CHUNKS) next[u][half] = gemv::weights_of<SCALED>(from + chunk * 32, col);
       }
       const int chunk = (group * AT_ONCE + col) * WARPS + warp;
       if (col < AT_ONCE && chunk < CHUNKS) {
-        const unsigned int at = of * (K >> SHIFT) + (chunk * 64 >> SHIFT);
+        const unsigned int at = of * (K / SCALED) + chunk * 64 / SCALED;
         if constexpr (NESTED) {
-          scales[half] = __ldg(own.absmax + (at >> 8));
+          scales[half].read(own.absmax + (at >> 8));
           quantized_scales[half] = __ldg(own.quantized + at);
         } else {
-          scales[half] = __ldg(own.absmax + at);
+          scales[half].read(own.absmax + at);
         }
       }
     }
@@ -120,7 +145,8 @@ __device__ __forceinline__ void nf4_gemv(
     #pragma unroll
     for (int i = 0; i < AT_ONCE * 2; ++i) {
       const int chunk = (group * AT_ONCE + i / 2) * WARPS + warp;
-      if (chunk < CHUNKS) ahead[i / 2][i % 2] = input[min(row, ROWS - 1) * (K / 8) + chunk * 8 + col * 2 + i % 2];
+      const int word = chunk * 8 + gemv::word_of<SCALED>(col, i % 2);
+      if (chunk < CHUNKS) ahead[i / 2][i % 2] = input[min(row, ROWS - 1) * (K / 8) + word];
     }
   };
   if constexpr (STAGED) {
@@ -142,13 +168,16 @@ __device__ __forceinline__ void nf4_gemv(
     #pragma unroll (STAGED && GROUPS < 3 ? GROUPS : 1)
     for (int group = 0; group < GROUPS; ++group) {
       uint2 now[AT_ONCE][2];
-      float scale[2];
+      float scale[2][COUNT];
       #pragma unroll
       for (int half = 0; half < 2; ++half) {
         #pragma unroll
         for (int u = 0; u < AT_ONCE; ++u) now[u][half] = next[u][half];
-        scale[half] = scales[half];
-        if constexpr (NESTED) scale[half] = fma_flushed(known[quantized_scales[half]], scales[half], shift);
+        #pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+          scale[half][i] = scales[half].number(i);
+          if constexpr (NESTED) scale[half][i] = fma_flushed(known[quantized_scales[half]], scale[half][i], shift);
+        }
       }
       const bool is_last = group + 1 == GROUPS;
       if (!is_last || tile + (int)own.blocks < tiles) load(is_last ? tile + own.blocks : tile, is_last ? 0 : group + 1);
@@ -165,9 +194,9 @@ __device__ __forceinline__ void nf4_gemv(
         Word16 (&x)[2] = here[u];
         float factor0, factor1;
         if constexpr (STAGED) {
-          const Word16* const at = given + min(row, ROWS - 1) * LINE + chunk * 8 + col * 2;
-          x[0] = at[0];
-          x[1] = at[1];
+          const Word16* const at = given + min(row, ROWS - 1) * LINE + chunk * 8;
+          x[0] = at[gemv::word_of<SCALED>(col, 0)];
+          x[1] = at[gemv::word_of<SCALED>(col, 1)];
           factor0 = factors[chunk * ROWS + min(col * 2, ROWS - 1)];
           factor1 = factors[chunk * ROWS + min(col * 2 + 1, ROWS - 1)];
         } else {
@@ -175,21 +204,24 @@ __device__ __forceinline__ void nf4_gemv(
           factor0 = ROWS > 1 ? __shfl_sync(0xffffffffu, factor, col * 8) : factor;
           factor1 = ROWS > 1 ? __shfl_sync(0xffffffffu, factor, col * 8 + 4) : factor;
         }
-        float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const unsigned int low = j < 2 ? now[u][0].x : now[u][0].y, high = j < 2 ? now[u][1].x : now[u][1].y;
-          const int byte = j % 2 * 2;
-          multiply<Float16>(c, pair_at(low, byte), pair_at(high, byte), pair_at(low, byte + 1),
-              pair_at(high, byte + 1), x[j / 2].part[byte], x[j / 2].part[byte + 1]);
-        }
-        const float low = __shfl_sync(0xffffffffu, scale[0], (lane & 28) + u);
-        const float high = __shfl_sync(0xffffffffu, scale[1], (lane & 28) + u);
-        sums[0] = __fmaf_rn(c[0], low * factor0, sums[0]);
-        sums[2] = __fmaf_rn(c[2], high * factor0, sums[2]);
-        if (ROWS > 1) {
-          sums[1] = __fmaf_rn(c[1], low * factor1, sums[1]);
-          sums[3] = __fmaf_rn(c[3], high * factor1, sums[3]);
+        for (int i = 0; i < COUNT; ++i) {
+          float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+          #pragma unroll
+          for (int j = i * 4 / COUNT; j < (i + 1) * 4 / COUNT; ++j) {
+            const unsigned int low = j < 2 ? now[u][0].x : now[u][0].y, high = j < 2 ? now[u][1].x : now[u][1].y;
+            const int byte = j % 2 * 2;
+            multiply<Float16>(c, pair_at(low, byte), pair_at(high, byte), pair_at(low, byte + 1),
+                pair_at(high, byte + 1), x[j / 2].part[byte], x[j / 2].part[byte + 1]);
+          }
+          const float low = __shfl_sync(0xffffffffu, scale[0][i], (lane & 28) + u);
+          const float high = __shfl_sync(0xffffffffu, scale[1][i], (lane & 28) + u);
+          sums[0] = __fmaf_rn(c[0], low * factor0, sums[0]);
+          sums[2] = __fmaf_rn(c[2], high * factor0, sums[2]);
+          if (ROWS > 1) {
+            sums[1] = __fmaf_rn(c[1], low * factor1, sums[1]);
+            sums[3] = __fmaf_rn(c[3], high * factor1, sums[3]);
+          }
         }
       }
     }

@@ -1,5 +1,5 @@
 """Custom kernels in place of PyTorch's and bitsandbytes', with new numerics: attention (:mod:`attention`) and products
-(:mod:`dense`, and :mod:`nf4_gemv` for 4-bit weights).
+(:mod:`dense`, and :mod:`nf4_gemv` for 4-bit weights, those of :mod:`packed_linear` among them).
 
 :class:`CustomKernels` sees the functions of ``torch`` that a forward calls, and calls operators of this package for
 those that the kernels can compute. As operators they are visible to what defers operations (:mod:`fusing`). Their
@@ -9,6 +9,7 @@ results are bitwise equal whether they run one by one, in a captured graph, or f
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
+from gemma4_compat._gemma4.quantization import packed_linear
 from gemma4_compat._gemma4.state import contents
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
@@ -124,6 +126,8 @@ class CustomKernels(Repeats):
             found = self._linear(*args, **kwargs)
         elif func is self._gemm_4bit:
             found = self._product(*args, **kwargs)
+        elif func is packed_linear.product:
+            found = self._packed(*args)
         elif func is torch.nn.functional.scaled_dot_product_attention:
             found = self._attention(*args, **kwargs)
         elif func is torch.Tensor.mean:
@@ -156,6 +160,10 @@ class CustomKernels(Repeats):
         if nf4_gemv.match(given, *args, **kwargs) is None:
             return None
         return self._computed(torch.ops.gemma4_compat.product, given, *args, **kwargs)
+
+    def _packed(self, given: Any, packed: Any, scale: Any, bias: Any) -> Any:
+        shape = len(packed), given.shape[-1]
+        return self._product(given, packed, shape, scale, math.prod(shape) // scale.numel(), products.INT4, bias)
 
     def _attention(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         key, value, kwargs = self.shared(key, value, kwargs)
@@ -332,7 +340,7 @@ _OPERATORS: dict[Callable[..., Any], str] = {
     _dense: "(Tensor given, Tensor weight, Tensor? bias) -> Tensor",
     _best: "(Tensor given, Tensor weight, Tensor numbers, Tensor scales, Tensor sizes, Tensor(a!) counts, int most,"
     " float cap) -> Tensor",
-    # As bitsandbytes::gemm_4bit.
+    # As bitsandbytes::gemm_4bit, and for integers.
     _product: "(Tensor given, Tensor packed, int[] shape, Tensor absmax, int blocksize, str quant_type,"
     " Tensor? bias=None, Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None) -> Tensor",
     _means: "(Tensor given, int parts) -> Tensor",

@@ -1,7 +1,7 @@
-"""4-bit weights dequantized by one kernel, with bitsandbytes' bits (:mod:`nf4_dequantize`).
+"""4-bit weights dequantized by one kernel, with bitsandbytes' or PyTorch's bits (:mod:`nf4_dequantize`).
 
 For every product of many rows bitsandbytes dequantizes the nested scales, adds their offset, and dequantizes the
-weight: three kernels and three tensors.
+weight: three kernels and three tensors. Integers that stay packed (:mod:`packed_linear`) take PyTorch six.
 
 The result is new memory of PyTorch's allocator, not a buffer that is kept: the allocator gives the next weight on this
 stream the memory of the last, takes it from a graph's pool inside a capture, and gives it to other tensors meanwhile.
@@ -18,10 +18,12 @@ from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.specs import nf4_dequantize
 from gemma4_compat._kernels.specs.expert_rows import BLOCKSIZES, Format
 from gemma4_compat._kernels.specs.nf4_dequantize import VALUES
+from gemma4_compat._kernels.specs.products import INT4
 
 # What a launch depends on (:func:`_key`): how to launch again. All checks would take longer than the launch.
 _launches: dict[tuple[Any, ...], Callable[[], Any]] = {}
 _MOST_LAUNCHES = 4096  # weights that are streamed have new addresses
+_TRIED_WORDS = 3  # of a block of integers
 
 
 def of_state(packed: Any, state: Any) -> Any:
@@ -46,6 +48,22 @@ def of_state(packed: Any, state: Any) -> Any:
         return found.t() if found is not None and packed.shape[0] == 1 else found
 
 
+def unpacked(packed: Any, scale: Any, columns: int, bits: int, stored: Any) -> Any:
+    """As :func:`packed_linear.unpacked`, which computes what the kernel does not."""
+    import torch
+
+    found = None
+    if bits == 4 and scale.dtype == stored and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+        shape = len(packed), columns
+        layout = Format(INT4, math.prod(shape) // scale.numel(), 0, stored)
+        found = weight(packed, shape, layout, (scale.detach(),))
+    if found is not None:
+        return found
+    from gemma4_compat._gemma4.quantization import packed_linear
+
+    return packed_linear.unpacked(packed, scale, columns, bits, stored)
+
+
 def weight(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any, ...]) -> Any:
     """A new weight of this shape, written on its device's current stream.
 
@@ -56,7 +74,7 @@ def weight(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any,
         scales: as for :func:`nf4_dequantize.kernel_of`.
 
     Returns:
-        None if bitsandbytes has to dequantize it: the kernel does not suit, or differs bitwise on this device.
+        None if they have to dequantize it: the kernel does not suit, or differs bitwise on this device.
     """
     import torch
 
@@ -127,7 +145,6 @@ def _supports(packed: Any, size: int, layout: Format, scales: tuple[Any, ...]) -
     if (
         size <= 0
         or size % VALUES
-        or layout.blocksize not in BLOCKSIZES
         or not dtype.is_floating_point
         or dtype.itemsize not in (2, 4)
         or packed.numel() * packed.element_size() * 2 != size
@@ -137,7 +154,12 @@ def _supports(packed: Any, size: int, layout: Format, scales: tuple[Any, ...]) -
     ):
         return False
     blocks = -(-size // layout.blocksize)
-    if layout.nested:
+    if layout.quant_type == INT4:
+        fits = scales[0].dtype is dtype and scales[0].numel() * layout.blocksize == size
+        fits = fits and not layout.blocksize % VALUES
+    elif layout.blocksize not in BLOCKSIZES:
+        return False
+    elif layout.nested:
         if layout.nested not in BLOCKSIZES:
             return False
         quantized, nested, codes, offset = scales
@@ -155,7 +177,9 @@ def _supports(packed: Any, size: int, layout: Format, scales: tuple[Any, ...]) -
 
 
 def _is_exact(layout: Format, own: kernels.Kernels) -> bool:
-    """Whether the kernel has bitsandbytes' bits. A trial calls bitsandbytes, and so this function again."""
-    text = nf4_dequantize.text_of(layout.dtype, nested=layout.nested > 0)
-    instead, signature = "bitsandbytes dequantizes 4-bit weights", layout.signature(nf4_dequantize.OPERATION)
+    """Whether the kernel has the right bits. A trial calls bitsandbytes, and so this function again."""
+    instead = "bitsandbytes dequantizes 4-bit weights"
+    if layout.quant_type == INT4:  # one kernel for blocks of any size, which may be a whole weight
+        instead, layout = "PyTorch unpacks 4-bit weights", layout._replace(blocksize=_TRIED_WORDS * VALUES)
+    text, signature = nf4_dequantize.text_of(layout), layout.signature(nf4_dequantize.OPERATION)
     return own.selftest(layout, str(layout), instead, lambda: own.prepare([text], [signature]))

@@ -36,7 +36,7 @@ class Format(NamedTuple):
         dtype: of inputs and results, a ``torch.dtype``.
         rows: of the input.
         inputs: of each row.
-        quant_type: ``nf4`` or ``fp4``.
+        quant_type: ``nf4``, ``fp4`` or ``int4``.
         blocksize: weights per scale.
         nested: whether scales are quantized.
         bias: whether there is one.
@@ -58,7 +58,7 @@ class Format(NamedTuple):
         nested = [("const unsigned char", "quantized"), ("const float", "codes"), ("const float", "offset")]
         return (
             ("const unsigned char", "packed"),
-            ("const float", "absmax"),
+            (f"const {kind}" if self.quant_type == products.INT4 else "const float", "absmax"),
             *(nested if self.nested else [None] * 3),
             ("const float", "values") if self.operation == "gemv_4bit" else None,
             (f"const {kind}", "bias") if self.bias else None,
@@ -162,7 +162,7 @@ def _checked(
     rows = given.numel() // given.shape[-1]
     floats = (torch.bfloat16, torch.float16, torch.float32)
     scales = weight[1]
-    expected = [None, torch.float32]
+    expected = [None, given.dtype if quant_type == products.INT4 else torch.float32]
     if nested:
         expected += [torch.uint8, torch.float32, torch.float32]
     elif operation == "gemv_4bit":
@@ -173,7 +173,7 @@ def _checked(
         given.dtype not in floats
         or given.shape[-1] != inputs
         or rows > most
-        or blocksize not in _BLOCKSIZES
+        or (blocksize not in _BLOCKSIZES and quant_type != products.INT4)
         or inputs % blocksize
         or [tensor.dtype for tensor in weight[1:]] != expected[1:]
         or any(tensor.device != given.device for tensor in weight)

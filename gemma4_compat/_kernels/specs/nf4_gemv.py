@@ -6,6 +6,9 @@ as a pair of float16 values, tensor cores multiply pairs by the inputs and add u
 multiplied by their scale. Inputs in bfloat16 become float16 with a factor for each 64, so they lose nothing. What is
 rounded is the table of 16 values (``nf4_gemv.cuh``), sums in ``float``, and the result.
 
+Integers of compressed-tensors are looked up in the same way. They have no error in float16, and are not rounded after
+they were multiplied by their scales, as unpacked ones are. Half a chunk may have a scale of its own.
+
 A row of the input has the same bits whatever the others are, and wherever the weights are. Up to eight rows are one
 multiplication by tensor cores. For more (``nf4_rows.cuh``), a kernel before turns the input into float16 once, where
 each block would do it again, and what is looked up of a weight is multiplied by up to 32 rows.
@@ -60,20 +63,27 @@ class Product(nf4_exact.Product):
         if not _is_prepared(self.format):
             return None
         parts, each = _parts_of(rows)
+        given = kinds()[self.format.dtype].name, inputs, rows, min(self.format.blocksize, CHUNK)
         pieces = parts * each * (inputs // CHUNK)  # of eight rows and a chunk
         words = products.FEW_ROWS * (CHUNK // 2 + 1)  # of 32 bits
         written = torch.empty(pieces * words, dtype=torch.int32, device=self.input.device)
-        text = instance("nf4_rows.cuh", "gemv::prepare", kinds()[self.format.dtype].name, inputs, rows, _PREPARING)
+        text = instance("nf4_rows.cuh", "gemv::prepare", *given, _PREPARING)
         grid = (-(-pieces // (_PREPARING // 32)), 1)
         return Kernel(text, (self.input, written), 1, (), _PREPARING, grid), written
 
 
 def match(*args: Any, **kwargs: Any) -> Product | None:
-    """The product that ``bitsandbytes::gemm_4bit`` with these arguments asks for; None if it does not suit."""
+    """The product that ``bitsandbytes::gemm_4bit`` with these arguments asks for; None if it does not suit.
+
+    For the type ``int4`` the packed weight and the scales are those of :mod:`packed_linear`.
+    """
     import torch
 
     found = nf4_exact.gemm(products.MAX_ROWS, *args, **kwargs)
-    if found is None or found.format.dtype == torch.float32 or found.format.blocksize < CHUNK:
+    if found is None or found.format.dtype == torch.float32 or found.format.inputs % CHUNK:
+        return None
+    is_half = found.format.quant_type == products.INT4 and found.format.blocksize == CHUNK // 2
+    if found.format.blocksize % CHUNK and not is_half:
         return None
     return Product(found.format, found.input, found.weight, found.outputs)
 
@@ -97,9 +107,8 @@ def _parts_of(rows: int) -> tuple[int, int]:
 
 @functools.cache
 def _code(layout: Format, warps: int) -> products.Code:
-    name, shift = kinds()[layout.dtype].name, layout.blocksize.bit_length() - 1
-    values = layout.quant_type.capitalize()
-    arguments = name, values, layout.inputs, layout.rows, warps, shift, layout.nested, layout.bias
+    name, values = kinds()[layout.dtype].name, layout.quant_type.capitalize()
+    arguments = name, values, layout.inputs, layout.rows, warps, layout.blocksize, layout.nested, layout.bias
     rest = "Word16", layout.fields, warps * 32, 16 // warps
     if layout.rows <= OWN_ROWS:
         return products.Code("nf4_gemv", arguments, *rest)

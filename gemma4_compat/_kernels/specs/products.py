@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 from gemma4_compat._kernels.programs import Kernel, with_arguments
 
+#: The type of 4-bit integers that stay packed, beside those of bitsandbytes.
+INT4 = "int4"
 #: Rows of the input that kernels with custom numerics take.
 MAX_ROWS = 64
 #: Those of one block, or of one multiplication by tensor cores. More are divided.

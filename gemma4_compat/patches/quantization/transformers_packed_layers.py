@@ -11,12 +11,13 @@ model decompresses all modules before the first forward, and for that replaces a
 
 Fix: On Gemma 4 models the linear layers with packed symmetric integers of 4 or 8 bits and unrounded activations keep
 them if the decompressed model would not fit, if the map offloads, or inside ``gemma4_compat.quantize(packed=True)``.
-Each forward unpacks the layer's weight as compressed-tensors does, multiplies by it and drops it; the backward
-pass unpacks it again. The outputs are, bit for bit, those of the decompressed model. accelerate offloads the layers
-like any others, ``save_pretrained`` writes the tensors of the checkpoint, and adapters work as over plain weights, but
-merges are refused. Unpacking takes time in each forward, so a model that fits is decompressed as before, and so are
-layers of other formats. compressed-tensors before 0.15 has a class of its own for such layers, which unpacks them for
-good; it is left as it is.
+Each forward unpacks the layer's weight as compressed-tensors does, multiplies by it and drops it; the backward pass
+unpacks it again; on NVIDIA GPUs one kernel of this package unpacks 4 bits. The outputs are, bit for bit, those of the
+decompressed model, except after ``decode_fast`` without ``exact=True``: its kernels read the integers, and round less.
+accelerate offloads the layers like any others, ``save_pretrained`` writes the tensors of the checkpoint, and adapters
+work as over plain weights, but merges are refused. Unpacking takes time in each forward, so a model that fits is
+decompressed as before, and so are layers of other formats. compressed-tensors before 0.15 has a class of its own for
+such layers, which unpacks them for good; it is left as it is.
 
 Remove when: transformers or compressed-tensors computes with the packed weights.
 """
@@ -40,9 +41,10 @@ def process_model_before_weight_loading(original: Original, self: Any, model: An
     plain = getattr(settings, "dequantize", not getattr(settings, "run_compressed", True))
     if not plain and hasattr(model, "ct_decompress_hook") and family.has_parts(model):
         from gemma4_compat._gemma4.quantization import packed_linear
+        from gemma4_compat._kernels.match import dequantizing
 
         if packed_linear.is_wanted(model, kwargs.get("device_map")):
-            packed_linear.keep_packed(model)
+            packed_linear.keep_packed(model, dequantizing.unpacked)
     return result
 
 

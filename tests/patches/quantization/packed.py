@@ -64,8 +64,9 @@ def _decompressed(model: Any, _inputs: Any) -> None:
 def kept(workspace: Any, **options: Any) -> Any:
     """The model with packed layers."""
     from gemma4_compat._gemma4.quantization import packed_linear
+    from gemma4_compat._kernels.match import dequantizing
 
-    packed_linear.keep_packed(model := as_loaded(workspace, **options))
+    packed_linear.keep_packed(model := as_loaded(workspace, **options), dequantizing.unpacked)
     return model
 
 

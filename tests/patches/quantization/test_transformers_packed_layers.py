@@ -108,16 +108,58 @@ def test_an_adapter(workspace: Any, place: str, options: dict[str, Any]) -> None
     assert all(expected[name].equal(found[name]) for name in expected)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.usefixtures("tapes", "on_host")
-def test_replayed_in_decoding(workspace: Any, exact: bool) -> None:
+def decoded(model: Any, *, exact: bool) -> list[Any]:
+    """The logits of three texts, decoded from the same prompt: in the first, steps come before they are fused."""
     options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    found = []
-    for build in (packed.plain, packed.kept):
-        model = gemma4_compat.decode_fast(build(workspace), exact=exact)
-        found.append([model.generate(**tiny.inputs(text_only=True), **options).logits for _ in range(3)])
-        assert gemma4_compat.statistics(model).decoding.replayed
+    gemma4_compat.decode_fast(model, exact=exact)
+    found = [model.generate(**tiny.inputs(text_only=True), **options).logits for _ in range(3)]
+    assert gemma4_compat.statistics(model).decoding.replayed
+    return found
+
+
+@pytest.mark.usefixtures("tapes", "on_host")
+def test_replayed_in_decoding(workspace: Any) -> None:
+    found = [decoded(build(workspace), exact=True) for build in (packed.plain, packed.kept)]
     assert all(same(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.usefixtures("tapes", "on_host")
+def test_decoded_by_kernels_without_unpacking(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near the logits of the same model with its bits, and the same wherever the layers are, fused or not."""
+    from gemma4_compat._graphs import fused_steps
+    from tests.unit.kernels.test_custom import NEAR
+
+    monkeypatch.setattr(fused_steps.Progress, "after", 4)
+    expected = decoded(packed.kept(workspace), exact=True)[0]
+    model = packed.kept(workspace)
+    found = decoded(model, exact=False)
+    counted = gemma4_compat.statistics(model).decoding
+    assert (counted.fused, counted.not_fused) == (1, ())
+    found += decoded(qat.into_host_memory(packed.kept(workspace), "layers"), exact=False)
+    assert all(same(found[0], one) for one in found)
+    assert found[0][0].equal(expected[0])  # of the prompt
+    difference = (found[0][1] - expected[1]).abs().max()
+    assert 0 < difference < NEAR * expected[1].std(), difference
+
+
+@pytest.mark.parametrize(("bits", "group", "rows"), [(4, 32, 1), (4, 0, 64), (4, 32, 65), (8, 0, 1)])
+@pytest.mark.usefixtures("on_host")
+def test_what_is_unpacked_in_decoding(
+    workspace: Any, monkeypatch: pytest.MonkeyPatch, bits: int, group: int, rows: int
+) -> None:
+    import torch
+
+    from gemma4_compat._kernels.match import custom
+
+    layer = packed.kept(workspace, bits=bits, group=group).get_decoder().layers[0].mlp.down_proj
+    given = torch.ones(1, rows, layer.in_features, dtype=torch.bfloat16)
+    with torch.no_grad(), monkeypatch.context() as context:
+        expected, unpack, calls = layer(given), layer.unpack, []
+        context.setattr(layer, "unpack", lambda *args: calls.append(args) or unpack(*args))
+        with custom.CustomKernels(given.device, rows):
+            found = layer(given)
+    assert bool(calls) == (bits == 8 or rows > 64)
+    assert (found - expected).abs().max() <= 2**-7 * expected.abs().max()
 
 
 @pytest.mark.usefixtures("tapes")
@@ -190,7 +232,7 @@ def test_a_bias_and_autocast(workspace: Any, dtype: str) -> None:
     layer.bias = torch.nn.Parameter(torch.randn(layer.out_features).to(torch.bfloat16))
     from gemma4_compat._gemma4.quantization import packed_linear
 
-    packed_linear.keep_packed(model)
+    packed_linear.keep_packed(model, packed_linear.unpacked)
     plain = torch.nn.Linear(layer.in_features, layer.out_features, dtype=torch.bfloat16)
     plain.weight = torch.nn.Parameter(layer.weight.detach().clone().float().to(torch.bfloat16), requires_grad=False)
     plain.bias = torch.nn.Parameter(layer.bias.detach().clone())
@@ -309,7 +351,7 @@ def test_other_layers_are_left_to_the_library(workspace: Any, kind: str) -> None
     if kind == "reordered columns":
         for layer in layers:
             layer.register_parameter("weight_g_idx", torch.nn.Parameter(torch.zeros(4), requires_grad=False))
-    packed_linear.keep_packed(model)
+    packed_linear.keep_packed(model, packed_linear.unpacked)
     assert {type(layer) for layer in layers} == {torch.nn.Linear}
     assert all(hasattr(layer, "quantization_scheme") for layer in layers)
     with pytest.raises(AssertionError, match="would decompress the model"):
@@ -327,7 +369,7 @@ def test_among_others_the_library_decompresses_only_those(workspace: Any) -> Non
     model = packed.as_loaded(workspace)
     other = model.model.language_model.layers[0].mlp.up_proj
     other.quantization_scheme.weights.symmetric = False
-    packed_linear.keep_packed(model)
+    packed_linear.keep_packed(model, packed_linear.unpacked)
     assert [module for module in model.modules() if hasattr(module, "quantization_scheme")] == [other]
     assert hasattr(model, "ct_decompress_hook")
 

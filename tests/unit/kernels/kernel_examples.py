@@ -104,6 +104,7 @@ def _nf4_exact() -> Iterator[Kernel]:
 
 def _nf4_gemv() -> Iterator[Kernel]:
     from tests.unit.kernels.test_nf4_gemv import asked
+    from tests.unit.kernels.test_packed_integers import product as asked_integers
 
     for dtype, inputs, outputs, rows, count in (
         (torch.bfloat16, 1536, 37, 1, 3),
@@ -125,6 +126,17 @@ def _nf4_gemv() -> Iterator[Kernel]:
         yield from products.kernels_of(many)
         low = dense.product(given["given"], torch.zeros(16, inputs, dtype=torch.float32 if rows == 1 else dtype))
         yield from products.kernels_of(many, ([low] * count, [low.empty()] * count))
+    for dtype, inputs, outputs, group, rows in (
+        (torch.bfloat16, 1536, 37, 32, 1),
+        (torch.float16, 3840, 4000, 32, 4),
+        (torch.bfloat16, 15360, 4000, 32, 8),
+        (torch.bfloat16, 12288, 1536, 128, 1),
+        (torch.bfloat16, 3840, 4000, 3840, 1),
+        (torch.bfloat16, 3840, 37, 32, 9),
+        (torch.float16, 2560, 4000, 32, 64),
+    ):
+        one = asked_integers(dtype, inputs, outputs, group=group, rows=rows)
+        yield from products.kernels_of(([one] * 2, [one.empty()] * 2))
 
 
 def _expert_rows() -> Iterator[Kernel]:
@@ -140,7 +152,9 @@ def _shifting() -> Iterator[Kernel]:
 
 def _dequantizing() -> Iterator[Kernel]:
     for dtype, nested in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
-        yield Kernel(nf4_dequantize.text_of(dtype, nested=nested), (), 1, (), nf4_dequantize._THREADS)
+        for quant_type in ("nf4", "int4") if not nested else ("nf4",):
+            layout = expert_rows.Format(quant_type, 64, 256 * nested, dtype)
+            yield Kernel(nf4_dequantize.text_of(layout), (), 1, (), nf4_dequantize._THREADS)
 
 
 def _attention(*cases: tuple[Any, ...]) -> Iterator[Kernel]:

@@ -16,6 +16,7 @@ import pytest
 
 import gemma4_compat
 from tests.conftest import is_affected, patch
+from tests.patches.quantization.packed import kept
 from tests.unit.generation.calls import (
     CHANGES,
     SCENARIOS,
@@ -286,6 +287,61 @@ def test_a_product_errs_less_than_bitsandbytes(outputs: int, inputs: int, dtype:
 
     found = Products(torch.device("cuda", torch.cuda.current_device())).errors(getattr(torch, dtype), outputs, inputs)
     assert wrong([found]) == [], found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("group", [32, 64, 128, 3840])
+def test_packed_integers_are_unpacked_with_pytorchs_bits(group: int, dtype: str) -> None:
+    import torch
+
+    from gemma4_compat._gemma4.quantization import packed_linear
+    from gemma4_compat._kernels.match import dequantizing
+    from tests.unit.kernels.test_packed_integers import packed
+
+    layer = packed(2816, 3840, group=group, dtype=getattr(torch, dtype), device="cuda:0")
+    expected = packed_linear.unpacked(**layer)
+    dequantizing.unpacked(**layer)  # may try the kernel
+    with mock.patch.object(packed_linear, "unpacked", None):
+        assert torch.equal(dequantizing.unpacked(**layer), expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("group", [32, 64, 128, 0])
+@pytest.mark.parametrize(("outputs", "inputs"), [(256, 1536), (1536, 12288), (15360, 3840), (3840, 15360)])
+def test_a_product_with_packed_integers_errs_less_than_with_what_is_unpacked(
+    outputs: int, inputs: int, group: int, dtype: str
+) -> None:
+    import torch
+
+    from gemma4_compat._gemma4.quantization import packed_linear
+    from gemma4_compat._kernels.match import custom
+    from tests.unit.kernels.test_packed_integers import packed
+
+    layer = packed(outputs, inputs, group=group or inputs, dtype=getattr(torch, dtype), device="cuda:0")
+    values, scale = packed_linear.unpacked(**layer), layer["scale"]
+    wide = packed_linear.unpacked(**layer | {"scale": scale.double(), "stored": torch.float64})
+    for rows in (1, 8, 9, 64):
+        given = torch.randn((rows, inputs), device="cuda:0").to(scale.dtype)
+        with torch.no_grad(), custom.CustomKernels(given.device, rows):
+            found = packed_linear.product(given, layer["packed"], scale, None)
+            alone = packed_linear.product(given[-1:].contiguous(), layer["packed"], scale, None)
+            other = torch.nn.functional.linear(given, values)
+        assert torch.equal(found[-1:], alone)
+        right = given.double() @ wide.t()
+        errors, others = ((one.double() - right).abs() for one in (found, other))
+        assert errors.mean() <= others.mean(), rows
+        assert errors.max() <= 1.01 * others.max(), rows
+
+
+def test_packed_layers_have_the_same_bits_however_long_the_cache_is(workspace: Any) -> None:
+    model = gemma4_compat.decode_fast(kept(workspace).to(workspace.main))
+    model.generation_config.cache_implementation = None  # each call says
+    with read_alike(model):
+        expected = first_row(model, past_key_values=static_cache(model, LENGTH + NEW))
+        for length in (64, 300, 5000):
+            assert_same(first_row(model, past_key_values=static_cache(model, length)), expected)
+    assert steps(model).fused
+    assert (steps(model).not_fused, steps(model).reasons) == ((), ())
 
 
 @pytest.mark.parametrize("columns", [256, 1536, 2560, 3840, 5376])
