@@ -26,6 +26,16 @@ def is_packed(state: Any) -> bool:
     return bool(getattr(state, "packing_format_for_cpu", False))
 
 
+def before_packing(state: Any) -> Any:
+    """A copy of a packed state as it was for the unpacked weight; the state itself if that is not known."""
+    before = vars(state).get(UNPACKED)
+    if before is None:
+        return state
+    copied = object.__new__(type(state))
+    vars(copied).update(before)
+    return copied
+
+
 def unpacked_on_meta(state: Any) -> Any:
     """A meta tensor with the shape and the dtype that the weight of a packed state has when it is unpacked."""
     import torch

@@ -11,13 +11,15 @@ flattens nested ones; the inverse that ``state_dict`` uses quantizes the rounded
 Fix: Packing keeps the attributes it replaces (a few percent of the weight's bytes), and unpacking restores them. The
 weight's nibbles are only permuted, so their inverse is exact. Code that cannot read the packed layout gets the
 unpacked one, and an offloaded weight has its unpacked shape between two forwards. A move to the CPU leaves a weight
-packed: PEFT's DoRA makes one in every forward. A weight that was packed before the patch was active has lost its
-exact scales, and unpacking it warns. Only hosts with the instruction set pack.
+packed: PEFT's DoRA makes one in every forward. A weight that is tied to an offloaded one is packed with a state of its
+own, and accelerate, which knows it by its address, is told the new one. A weight that was packed before the patch was
+active has lost its exact scales, and unpacking it warns. Only hosts with the instruction set pack.
 
 Remove when: bitsandbytes restores the original scales when it unpacks, exactly and completely; no release since
 0.49.0, which introduced the packing, does.
 """
 
+import copy
 import sys
 from typing import Any
 
@@ -61,6 +63,9 @@ def params4bit_to(original: Original, self: Any, *args: Any, **kwargs: Any) -> A
 
     device = torch._C._nn._parse_to(*args, **kwargs)[0]
     state = self.quant_state
+    if quant_states.is_packed(state) and self.shape == state.original_qshape:
+        # accelerate gives a tied weight its bytes, and the state that the other one has packed meanwhile
+        self.quant_state = state = quant_states.before_packing(state)
     # A parameter that is not quantized yet may carry the state of the one it replaces: PEFT merges that way.
     if device is None or not self.bnb_quantized or not quant_states.is_packed(state):
         return original(self, *args, **kwargs)
@@ -76,12 +81,30 @@ def params4bit_to(original: Original, self: Any, *args: Any, **kwargs: Any) -> A
 
 @PATCH.replaces("bitsandbytes.nn.modules", "Linear4bit.forward")
 def linear4bit_forward(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    # FSDP2 gives the layer a plain parameter; the original function makes it a Params4bit again.
+    weight, state = self.weight, getattr(self.weight, "quant_state", None)
     if self.training or x.requires_grad:
-        # FSDP2 gives the layer a plain parameter; the original function makes it a Params4bit again.
-        weight = self.weight
-        if quant_states.is_packed(getattr(weight, "quant_state", None)):
+        if quant_states.is_packed(state):
             _unpack_parameter(weight)
+    elif state is not None and x.device.type == "cpu" and not quant_states.is_packed(state):
+        # It is packed now, with its state: not also that of a tied weight that is elsewhere.
+        weight.quant_state = copy.copy(state)
+        if self.quant_state is state:
+            self.quant_state = weight.quant_state
+        address = weight.data_ptr()
+        result = original(self, x, *args, **kwargs)
+        _moved(self, address)
+        return result
     return original(self, x, *args, **kwargs)
+
+
+def _moved(layer: Any, address: int) -> None:
+    """Tell accelerate that memory is free by whose address it knows a tied weight: others may get that address."""
+    hook = vars(layer).get("_hf_hook")
+    for one in getattr(hook, "hooks", (hook,)):
+        tied = getattr(one, "tied_params_map", None)
+        if tied and address in tied and layer.weight.data_ptr() != address:
+            tied[layer.weight.data_ptr()] = tied.pop(address)
 
 
 @PATCH.replaces("bitsandbytes.functional", "dequantize_4bit")
@@ -93,8 +116,6 @@ def dequantize_4bit(
     **kwargs: Any,
 ) -> Any:
     if quant_states.is_packed(quant_state):
-        import copy
-
         A, quant_state = _inverse()(A, copy.copy(quant_state))  # noqa: N806
     return original(A, quant_state, *args, **kwargs)
 
