@@ -87,6 +87,20 @@ def test_split(workspace: Workspace, checkpoint: Path, quantization: str | None,
     assert difference(expected(checkpoint, quantization), relatives.outputs(model)) == 0.0
 
 
+@pytest.mark.parametrize("quantization", ["4bit", "4bit-double"])
+@pytest.mark.parametrize("place", ["layers", pytest.param("encoder", marks=full), pytest.param("decoder", marks=full)])
+def test_split_into_host_memory(workspace: Workspace, diffusion: Path, quantization: str, place: str) -> None:
+    """On some CPUs bitsandbytes packs weights in their first forward, and accelerate knows tied ones by address."""
+    import torch
+    from accelerate import dispatch_model
+
+    main, model = torch.device("cpu"), relatives.load_relative(diffusion, quantization)
+    placement = relative_map(model, PLACES[place], main=main, offloaded="cpu")
+    model = dispatch_model(model, placement, main_device=main)
+    for _ in range(2):
+        assert difference(expected(diffusion, quantization), relatives.outputs(model)) == 0.0
+
+
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("place", ALL)
 def test_loaded_by_a_map(workspace: Workspace, checkpoint: Path, quantization: str | None, place: str) -> None:

@@ -74,7 +74,7 @@ def weight(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any,
         scales: as for :func:`nf4_dequantize.kernel_of`.
 
     Returns:
-        None if they have to dequantize it: the kernel does not suit, or differs bitwise on this device.
+        None if bitsandbytes or PyTorch has to: the kernel does not suit, or differs bitwise on this device.
     """
     import torch
 

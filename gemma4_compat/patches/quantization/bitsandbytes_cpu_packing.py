@@ -12,7 +12,7 @@ Fix: Packing keeps the attributes it replaces (a few percent of the weight's byt
 weight's nibbles are only permuted, so their inverse is exact. Code that cannot read the packed layout gets the
 unpacked one, and an offloaded weight has its unpacked shape between two forwards. A move to the CPU leaves a weight
 packed: PEFT's DoRA makes one in every forward. A weight that is tied to an offloaded one is packed with a state of its
-own, and accelerate, which knows it by its address, is told the new one. A weight that was packed before the patch was
+own, and accelerate, which knows it by its address, forgets that address. A weight that was packed before the patch was
 active has lost its exact scales, and unpacking it warns. Only hosts with the instruction set pack.
 
 Remove when: bitsandbytes restores the original scales when it unpacks, exactly and completely; no release since
@@ -93,18 +93,21 @@ def linear4bit_forward(original: Original, self: Any, x: Any, *args: Any, **kwar
             self.quant_state = weight.quant_state
         address = weight.data_ptr()
         result = original(self, x, *args, **kwargs)
-        _moved(self, address)
+        _forget(self, address)
         return result
     return original(self, x, *args, **kwargs)
 
 
-def _moved(layer: Any, address: int) -> None:
-    """Tell accelerate that memory is free by whose address it knows a tied weight: others may get that address."""
+def _forget(layer: Any, address: int) -> None:
+    """Have accelerate not take what others load to a free address for the tied weight that has been there.
+
+    It forgets by itself what it has brought in for this forward.
+    """
     hook = vars(layer).get("_hf_hook")
     for one in getattr(hook, "hooks", (hook,)):
-        tied = getattr(one, "tied_params_map", None)
-        if tied and address in tied and layer.weight.data_ptr() != address:
-            tied[layer.weight.data_ptr()] = tied.pop(address)
+        tied, brought_in = (getattr(one, name, ()) for name in ("tied_params_map", "tied_pointers_to_remove"))
+        if tied and layer.weight.data_ptr() != address and not any(address in pointer for pointer in brought_in):
+            tied.pop(address, None)
 
 
 @PATCH.replaces("bitsandbytes.functional", "dequantize_4bit")
