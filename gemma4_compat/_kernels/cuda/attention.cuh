@@ -58,7 +58,7 @@ template <int D, bool TENSOR> struct Splits {
 
 // One block for each row of the mask. A word of 16 bytes that holds a byte of a row is in the mask's memory.
 template <typename Mask, typename M = typename Mask::Stored>
-__global__ void __launch_bounds__(1024) bounds(const M* __restrict__ mask, unsigned int* __restrict__ bounds,
+__global__ void __launch_bounds__(1024) bounds(const M* mask, unsigned int* __restrict__ bounds,
   unsigned int queries, unsigned int length, unsigned int batch_stride, unsigned int query_stride,
   unsigned int key_stride) {
   __shared__ unsigned int firsts[32], lasts[32], somes[32];

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(THREADS) copied(const typename T::Stored* __re
 // lanes. `slack`, for each unit of a row's size, is what the rest of the hidden state and roundings may change: those of
 // `scores`, and of the sums of dense::large.
 template <typename T, int INPUTS, int GROUP>
-__global__ void __launch_bounds__(THREADS) given(const typename T::Stored* __restrict__ input,
+__global__ void __launch_bounds__(THREADS) given(const typename T::Stored* input,
     signed char* __restrict__ high, signed char* __restrict__ low, float2* __restrict__ groups,
     float* __restrict__ slack) {
   constexpr int GROUPS = INPUTS / GROUP, EACH = (GROUP + 31) / 32;
@@ -169,8 +169,8 @@ __device__ __forceinline__ void add(float (&sums)[WARP_ROWS][ROWS], float (&boun
 // A warp takes four words, as in dense::large. Writes the upper bound of each, and of each block the largest lower one.
 template <typename T, int ROWS, int INPUTS, int GROUP>
 __global__ void __launch_bounds__(THREADS) scores(const Word16* __restrict__ bytes,
-    const unsigned int* __restrict__ scales, const float* __restrict__ sizes, const Word16* __restrict__ high,
-    const Word16* __restrict__ low, const float2* __restrict__ groups, const float* __restrict__ slack,
+    const unsigned int* __restrict__ scales, const float* __restrict__ sizes, const Word16* high, const Word16* low,
+    const float2* groups, const float* slack,
     typename T::Stored* __restrict__ upper, typename T::Stored* __restrict__ best, unsigned int words, float cap) {
   constexpr int WORDS = INPUTS / BYTES, TURNS = (WORDS + 31) / 32, GROUPS = INPUTS / GROUP, LANES = GROUP / BYTES;
   __shared__ float of_words[ROWS][WARPS * WARP_ROWS];
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(THREADS) scores(const Word16* __restrict__ byt
 // The k-th largest of a row of lower bounds, bit by bit: k words are not below it. -inf if there are fewer, or if one of
 // them is not finite.
 template <typename T, int EACH>
-__global__ void __launch_bounds__(SELECTING) least(const typename T::Stored* __restrict__ best,
+__global__ void __launch_bounds__(SELECTING) least(const typename T::Stored* best,
     float* __restrict__ reached, unsigned int blocks, unsigned int k) {
   __shared__ unsigned int sums[2][32], is_odd;
   const unsigned int lane = threadIdx.x & 31u, warp = threadIdx.x >> 5;
@@ -265,9 +265,8 @@ __global__ void __launch_bounds__(SELECTING) least(const typename T::Stored* __r
 
 // A warp takes 32 words: those that reach the bound get the bits of dense::large, the others -inf.
 template <typename T, int INPUTS>
-__global__ void __launch_bounds__(THREADS) chosen(const typename T::Stored* __restrict__ input,
-    const typename T::Stored* __restrict__ weight, const typename T::Stored* __restrict__ upper,
-    const float* __restrict__ reached, typename T::Stored* __restrict__ output, unsigned long long* counts,
+__global__ void __launch_bounds__(THREADS) chosen(const typename T::Stored* input,
+    const typename T::Stored* __restrict__ weight, const typename T::Stored* upper, const float* reached, typename T::Stored* __restrict__ output, unsigned long long* counts,
     unsigned int words) {
   constexpr int WORDS = INPUTS / T::IN_WORD, TURNS = (WORDS + 31) / 32, AT_ONCE = 8;
   const unsigned int lane = threadIdx.x & 31u, first = (blockIdx.x * WARPS + (threadIdx.x >> 5)) * 32u;

@@ -63,7 +63,8 @@ __device__ __forceinline__ Word16 load_once(const void* at) {
 __device__ __forceinline__ void fetch_ahead(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" :: "l"(at));
 }
-// Before this, a kernel that was launched early must read only what no kernel of the step writes.
+// Before this, a kernel that was launched early must read only what no kernel of the step writes. Only that may be
+// `const __restrict__`: the compiler takes it for constant, and loads it earlier or from a cache that is not coherent.
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

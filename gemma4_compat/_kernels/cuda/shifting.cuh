@@ -9,8 +9,8 @@
 #include "prelude.cuh"
 
 template <typename Word, unsigned int PER, int TIMES, int THREADS>
-__global__ void __launch_bounds__(THREADS) shift(const Word* __restrict__ new_keys,
-  const Word* __restrict__ new_values, Word* keys, Word* values, unsigned int rows, unsigned int words,
+__global__ void __launch_bounds__(THREADS) shift(const Word* new_keys,
+  const Word* new_values, Word* keys, Word* values, unsigned int rows, unsigned int words,
   unsigned int heads, unsigned int key_batch, unsigned int key_head, unsigned int value_batch,
   unsigned int value_head) {
   const unsigned int column = (blockIdx.x >> 1) * PER + threadIdx.x % PER, row = threadIdx.x / PER;

@@ -144,7 +144,10 @@ class Writer:
     def _text(self, file: str, name: str, begin: str, values: Sequence[Value], sizes: int) -> str:
         """The kernel with the lines so far, which stores these values."""
         parameters = [
-            *(f"const {self._kinds[tensor.dtype].c}* __restrict__ {read}" for read, tensor in self._reads.values()),
+            *(
+                f"const {self._kinds[tensor.dtype].c}* {'__restrict__ ' * (read in self._constant)}{read}"
+                for read, tensor in self._reads.values()
+            ),
             *(f"{self._kinds[value.dtype].c}* __restrict__ w{number}" for number, value in enumerate(values)),
             *(f"unsigned int n{number}" for number in range(sizes)),
         ]

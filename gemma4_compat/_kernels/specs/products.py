@@ -147,7 +147,7 @@ def _part(code: Code, weights: int, own: str, block: str) -> tuple[list[str], li
     """
     present = [field for field in code.fields if field is not None]
     numbers = range(weights)
-    reads = [f"const {code.given}* __restrict__ {own}input"]
+    reads = [f"const {code.given}* {own}input"]
     reads += [f"{c}* __restrict__ {own}{field}{number}" for number in numbers for c, field in present[:-1]]
     writes = [f"{present[-1][0]}* __restrict__ {own}output{number}" for number in numbers]
     sizes = [f"unsigned int {own}{size}{number}" for number in numbers for size in ("outputs", "blocks")]

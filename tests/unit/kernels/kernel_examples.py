@@ -78,7 +78,7 @@ def _normed(given: Load | Part) -> Value:
     mean = Value(pointwise.MEAN, (Part(square, 0, (columns, 1)),), (shape[0], 1), torch.float32, columns=columns)
     root = Value("power_of_minus_half", (Part(mean, 0, (1, 0)),), (shape[0], 1), torch.float32)
     scaled = Value("multiply", (Part(wide, 0, (columns, 1)), Part(root, 0, (1, 0))), shape, torch.float32)
-    weight = Load(torch.zeros(columns, dtype=torch.float32), (0, 1), True)
+    weight = Load(torch.nn.Parameter(torch.zeros(columns)), (0, 1), True)
     weighted = Value("multiply", (Part(scaled, 0, (columns, 1)), weight), shape, torch.float32)
     return Value("cast", (Part(weighted, 0, (columns, 1)),), shape, dtype, memory=torch.zeros(shape, dtype=dtype))
 
