@@ -5,7 +5,8 @@ python benchmarks/serving/serving.py --shape E2B --out FILE.json          random
 python benchmarks/serving/serving.py --address http://127.0.0.1:8080/v1   another server that runs, such as llama.cpp's
 
 `gemma4-compat serve` is started as a process. Each client streams requests one after the other, with other questions
-and lengths than its neighbours; a client's time to the first token includes the wait for its turn. Beside it, one
+and lengths than its neighbours; a client's time to the first token includes the wait for its turn. Our server is warm
+then, and says after how many seconds. Beside it, one
 `generate` of the same model in a process of its own, without a server: milliseconds a token. At the end, memory of the
 server's process and of the GPU after a tenth of `--requests`, and after all of them.
 """
@@ -34,6 +35,7 @@ from benchmarks.decoding import models
 from gemma4_compat._lab.trained import Trained
 
 CLIENTS = (1, 4, 16)
+_SHORT = 16  # tokens of an answer, at most, where only memory is looked at
 QUESTIONS = ("How many legs has a fox?", "Tell of a frog and a mole.", "What colour is snow?", "Why is the sky blue?")
 TEMPLATE = "{% for turn in messages %}<|turn>{{ turn['role'] }} {{ turn['content'] }}<turn|>{% endfor %}<|turn>model "
 
@@ -56,8 +58,8 @@ def write_tokenizer(checkpoint: Path) -> None:
 
 
 @contextlib.contextmanager
-def serving(checkpoint: Path, adapter: Path, given: list[str]) -> Iterator[tuple[str, int]]:
-    """A server's address, and its process."""
+def serving(checkpoint: Path, adapter: Path, given: list[str]) -> Iterator[tuple[str, int, dict[str, float]]]:
+    """A server's address, its process, and after how many seconds it answers, and is warm."""
     words = [sys.executable, "-m", "gemma4_compat", "serve", str(checkpoint), "--adapter", f"adapted={adapter}"]
     path = os.pathsep.join([str(common.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = dict(os.environ, PYTHONPATH=path, HF_HUB_OFFLINE="1")
@@ -65,14 +67,20 @@ def serving(checkpoint: Path, adapter: Path, given: list[str]) -> Iterator[tuple
         [*words, "--port", "0", *given], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
     )
     said: list[str] = []
-    running = threading.Event()
+    begun, seconds = time.perf_counter(), {}
+    running, warm = threading.Event(), threading.Event()
 
     def listen() -> None:
         for line in process.stderr or ():
             said.append(line)
             if "running on http" in line:
+                seconds["started"] = time.perf_counter() - begun
                 running.set()
+            if "warmed up" in line:
+                seconds["warm"] = time.perf_counter() - begun
+                warm.set()
         running.set()
+        warm.set()
 
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
@@ -81,7 +89,8 @@ def serving(checkpoint: Path, adapter: Path, given: list[str]) -> Iterator[tuple
         found = re.search(r"running on (http://\S+)", "".join(said))
         if found is None:
             raise SystemExit(f"the server did not start: {''.join(said)[-2000:]}")
-        yield f"{found[1]}/v1", process.pid
+        warm.wait(600)
+        yield f"{found[1]}/v1", process.pid, seconds
     except Exception as error:
         with contextlib.suppress(subprocess.TimeoutExpired):
             raise SystemExit(f"the server ended with {process.wait(2)}: {''.join(said)[-6000:]}") from error
@@ -159,32 +168,40 @@ def bare(checkpoint: Path, adapter: Path, context: int, most: int) -> dict[str, 
     }
 
 
+def beside(checkpoint: Path, adapter: Path, options: argparse.Namespace) -> Any:
+    """:func:`bare` in a process of its own, or why it ended."""
+    words = [sys.executable, __file__, "--bare", str(checkpoint), str(adapter)]
+    words += ["--context", str(options.context), "--answer", str(options.answer)]
+    done = subprocess.run(words, capture_output=True, text=True, env=dict(os.environ, HF_HUB_OFFLINE="1"))
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr[-500:]
+
+
 def measured(
     address: str,
     process: int | None,
     options: argparse.Namespace,
     servers: list[dict[str, Any]],
     save: Callable[[], None],
-    parallel: int | None = None,
+    **about: Any,
 ) -> None:
     """One server's loads, then its memory, into a new entry of ``servers``."""
     import openai
 
     client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=600)
     names = [model.id for model in client.models.list()]
-    servers.append(found := {"parallel": parallel, "loads": [], "memory": []})
-    for clients in (1, *CLIENTS):  # first answers capture and compile
+    servers.append(found := {**about, "loads": [], "memory": []})
+    for clients in (1, *CLIENTS):
         load(client, names[:1], clients, 1, options.answer)
     for clients in CLIENTS:
         found["loads"].append(load(client, names[:1], clients, options.each, options.answer))
-        print(json.dumps({"parallel": parallel, **common.rounded(found["loads"][-1])}), flush=True)
+        print(json.dumps(common.rounded({**about, **found["loads"][-1]})), flush=True)
         save()
     done = 0
     for share in (options.requests // 10, options.requests) if process is not None else ():
-        load(client, names, 4, max((share - done) // 4, 1), options.answer)
+        load(client, names, 4, max((share - done) // 4, 1), min(options.answer, _SHORT))
         done = share
         found["memory"].append({"requests": share, **memory(process)})
-        print(json.dumps({"parallel": parallel, **common.rounded(found["memory"][-1])}), flush=True)
+        print(json.dumps(common.rounded({**about, **found["memory"][-1]})), flush=True)
         save()
 
 
@@ -194,13 +211,14 @@ def main() -> int:
         "--shape", choices=sorted(models.SHAPES), help="random weights; default: the trained tiny model"
     )
     parser.add_argument("--address", help="of another server that runs, in place of ours")
-    parser.add_argument("--context", type=int, default=512, help="tokens (default: 512)")
-    parser.add_argument("--answer", type=int, default=64, help="tokens of the longest answers (default: 64)")
+    parser.add_argument("--context", type=int, default=1024, help="tokens (default: 1024)")
+    parser.add_argument("--answer", type=int, default=256, help="tokens of the longest answers (default: 256)")
     parser.add_argument("--each", type=int, default=4, help="requests of each client (default: 4)")
     parser.add_argument(
         "--parallel", type=int, nargs="+", default=[1], help="answers at a time, of a server each (default: 1)"
     )
     parser.add_argument("--requests", type=int, default=500, help="after which memory is read (default: 500)")
+    parser.add_argument("--no-bare", action="store_true", help="servers only")
     parser.add_argument("--bare", nargs=2, type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="a file for the results, in JSON")
     options = parser.parse_args()
@@ -226,16 +244,14 @@ def main() -> int:
                 result["machine"] = models.build(options.shape, folder)
                 checkpoint, adapter = folder / "checkpoint", folder / "adapter"
                 write_tokenizer(checkpoint)
-            words = [sys.executable, __file__, "--bare", str(checkpoint), str(adapter)]
-            words += ["--context", str(options.context), "--answer", str(options.answer)]
-            done = subprocess.run(words, capture_output=True, text=True, env=dict(os.environ, HF_HUB_OFFLINE="1"))
-            result["bare"] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr[-500:]
-            print(json.dumps(result["bare"]), flush=True)
-            save()
+            if not options.no_bare:
+                result["bare"] = beside(checkpoint, adapter, options)
+                print(json.dumps(result["bare"]), flush=True)
+                save()
             for parallel in options.parallel:
                 given = ["--context", str(options.context), "--parallel", str(parallel)]
-                with serving(checkpoint, adapter, given) as (address, process):
-                    measured(address, process, options, result["servers"], save, parallel)
+                with serving(checkpoint, adapter, given) as (address, process, seconds):
+                    measured(address, process, options, result["servers"], save, parallel=parallel, seconds=seconds)
     return 0
 
 

@@ -134,6 +134,11 @@ class Batch:
         return logits[:count, -1]
 
     @property
+    def sizes(self) -> list[int]:
+        """Numbers of texts for which steps are captured."""
+        return sorted({min(1 << power, self._most) for power in range(self._most.bit_length() + 1)})
+
+    @property
     def _largest(self) -> Any:
         return self._caches[self._most]
 
@@ -150,9 +155,8 @@ class Batch:
         """Caches by number of rows, all in the memory of the largest one."""
         from transformers import StaticCache
 
-        sizes = {min(1 << power, self._most) for power in range(self._most.bit_length() + 1)}
         whole: Any = None
-        for size in sorted(sizes, reverse=True):
+        for size in reversed(self.sizes):
             cache = StaticCache(config=self._model.config.get_text_config(decoder=True), max_cache_len=self._room)
             for index, layer in enumerate(cache.layers):
                 if index not in like:

@@ -124,13 +124,9 @@ def is_of_libraries(module: str) -> bool:
     return module.partition(".")[0] in ("transformers", "gemma4_compat")
 
 
-def _is_transformers(one: Any) -> bool:
-    return type(one).__module__.partition(".")[0] == "transformers"
-
-
 def is_pure(function: Any) -> bool:
-    """Whether a processor or criterion is transformers' own, and calls nothing of a user's."""
-    return _is_transformers(function) and not any(map(callable, vars(function).values()))
+    """Whether a processor or criterion is transformers' or this package's, and calls nothing of a user's."""
+    return is_of_libraries(type(function).__module__) and not any(map(callable, vars(function).values()))
 
 
 def generator_of(device: Any) -> Any:

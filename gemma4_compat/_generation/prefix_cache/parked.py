@@ -11,6 +11,8 @@ from gemma4_compat._generation.prefix_cache.conversation import Conversation
 
 #: Conversations that are kept: each prompt is compared with all of them.
 MOST = 64
+#: Tokens: caches of shorter contexts are all as long as the context.
+_ROOM = 4096
 
 
 @dataclass
@@ -29,14 +31,17 @@ class Conversations:
     is read from the beginning, so a first turn has the same bits whatever others have asked.
 
     Args:
-        model: a transformers model.
+        model: a transformers model, which nobody else has.
         limit: bytes in host memory.
+        context: tokens of a conversation at most.
     """
 
-    def __init__(self, model: Any, limit: int) -> None:
+    def __init__(self, model: Any, limit: int, context: int = 0) -> None:
         self._model, self._limit = model, limit
         self._parked: list[_Known] = []
         self._last: tuple[str | None, int] = (None, 0)
+        if (kept := session.of(model)) is not None:
+            kept.owned, kept.room = True, min(context, _ROOM)
 
     def turn_to(self, adapter: str | None, inputs: dict[str, Any]) -> None:
         """Before a ``generate`` of this prompt: have the model keep the conversation that it continues, or none."""

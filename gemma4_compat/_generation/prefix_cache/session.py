@@ -14,6 +14,7 @@ from gemma4_compat._gemma4.models import media, walk
 from gemma4_compat._generation.prefix_cache import conversation, rows
 from gemma4_compat._generation.prompts import buckets
 from gemma4_compat._graphs import decoder, signatures, unsupported
+from gemma4_compat._graphs.guards import digests
 from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._offload.transfer import idle_hooks
 
@@ -52,7 +53,13 @@ class Kept:
 
     Args:
         model: a transformers model.
+
+    Attributes:
+        owned: whether nobody but the caller of ``generate`` has the model, as in a server.
+        room: tokens that a cache has room for at least, after ``decode_fast``: texts of many lengths share graphs.
     """
+
+    owned, room = False, 0
 
     def __init__(self, model: Any) -> None:
         self._counted = decoder.of(model).statistics
@@ -75,20 +82,22 @@ class Kept:
     def seen(self, model: Any) -> tuple[Any, ...]:
         """What is equal as long as the model has the same weights, adapters, hooks, attributes and settings of torch.
 
-        Values of weights are compared as well, because a cache was computed from them.
+        Values of weights are compared as well, because a cache was computed from them. Where the model is owned, only
+        adapters and settings change.
         """
         import torch
 
         kind = model.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with self._lock, idle_hooks.put_back(model):  # a thread in a forward has them bypassed
-            if self._guards is not None and not self._guards.check_under_any_adapter():
+            if not (self._guards is None or self.owned or self._guards.check_under_any_adapter()):
                 _log.debug("gemma4_compat: the last conversation is of no use: %s", self._guards.reason())
                 self._guards = None
             if self._guards is None:
                 self._guards = ModelGuards(walk.modules(model), offloaded=False)
             guards = self._guards
-            return guards, guards.active_adapters(), autocast, signatures.settings(), *guards.contents()
+            values = () if self.owned else guards.contents()
+            return guards, guards.active_adapters(), autocast, signatures.settings(), *values
 
     def count(self, read: int, reused: int) -> None:
         """Count tokens of a prompt: those that are read, and those that a cache holds."""
@@ -223,22 +232,21 @@ class Session:
         self.arguments = media.from_position(items, given, self._reused)
 
     def _common(self, last: conversation.Conversation) -> int:
-        if last.seen != self._seen:
-            self._kept.not_reused("weights, adapters, hooks or settings of torch changed")
-            return 0
-        if not last.is_untouched():
-            self._kept.not_reused("the cache that was returned has been written to")
-            return 0
         common = last.common(self._ids, self._items)
         found = last.longest(common)
-        if found >= LEAST:
+        if found < LEAST:  # nobody waits for what was seen
+            self._kept.not_reused("another beginning" if common < LEAST else "the window has passed the edited place")
+        elif last.seen != self._seen:
+            self._kept.not_reused("weights, adapters, hooks or settings of torch changed")
+        elif not last.is_untouched():
+            self._kept.not_reused("the cache that was returned has been written to")
+        else:
             return found
-        self._kept.not_reused("another beginning" if common < LEAST else "the window has passed the edited place")
         return 0
 
     def room(self, tokens: int) -> int:
         """How long the cache of a text of so many tokens is: ``decode_fast`` keeps its graphs while a text grows."""
-        return buckets.room(tokens) if decoder.is_preferred(self.model) else tokens
+        return buckets.room(max(tokens, self._kept.room)) if decoder.is_preferred(self.model) else tokens
 
     def prepare(self, model_kwargs: dict[str, Any], mode: str, needed: int) -> None:
         """Have ``generate`` use a cache that holds what is reused.
@@ -286,8 +294,12 @@ class Session:
             found = rows.of(cache)
             now = {index: noted.get(index) or found[index].copied() for index in rows.sliding(cache)}
             self._copies = conversation.tidied([*self._copies, now])
-        if not self._seen:  # before any code of the user's runs
+        # Before any code of the user's runs:
+        if not self._seen:
             self._kept.settled, self._seen = True, self._kept.seen(self.model)
+        for value in self._seen:
+            if isinstance(value, digests.Number):
+                value.hold_back()
 
     def end(self, output: Any) -> None:
         """Keep what ``generate`` has read and written. ``output``: what it returns."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
+import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers.cli.serving import utils as upstream
 
-from gemma4_compat.cli.serving import media, requests
+from gemma4_compat.cli.serving import media, requests, warm_up
 from gemma4_compat.cli.serving.loading import Served
 from gemma4_compat.cli.serving.requests import Refused
 
@@ -217,13 +219,19 @@ class Worker:
         served: the model.
         waiting: requests that may wait for their turn.
         patience: seconds that one may wait.
+
+    Attributes:
+        prepared: whether :meth:`prepare` has ended.
     """
+
+    prepared = False
 
     def __init__(self, served: Served, *, waiting: int = 64, patience: float = 120.0) -> None:
         self._served, self._most, self.patience = served, waiting + 1, patience
         self._thread, self._lock, self._here = upstream.InferenceThread(), threading.Lock(), 0
         self._running: set[Streamer] = set()
         self._waiting: set[Streamer] = set()
+        self._prepares = self._stopped = False
 
     def enter(self) -> None:
         """Take a place in the queue, which :meth:`leave` or the end of an answer gives back.
@@ -251,6 +259,33 @@ class Worker:
             self._waiting.add(streamer)
         self._thread.submit(self._do, prompt, streamer, time.monotonic() + self.patience)
 
+    def prepare(self, say: Callable[[str], None] = _log.debug) -> None:
+        """Do between requests what the first ones would wait for, and say so once that is done."""
+        warm_up.make_room(self._served)
+        self._thread.submit(self._prepare_next, self._pieces(), functools.partial(say, "warmed up"))
+
+    def _pieces(self) -> Iterator[None]:
+        """What there is to do, in pieces."""
+        yield from warm_up.prompts(self._served)
+        yield from warm_up.texts(self._served)
+
+    def _prepare_next(self, pieces: Iterator[None], done: Callable[[], None]) -> None:
+        """Do one piece, then what has come meanwhile, then the next piece."""
+        more: list[None] = []
+        if self._stopped:
+            return
+        self._prepares = True
+        failed = self._failure_of("preparing answers", lambda: more.extend(itertools.islice(pieces, 1)))
+        self._prepares = False
+        if more:
+            self._thread.submit(self._prepare_next, pieces, done)
+            return
+        self.prepared = True
+        if failed is None:
+            done()
+        else:
+            _log.warning("gemma4_compat: the first answers will take longer: %s", failed.sentence)
+
     def drop(self, streamer: Streamer) -> None:
         """End an answer that nobody wants any longer: at its next token, or before its turn."""
         streamer.cancel()
@@ -261,10 +296,11 @@ class Worker:
 
     def stop(self, seconds: float = 5.0) -> None:
         """End what runs at its next token, and wait for that."""
+        self._stopped = True
         for streamer in [*self._running]:
             streamer.cancel()
         until = time.monotonic() + seconds
-        while self._running and time.monotonic() < until:
+        while (self._running or self._prepares) and time.monotonic() < until:
             time.sleep(0.02)
 
     def _do(self, prompt: Prompt, streamer: Streamer, until: float) -> None:

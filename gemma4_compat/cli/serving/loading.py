@@ -150,7 +150,7 @@ def load(wanted: Wanted, folder: str) -> Served:
         processor=_processor(plan.model),
         names={base_name: None, **{name: _in_peft(name) for name in named}},
         plan=plan,
-        conversations=Conversations(base, wanted.conversations) if keeps else None,
+        conversations=Conversations(base, wanted.conversations, plan.context) if keeps else None,
         assistant=None if wanted.assistant is None else _assistant(plan, wanted.assistant),
     )
 

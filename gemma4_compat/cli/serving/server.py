@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from transformers.cli.serving import chat_completion, model_manager, server, utils
 
+from gemma4_compat.cli.app import tell
 from gemma4_compat.cli.serving import answers, media, requests, together
 from gemma4_compat.cli.serving.loading import Served
 from gemma4_compat.cli.serving.requests import Refused
@@ -316,6 +317,7 @@ def run(served: Served, limits: Limits, *, host: str, port: int, key: str | None
         timeout_graceful_shutdown=limits.grace,
         limit_concurrency=limits.connections,
     )
+    app.state.worker.prepare(tell)
     try:
         uvicorn.Server(config).run()
     finally:

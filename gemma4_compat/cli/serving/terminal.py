@@ -50,6 +50,7 @@ class Chat:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 - input() edits lines with it
             tell(f"{', '.join(self._served.names)}: {_HELP}")
+            self._worker.prepare()  # while the first line is typed
         while True:
             try:
                 line = input("> " if shows else "")

@@ -9,18 +9,33 @@ from __future__ import annotations
 import collections
 import copy
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from transformers import LogitsProcessor
 
 from gemma4_compat._generation import continuous
 from gemma4_compat._generation.prefix_cache.conversation import Conversation
 from gemma4_compat._generation.sampling import best_words
+from gemma4_compat.cli.serving import warm_up
 from gemma4_compat.cli.serving.answers import Prompt, Streamer, Worker
 from gemma4_compat.cli.serving.loading import Served
 from gemma4_compat.cli.serving.requests import Refused
 
 #: Words that matter for a token at least, those of Gemma's top-k: greedy and sampled texts share graphs.
 _WORDS = 64
+
+
+class _Logits(LogitsProcessor):  # type: ignore[misc]
+    """Notes the logits of the first token, [1, vocabulary]."""
+
+    found: Any = None
+
+    def __call__(self, _ids: Any, scores: Any) -> Any:
+        if self.found is None:
+            self.found = scores.clone()
+        return scores
 
 
 @dataclass(eq=False)
@@ -129,6 +144,14 @@ class Together(Worker):
         self._next: Any = None  # their last tokens, int64 [rows], on the device
         self._sent: tuple[list[_Answer], Any] | None = None  # whose tokens the last step has chosen
 
+    def _pieces(self) -> Iterator[None]:
+        yield from warm_up.prompts(self._served, logits_processor=[_Logits()])
+        self._batch = self._batch or self._new_batch()
+        yield from warm_up.batches(self._served, self._batch, _WORDS)
+
+    def _new_batch(self) -> continuous.Batch:
+        return continuous.Batch(self._served.base, self._parallel, self._served.plan.context)
+
     def submit(self, prompt: Prompt, streamer: Streamer) -> None:
         """Have an answer generated in its turn; its place is given back then."""
         with self._lock:
@@ -189,29 +212,24 @@ class Together(Worker):
 
         served, prompt = self._served, answer.prompt
         answer.prepare(served.base)
-        config, logits = copy.copy(prompt.config), []
+        config, logits = copy.copy(prompt.config), _Logits()
         config.do_sample, config.max_new_tokens, config.repetition_penalty = False, 1, None
         config.temperature = config.top_p = config.top_k = config.min_p = None
-
-        def note(_ids: Any, scores: Any) -> Any:
-            logits.append(scores.clone())
-            return scores
-
-        served.read(prompt.adapter, prompt.inputs, generation_config=config, logits_processor=[note])
+        served.read(prompt.adapter, prompt.inputs, generation_config=config, logits_processor=[logits])
         assert served.conversations is not None
         answer.conversation = served.conversations.take()
         if answer.conversation is None:  # such as one with virtual tokens, whose cache nobody keeps
             torch.manual_seed(prompt.seed)
             served.read(prompt.adapter, prompt.inputs, generation_config=prompt.config, streamer=answer.streamer)
             return
-        token = answer.token(logits[0])
+        token = answer.token(logits.found)
         answer.note(token)
         answer.streamer.put(prompt.inputs["input_ids"].cpu())
         answer.deliver(int(token))
         if answer.is_whole:
             served.conversations.add(prompt.adapter, prompt.tokens, answer.conversation)
             return
-        batch = self._batch or continuous.Batch(served.base, self._parallel, served.plan.context)
+        batch = self._batch or self._new_batch()
         self._batch = None  # unless the text can join
         batch.join(answer.conversation.layers, prompt.tokens)
         self._batch = batch
