@@ -5,10 +5,10 @@ python benchmarks/serving/serving.py --shape E2B --out FILE.json          random
 python benchmarks/serving/serving.py --address http://127.0.0.1:8080/v1   another server that runs, such as llama.cpp's
 
 `gemma4-compat serve` is started as a process. Each client streams requests one after the other, with other questions
-and lengths than its neighbours; a client's time to the first token includes the wait for its turn. Our server is warm
-then, and says after how many seconds. Beside it, one
-`generate` of the same model in a process of its own, without a server: milliseconds a token. At the end, memory of the
-server's process and of the GPU after a tenth of `--requests`, and after all of them.
+and lengths than its neighbours; a client's time to the first token includes the wait for its turn. Our servers, one for
+each number after `--parallel`, start at the same time, are warm then, and get their loads in turns. Before them, one
+`generate` of the same model in a process of its own, without a server: milliseconds a token. At the end, memory of each
+server's process, and of the GPU in all, after a tenth of `--requests`, and after all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,47 +56,51 @@ def write_tokenizer(checkpoint: Path) -> None:
     made.save_pretrained(checkpoint)
 
 
-@contextlib.contextmanager
-def serving(checkpoint: Path, adapter: Path, given: list[str]) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """A server's address, its process, and after how many seconds it answers, and is warm."""
-    words = [sys.executable, "-m", "gemma4_compat", "serve", str(checkpoint), "--adapter", f"adapted={adapter}"]
-    path = os.pathsep.join([str(common.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = dict(os.environ, PYTHONPATH=path, HF_HUB_OFFLINE="1")
-    process = subprocess.Popen(
-        [*words, "--port", "0", *given], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
-    )
-    said: list[str] = []
-    begun, seconds = time.perf_counter(), {}
-    running, warm = threading.Event(), threading.Event()
+class Serving:
+    """A server of ours in a process, which loads and warms up beside the caller."""
 
-    def listen() -> None:
-        for line in process.stderr or ():
-            said.append(line)
-            if "running on http" in line:
-                seconds["started"] = time.perf_counter() - begun
-                running.set()
-            if "warmed up" in line:
-                seconds["warm"] = time.perf_counter() - begun
-                warm.set()
-        running.set()
-        warm.set()
+    def __init__(self, checkpoint: Path, adapter: Path, given: list[str]) -> None:
+        words = [sys.executable, "-m", "gemma4_compat", "serve", str(checkpoint), "--adapter", f"adapted={adapter}"]
+        path = os.pathsep.join([str(common.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = dict(os.environ, PYTHONPATH=path, HF_HUB_OFFLINE="1")
+        self.seconds: dict[str, float] = {}  # until it answers, and until it is warm
+        self._said: list[str] = []
+        self._begun, self._warm = time.perf_counter(), threading.Event()
+        self.process = subprocess.Popen(
+            [*words, "--port", "0", *given],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
 
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    try:
-        running.wait(600)
-        found = re.search(r"running on (http://\S+)", "".join(said))
-        if found is None:
-            raise SystemExit(f"the server did not start: {''.join(said)[-2000:]}")
-        warm.wait(600)
-        yield f"{found[1]}/v1", process.pid, seconds
-    except Exception as error:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            raise SystemExit(f"the server ended with {process.wait(2)}: {''.join(said)[-6000:]}") from error
-        raise
-    finally:
-        process.terminate()
-        process.wait(60)
+    def _listen(self) -> None:
+        for line in self.process.stderr or ():
+            self._said.append(line)
+            for name, words in (("started", "running on http"), ("warm", "warmed up")):
+                if words in line:
+                    self.seconds[name] = time.perf_counter() - self._begun
+            if {"started", "warm"} <= self.seconds.keys():
+                self._warm.set()
+        self._warm.set()
+
+    def address(self) -> str:
+        """Its address, once it is warm."""
+        self._warm.wait(600)
+        found = re.search(r"running on (http://\S+)", "".join(self._said))
+        if found is None or "warm" not in self.seconds:
+            raise SystemExit(f"the server did not start, or is not warm: {self.said()}")
+        return f"{found[1]}/v1"
+
+    def said(self) -> str:
+        """The end of what it wrote."""
+        return "".join(self._said)[-6000:]
+
+    def end(self) -> None:
+        """Have it end, and wait for that."""
+        self.process.terminate()
+        self.process.wait(60)
 
 
 def asked(client: Any, model: str, number: int, most: int) -> dict[str, float]:
@@ -176,33 +179,37 @@ def beside(checkpoint: Path, adapter: Path, options: argparse.Namespace) -> Any:
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr[-500:]
 
 
-def measured(
-    address: str,
-    process: int | None,
-    options: argparse.Namespace,
-    servers: list[dict[str, Any]],
-    save: Callable[[], None],
-    **about: Any,
-) -> None:
-    """One server's loads, then its memory, into a new entry of ``servers``."""
+def measured(servers: list[tuple[str, int | None, dict[str, Any]]], options: argparse.Namespace, save: Any) -> None:
+    """Loads of several servers in turns, then their memory.
+
+    Args:
+        servers: the address of each, its process if it is ours, and where results go.
+        options: of the command.
+        save: called after each result.
+    """
     import openai
 
-    client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=600)
-    names = [model.id for model in client.models.list()]
-    servers.append(found := {**about, "loads": [], "memory": []})
-    for clients in (1, *CLIENTS):
-        load(client, names[:1], clients, 1, options.answer)
+    def show(found: dict[str, Any], kind: str, new: dict[str, Any]) -> None:
+        found.setdefault(kind, []).append(new)
+        print(json.dumps(common.rounded({"parallel": found.get("parallel"), **new})), flush=True)
+        save()
+
+    known = []
+    for address, process, found in servers:
+        client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=600)
+        known.append((client, [model.id for model in client.models.list()], process, found))
     for clients in CLIENTS:
-        found["loads"].append(load(client, names[:1], clients, options.each, options.answer))
-        print(json.dumps(common.rounded({**about, **found["loads"][-1]})), flush=True)
-        save()
-    done = 0
-    for share in (options.requests // 10, options.requests) if process is not None else ():
-        load(client, names, 4, max((share - done) // 4, 1), min(options.answer, _SHORT))
-        done = share
-        found["memory"].append({"requests": share, **memory(process)})
-        print(json.dumps(common.rounded({**about, **found["memory"][-1]})), flush=True)
-        save()
+        for turn in range(options.rounds + 1):
+            for client, names, _, found in known:
+                new = load(client, names[:1], clients, options.each if turn else 1, options.answer)
+                if turn:
+                    show(found, "loads", new)
+    for client, names, process, found in known:
+        done = 0
+        for share in (options.requests // 10, options.requests) if process is not None else ():
+            load(client, names, 4, max((share - done) // 4, 1), min(options.answer, _SHORT))
+            done = share
+            show(found, "memory", {"requests": share, **memory(process)})
 
 
 def main() -> int:
@@ -213,7 +220,8 @@ def main() -> int:
     parser.add_argument("--address", help="of another server that runs, in place of ours")
     parser.add_argument("--context", type=int, default=1024, help="tokens (default: 1024)")
     parser.add_argument("--answer", type=int, default=256, help="tokens of the longest answers (default: 256)")
-    parser.add_argument("--each", type=int, default=4, help="requests of each client (default: 4)")
+    parser.add_argument("--each", type=int, default=2, help="requests of each client in a round (default: 2)")
+    parser.add_argument("--rounds", type=int, default=3, help="of each load, servers in turns (default: 3)")
     parser.add_argument(
         "--parallel", type=int, nargs="+", default=[1], help="answers at a time, of a server each (default: 1)"
     )
@@ -234,7 +242,8 @@ def main() -> int:
 
     with contextlib.ExitStack() as stack:
         if options.address:
-            measured(options.address, None, options, result["servers"], save)
+            result["servers"] = [{}]
+            measured([(options.address, None, result["servers"][0])], options, save)
         else:
             trained = Trained.find() if options.shape is None else None
             if trained is not None:
@@ -248,10 +257,17 @@ def main() -> int:
                 result["bare"] = beside(checkpoint, adapter, options)
                 print(json.dumps(result["bare"]), flush=True)
                 save()
+            started = []
             for parallel in options.parallel:
                 given = ["--context", str(options.context), "--parallel", str(parallel)]
-                with serving(checkpoint, adapter, given) as (address, process, seconds):
-                    measured(address, process, options, result["servers"], save, parallel=parallel, seconds=seconds)
+                started.append(Serving(checkpoint, adapter, given))
+                stack.callback(started[-1].end)
+                result["servers"].append({"parallel": parallel, "seconds": started[-1].seconds})
+            try:
+                addresses = [(one.address(), one.process.pid) for one in started]
+                measured([(*one, into) for one, into in zip(addresses, result["servers"])], options, save)
+            except Exception as error:
+                raise SystemExit(f"servers said: {[one.said() for one in started]}") from error
     return 0
 
 
