@@ -6,7 +6,7 @@ python benchmarks/serving/serving.py --address http://127.0.0.1:8080/v1   anothe
 
 `gemma4-compat serve` is started as a process. Each client streams requests one after the other, with other questions
 and lengths than its neighbours; a client's time to the first token includes the wait for its turn. Our servers, one
-for each number after `--parallel`, start at the same time, are warm then, and get their loads in turns. Before them, one
+for each number after `--parallel`, start at the same time, are warm then, and get loads in turns. Before them, one
 `generate` of the same model in a process of its own, without a server: milliseconds a token. At the end, memory of
 each server's process, and of the GPU in all, after a tenth of `--requests`, and after all of them.
 """
