@@ -225,7 +225,7 @@ def are_texts(config: Any, given: Mapping[str, Any], types: Any) -> bool:
         return False
     if not all(tracing.is_real(one) and not tracing.is_traced(one) for one in (tokens, types)):
         return False
-    if types.shape != tokens.shape[:2] or bool(((types == 1) | (types == 2)).any()):
+    if not _is_looked_up(config) or types.shape != tokens.shape[:2] or bool(((types == 1) | (types == 2)).any()):
         return False
     return _texts(config, tokens, given) is not None
 

@@ -15,6 +15,7 @@ from gemma4_compat._gemma4.attention import block_layout, products, windows
 from gemma4_compat._gemma4.state import checkpointing
 from gemma4_compat._graphs import recording
 from gemma4_compat._lab import tiny_models
+from gemma4_compat._lab.stand_ins import flash
 from gemma4_compat._lab.stand_ins.tape import standing_in
 from gemma4_compat._training.captured import layers
 from tests.helpers import without
@@ -349,6 +350,10 @@ def _eager(_monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     model.set_attn_implementation("eager")
 
 
+def _flash(_monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    model.set_attn_implementation({"text_config": "flash_attention_2"})
+
+
 def _evaluated(_monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     model.eval()
 
@@ -374,6 +379,19 @@ def test_models_that_have_no_use_for_it(
     assert not any(shape[0] == "torch.int32" for each in seen.values() for shape in each)
     monkeypatch.setattr(windows, "instead_of_mask", lambda *_: None)
     assert same(step(model, given), found)
+
+
+@pytest.mark.parametrize("change", [_registered, _eager, _flash, _evaluated, _off, _undone])
+def test_types_change_nothing_there(
+    built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]
+) -> None:
+    """Without them flash kernels would compute the sliding layers, and round differently."""
+    with flash.kernel() as (_, dtype):
+        model, given = only(built("31B"), windows=True, products=True), packed(BATCHES[0], TYPES)
+        change(monkeypatch, model.to(dtype))
+        found = step(model, given)
+        with without("transformers-image-types"):
+            assert same(step(model, given), found)
 
 
 @pytest.mark.parametrize("named", [{"output_attentions": True}, {"output_hidden_states": True}, {"use_cache": True}])
