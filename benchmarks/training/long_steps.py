@@ -34,6 +34,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import math
 import os
@@ -41,6 +42,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,16 +145,26 @@ class Steps:
                 weight.grad = None
             device.forget_peak()
 
-    def loss(self, sequence: int) -> Any:
-        """After a forward and a backward pass of random tokens."""
+    def tokens_of(self, sequence: int, seed: int = 1) -> Any:
+        """Random tokens, (1, ``sequence``), int64, on the device."""
         import torch
 
         vocabulary = self.model.config.get_text_config().vocab_size
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(3, min(250_000, vocabulary - 16), (1, sequence), generator=generator)
-        ids = ids.to(device.main_device())
-        with torch.autocast(ids.device.type, dtype=torch.bfloat16):
-            loss = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False).loss
+        return ids.to(device.main_device())
+
+    def text(self, sequence: int) -> Data:
+        """A batch of one text, of random tokens."""
+        ids = self.tokens_of(sequence)
+        return {"input_ids": ids, "attention_mask": ids.new_ones(ids.shape), "labels": ids}
+
+    def loss(self, batch: Data) -> Any:
+        """After a forward and a backward pass."""
+        import torch
+
+        with torch.autocast(batch["input_ids"].device.type, dtype=torch.bfloat16):
+            loss = self.model(**batch, use_cache=False).loss
         loss.backward()
         return loss.detach()
 
@@ -163,18 +175,18 @@ class Steps:
         with self.switched(way):
             optimizer = torch.optim.AdamW(list(self.trained.values()), lr=1e-4)
             device.forget_peak()
-            seconds, losses = self.timed(optimizer, sequence, 1 + steps)
+            seconds, losses = self.timed(optimizer, itertools.repeat(self.text(sequence), 1 + steps))
             median = statistics.median(seconds[1:])
             found = {"first_s": seconds[0], "seconds": seconds[1:], "tokens_per_second": sequence / median}
             return found | {"memory": device.memory(), "losses": losses}
 
-    def timed(self, optimizer: Any, sequence: int, steps: int) -> tuple[list[float], list[str]]:
-        """Seconds and loss of each step."""
+    def timed(self, optimizer: Any, batches: Iterable[Data]) -> tuple[list[float], list[str]]:
+        """Seconds and loss of the step of each batch."""
         seconds, losses = [], []
-        for _ in range(steps):
+        for batch in batches:
             device.synchronize()
             started = time.perf_counter()
-            loss = self.loss(sequence)
+            loss = self.loss(batch)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             losses.append(f"{loss.item():.9g}")
@@ -197,7 +209,7 @@ class Steps:
     def bits(self, way: Way, sequence: int) -> tuple[Any, dict[str, Any]]:
         """Loss and gradients of a step."""
         with self.switched(way):
-            loss = self.loss(sequence)
+            loss = self.loss(self.text(sequence))
             return loss.cpu(), {name: weight.grad.cpu() for name, weight in self.sorted()}
 
 

@@ -28,11 +28,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for --bits; read when CUDA starts
@@ -84,15 +85,15 @@ def without(way: str) -> str:
     return "plain" if way == "fast" else way.removeprefix("fast-")
 
 
-def measured(steps: long_steps.Steps, way: str, sequence: int, timed: int) -> Data:
-    """Times, peaks and losses of one turn."""
+def measured(steps: long_steps.Steps, way: str, batches: Iterable[Data], timed: int) -> Data:
+    """Times, peaks and losses of one turn. The batches are taken round and round."""
     import torch
 
     with switched(steps, way):
         optimizer = torch.optim.AdamW(list(steps.trained.values()), lr=1e-4)
         device.forget_peak()
         before = beside()
-        seconds, losses = steps.timed(optimizer, sequence, SETTLED + timed)
+        seconds, losses = steps.timed(optimizer, itertools.islice(itertools.cycle(batches), SETTLED + timed))
         counted = gemma4_compat.statistics(steps.model).training
         found: Data = {"seconds": seconds[SETTLED:], "losses": losses, "memory": device.memory()}
         found["beside_gib"] = None if before is None else (beside() or 0.0) - before
@@ -124,7 +125,7 @@ def bits(steps: long_steps.Steps, sequence: int) -> Data:
             for _ in range(5 if way == "fast" else 1):
                 for weight in steps.trained.values():
                     weight.grad = None
-                loss = steps.loss(sequence)
+                loss = steps.loss(steps.text(sequence))
             found[way] = loss.cpu(), {name: weight.grad.cpu() for name, weight in steps.sorted()}
     torch.use_deterministic_algorithms(False)
     return {way: long_steps.against(found["plain"], found[way]) for way in ("again", "fast")}
@@ -132,10 +133,11 @@ def bits(steps: long_steps.Steps, sequence: int) -> Data:
 
 def all_turns(run: long_steps.Run, steps: long_steps.Steps, sequence: int, timed: int) -> None:
     """Measure one length in every way, in turns, and keep what was found."""
+    batch = steps.text(sequence)
     for turn in range(TURNS):
         for way in run.arguments.ways:
             title = f"{sequence} {way} {turn + 1}"
-            found = run.attempt(title, 0, lambda way=way: measured(steps, way, sequence, timed))
+            found = run.attempt(title, 0, lambda way=way: measured(steps, way, [batch], timed))
             if found is None:
                 run.keep(f"{title}: {run.result['out'].get(title, 'not measured')}")
                 continue

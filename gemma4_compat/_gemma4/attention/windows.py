@@ -181,8 +181,6 @@ def instead_of_mask(sliding: bool, given: Mapping[str, Any]) -> Any:
         sliding: whether it is for the sliding layers, or for the others.
         given: what transformers' function that makes the mask is called with, by name.
     """
-    from transformers import masking_utils
-
     config, embeds = given.get("config"), given.get("inputs_embeds")
     model = trained(config)
     if model is None or not tracing.is_real(embeds) or tracing.is_traced(embeds):
@@ -194,13 +192,42 @@ def instead_of_mask(sliding: bool, given: Mapping[str, Any]) -> Any:
         return None
     if not (by_windows and _slides(config, embeds) if sliding else by_products and _multiplies(config, embeds)):
         return None
-    arguments = given.get("attention_mask"), cache_names.cache_in(given), given.get("position_ids")
-    found = masking_utils._preprocess_mask_arguments(config, embeds, *arguments, given.get("layer_idx") or 0)
-    early, mask, texts, tokens, keys, *_ = found
-    if early or texts is None or tokens != keys or (mask is not None and mask.shape != texts.shape):
-        return None
+    texts = _texts(config, embeds, given)
     images = given.get(masks.IMAGES)  # the 12B always has them: -1 for other tokens
-    return packing.by_text(texts, mask) if images is None or not bool((images >= 0).any()) else None
+    return None if texts is None or (images is not None and bool((images >= 0).any())) else packing.by_text(*texts)
+
+
+def _texts(config: Any, tokens: Any, given: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """What :func:`packing.by_text` takes, of rows that hold several texts; else None. ``tokens``: or embeddings."""
+    from transformers import masking_utils
+
+    arguments = given.get("attention_mask"), cache_names.cache_in(given), given.get("position_ids")
+    found = masking_utils._preprocess_mask_arguments(config, tokens, *arguments, given.get("layer_idx") or 0)
+    early, mask, texts, length, keys, *_ = found
+    if early or texts is None or length != keys or (mask is not None and mask.shape != texts.shape):
+        return None
+    return texts, mask
+
+
+def are_texts(config: Any, given: Mapping[str, Any], types: Any) -> bool:
+    """Whether a training step that ``train_fast`` asked something of packs texts, and types of tokens mark no image.
+
+    Masks of packed texts are the same without the types, and :func:`instead_of_mask` may then stand for them.
+
+    Args:
+        config: of the text model.
+        given: what the multimodal model is called with, by name.
+        types: of its tokens, ``mm_token_type_ids``. They are read, and so are positions, which waits for the GPU.
+    """
+    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    tokens: Any = embeds if ids is None else ids
+    if trained(config) is None or given.get("position_ids") is None or isinstance(given.get("attention_mask"), dict):
+        return False
+    if not all(tracing.is_real(one) and not tracing.is_traced(one) for one in (tokens, types)):
+        return False
+    if not _is_looked_up(config) or types.shape != tokens.shape[:2] or bool(((types == 1) | (types == 2)).any()):
+        return False
+    return _texts(config, tokens, given) is not None
 
 
 def _is_looked_up(config: Any) -> bool:

@@ -12,7 +12,8 @@ Fix: Beside images and videos, missing types are those of the processor, which a
 and audio tokens; with ``inputs_embeds`` the embeddings of those tokens. ``generate`` has them before it cuts a prompt
 or makes a mask. Given types that leave neighbouring tokens of an image unmarked are refused with an error (not inside
 ``torch.compile``, which cannot read values). Prompts without images or videos, masks made by the caller, and E2B and
-E4B, whose images are read from left to right, stay as they are.
+E4B, whose images are read from left to right, stay as they are. Only training steps of ``train_fast`` with
+several texts in a row leave out types that mark no image: masks are the same without, and then need not be made.
 
 Remove when: transformers derives the types of tokens from ``input_ids``.
 """
@@ -20,7 +21,9 @@ Remove when: transformers derives the types of tokens from ``input_ids``.
 import inspect
 from typing import Any
 
+from gemma4_compat._engine import dormant, versions
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._gemma4.attention import windows
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._gemma4.cache import prefill as prefill_of
 from gemma4_compat._gemma4.models import media
@@ -30,6 +33,7 @@ from gemma4_compat.patches.api import MODELING_GEMMA4, MODELING_UNIFIED, Origina
 PATCH = Patch("F118", severity="wrong_result", affected=">=5.5.0", after="transformers-image-masks-unified")
 
 _TYPES = "mm_token_type_ids"
+_TEXT_TRAINING = "transformers-text-training"
 
 
 @PATCH.replaces(MODELING_GEMMA4, "Gemma4Model.forward", group="gemma4")
@@ -47,6 +51,14 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
                 kwargs[_TYPES] = expected
             else:
                 _compare(kwargs[_TYPES], expected, held)
+    elif (
+        _TYPES in kwargs
+        and self.training
+        and _both_ways(self.config)
+        and windows.are_texts(self.config.get_text_config(), kwargs, kwargs[_TYPES])
+        and _may_lack_types()
+    ):
+        kwargs[_TYPES] = None
     return original(self, **kwargs)
 
 
@@ -72,6 +84,11 @@ def prefill(
             before = max(int(cache.get_seq_length()) + read - input_ids.shape[1], 0)
         model_kwargs[_TYPES] = media.token_types(self.model, input_ids, embeds, before=before)
     return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _may_lack_types() -> bool:
+    """Whether a training step without images needs no types."""
+    return versions.admits(">=5.6", versions.current("transformers") or "") or dormant.is_installed(_TEXT_TRAINING)
 
 
 def _both_ways(config: Any) -> bool:

@@ -15,8 +15,10 @@ from gemma4_compat._gemma4.attention import block_layout, products, windows
 from gemma4_compat._gemma4.state import checkpointing
 from gemma4_compat._graphs import recording
 from gemma4_compat._lab import tiny_models
+from gemma4_compat._lab.stand_ins import flash
 from gemma4_compat._lab.stand_ins.tape import standing_in
 from gemma4_compat._training.captured import layers
+from tests.helpers import without
 from tests.patches.training.parts import only
 from tests.unit.training.test_train_fast import SETTLED, adapted, gradients, same, spied
 
@@ -49,6 +51,8 @@ def built(tmp_path: Path) -> Callable[..., Any]:
         import torch
         import transformers
 
+        if variant == "12B":
+            pytest.importorskip("transformers.models.gemma4_unified", reason="this transformers has no 12B")
         folder = tiny_models.build_checkpoint(tmp_path / variant, variant=variant, full_width=512)
         found = getattr(transformers, kind).from_pretrained(folder, dtype=torch.bfloat16)
         return adapted(found)
@@ -64,7 +68,10 @@ def texts(lengths: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def packed(lengths: Sequence[int], way: str = "") -> dict[str, Any]:
-    """These texts as a collator gives them: transformers' with an option, with a mask of ones, or with padding."""
+    """These texts as a collator gives them: transformers' with an option, with a mask of ones, or with padding.
+
+    "types DTYPE NAME": with what a processor says of the tokens of a text, and a mask of ones.
+    """
     import torch
     from transformers import DataCollatorWithFlattening
 
@@ -77,7 +84,10 @@ def packed(lengths: Sequence[int], way: str = "") -> dict[str, Any]:
     found: dict[str, Any] = dict(
         DataCollatorWithFlattening(**({way: True} if way.startswith("return") else {}))(texts(lengths))
     )
-    if way == "ones":
+    if way.startswith("types"):
+        _, dtype, name = way.split()
+        found[name] = torch.zeros(found["input_ids"].shape, dtype=getattr(torch, dtype))
+    if way == "ones" or way.startswith("types"):
         found["attention_mask"] = torch.ones_like(found["input_ids"])
     if way == "two rows":
         other = packed(BATCHES[1])
@@ -114,6 +124,9 @@ def by_text(rows: int = 1, tokens: int = TOKENS) -> dict[str, set[tuple[Any, ...
 
 
 WAYS = ("", "ones", "left", "right", "two rows", "return_seq_idx", "return_flash_attn_kwargs")
+#: Of these, tokens of an image see each other; masks are made from ``mm_token_type_ids``.
+IN_BOTH_DIRECTIONS = ("12B", "31B", "26B-A4B")
+TYPES = "types int64 mm_token_type_ids"
 
 
 @pytest.mark.usefixtures("tapes")
@@ -125,6 +138,10 @@ WAYS = ("", "ones", "left", "right", "two rows", "return_seq_idx", "return_flash
         ("12B", "AutoModelForCausalLM", ""),
         ("31B", "AutoModelForCausalLM", "ones"),
         ("26B-A4B", "AutoModelForCausalLM", ""),
+        *((variant, "AutoModelForCausalLM", TYPES) for variant in ("E2B", *IN_BOTH_DIRECTIONS)),
+        ("E2B", "Gemma4ForCausalLM", TYPES),
+        ("31B", "AutoModelForCausalLM", "types int64 token_type_ids"),
+        *(("31B", "AutoModelForCausalLM", TYPES.replace("int64", dtype)) for dtype in ("int32", "bool", "float32")),
     ],
 )
 def test_one_graph_serves_any_boundaries(built: Callable[..., Any], variant: str, kind: str, way: str) -> None:
@@ -165,6 +182,35 @@ def test_bits_without_graphs(
     seen = masks(model, lambda: step(model, batches[0]))
     assert seen["full"] == seen["sliding"] == {("torch.bool", 1, 1, TOKENS, TOKENS)}
     assert all(same(step(model, given), one) for given, one in zip(batches, found, strict=True))
+
+
+@pytest.mark.parametrize("named", [{}, {"use_cache": True}], ids=str)
+@pytest.mark.parametrize("least", [0, TOKENS + 1], ids=["by windows", "too short for windows"])
+@pytest.mark.parametrize("variant", IN_BOTH_DIRECTIONS)
+def test_types_of_texts_change_nothing(
+    built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, variant: str, least: int, named: dict[str, Any]
+) -> None:
+    """Nor does what they would be read as: the bits of a step that gets a mask of all pairs made from them."""
+    monkeypatch.setattr(windows, "LEAST", {"cpu": least})
+    monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cpu": least})
+    model, given = only(built(variant), windows=True, products=True), packed(BATCHES[0], TYPES)
+    model.gradient_checkpointing_disable()
+    found, right = step(model, given, **named), step(model, packed(BATCHES[0], "ones"), **named)
+    assert same(right, found)
+    monkeypatch.setattr(windows, "instead_of_mask", lambda *_: None)
+    with without("transformers-image-types"):
+        assert same(step(model, given, **named), found)
+
+
+def test_types_stay_where_training_needs_them(built: Callable[..., Any]) -> None:
+    """Before transformers 5.6, if another patch is off."""
+    needed, model = "transformers-text-training", built("31B")
+    if gemma4_compat.status()[needed].state is not gemma4_compat.PatchState.APPLIED:
+        pytest.skip("this transformers trains on texts without types")
+    model, given = only(model, windows=True, products=True), packed(BATCHES[0], TYPES)
+    right = step(model, given)
+    with without(needed):
+        assert same(step(model, given), right)
 
 
 @pytest.mark.usefixtures("tapes")
@@ -216,18 +262,18 @@ def large_tensors() -> Any:
     return Noting
 
 
-@pytest.mark.parametrize("way", ["", "left"])
+@pytest.mark.parametrize("variant, way", [("E2B", ""), ("E2B", "left"), ("31B", TYPES)])
 def test_no_tensor_of_all_pairs(
-    built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, large_tensors: Any, way: str
+    built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, large_tensors: Any, variant: str, way: str
 ) -> None:
     tokens = 4096
     for module, name in ((windows, "UNIT"), (block_layout, "UNIT"), (products, "_MOST")):
         monkeypatch.setattr(module, name, 512)
     monkeypatch.setattr(windows, "ROUNDED", 512)
-    model = built()
+    model = built(variant)
     model.config.get_text_config().max_position_embeddings = 2 * tokens
     only(model, windows=True, products=True, loss=True)
-    given = packed((1000, 96, 3000 - (PADDING if way else 0)), way)
+    given = packed((1000, 96, 3000 - (PADDING if way == "left" else 0)), way)
     with large_tensors(tokens) as mode:
         step(model, given)
     assert mode.found == set()
@@ -304,6 +350,10 @@ def _eager(_monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     model.set_attn_implementation("eager")
 
 
+def _flash(_monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    model.set_attn_implementation({"text_config": "flash_attention_2"})
+
+
 def _evaluated(_monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     model.eval()
 
@@ -329,6 +379,19 @@ def test_models_that_have_no_use_for_it(
     assert not any(shape[0] == "torch.int32" for each in seen.values() for shape in each)
     monkeypatch.setattr(windows, "instead_of_mask", lambda *_: None)
     assert same(step(model, given), found)
+
+
+@pytest.mark.parametrize("change", [_registered, _eager, _flash, _evaluated, _off, _undone])
+def test_types_change_nothing_there(
+    built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]
+) -> None:
+    """Without them flash kernels would compute the sliding layers, and round differently."""
+    with flash.kernel() as (_, dtype):
+        model, given = only(built("31B"), windows=True, products=True), packed(BATCHES[0], TYPES)
+        change(monkeypatch, model.to(dtype))
+        found = step(model, given)
+        with without("transformers-image-types"):
+            assert same(step(model, given), found)
 
 
 @pytest.mark.parametrize("named", [{"output_attentions": True}, {"output_hidden_states": True}, {"use_cache": True}])
