@@ -201,7 +201,8 @@ def measured(servers: list[tuple[str, int | None, dict[str, Any]]], options: arg
     for clients in CLIENTS:
         for turn in range(options.rounds + 1):
             for client, names, _, found in known:
-                new = load(client, names[:1], clients, options.each if turn else 1, options.answer)
+                each = max(options.each, 4 // clients) if turn else 1  # answers of all lengths
+                new = load(client, names[:1], clients, each, options.answer)
                 if turn:
                     show(found, "loads", new)
     for client, names, process, found in known:
