@@ -19,6 +19,7 @@ from gemma4_compat._gemma4 import host
 from gemma4_compat._gemma4.quantization import expert_storage, quant_states
 from gemma4_compat._graphs import decoder, deferred_stop
 from gemma4_compat._kernels import card_memory
+from gemma4_compat._kernels.specs import expert_slots
 from gemma4_compat._memory import use
 from gemma4_compat._offload.transfer import expert_lookup, streaming
 
@@ -82,8 +83,6 @@ class Kept:
 
     def __init__(self, lookups: list[expert_lookup.ExpertLookup], number: int) -> None:
         import torch
-
-        from gemma4_compat._kernels.specs import expert_slots
 
         device = lookups[0].device
         sizes = [_size(lookup, number) for lookup in lookups]
@@ -182,16 +181,17 @@ def number(decoding: decoder.Decoding, model: Any, rows: int, found: list[expert
     import torch
 
     text, experts = model.config.get_text_config(), int(found[0].module.num_experts)
+    most = min(experts, expert_slots.MOST)
     left = host.free_memory(model.device, decoding.prompts.nbytes)
     if left is None:
-        return experts
+        return most
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(model.device)
     if fraction < 1:  # PyTorch may not allocate more, and would not know of this memory
         total = torch.cuda.get_device_properties(model.device).total_memory
         left = min(left, int(fraction * total) - torch.cuda.memory_allocated(model.device) - decoding.prompts.nbytes)
     chosen = 3 * rows * text.top_k_experts * text.moe_intermediate_size * text.hidden_size * model.dtype.itemsize
     each = sum(_size(lookup, experts) for lookup in found) // experts
-    return min(experts, use.room_for_experts(left - 2 * chosen) // each)  # dequantized in a graph, and without one
+    return min(most, use.room_for_experts(left - 2 * chosen) // each)  # dequantized in a graph, and without one
 
 
 def _lookups(model: Any) -> list[expert_lookup.ExpertLookup]:

@@ -5,19 +5,19 @@
 #include "prelude.cuh"
 
 namespace expert_slots {
-enum { WORDS = 4 };  // of a thread, on their way at once
+enum { WARP = 32, WORDS = 4 };  // words of a thread on their way at once; those of a warp are in one piece
 
 template <typename Word>
 __device__ __forceinline__ void copied(const unsigned char* from, unsigned char* to, unsigned long long bytes) {
-  const unsigned int words = (unsigned int)(bytes / sizeof(Word)), step = gridDim.x * blockDim.x;
-  for (unsigned int begin = blockIdx.x * blockDim.x + threadIdx.x; begin < words; begin += WORDS * step) {
+  const unsigned int words = (unsigned int)(bytes / sizeof(Word)), i = blockIdx.x * blockDim.x + threadIdx.x;
+  for (unsigned int at = i / WARP * (WARP * WORDS) + i % WARP; at < words; at += WORDS * gridDim.x * blockDim.x) {
     Word held[WORDS];
     #pragma unroll
     for (int k = 0; k < WORDS; ++k)
-      if (begin + k * step < words) held[k] = ((const Word*)from)[begin + k * step];
+      if (at + k * WARP < words) held[k] = ((const Word*)from)[at + k * WARP];
     #pragma unroll
     for (int k = 0; k < WORDS; ++k)
-      if (begin + k * step < words) ((Word*)to)[begin + k * step] = held[k];
+      if (at + k * WARP < words) ((Word*)to)[at + k * WARP] = held[k];
   }
 }
 
@@ -69,9 +69,9 @@ __global__ void chosen(const long long* __restrict__ chosen, int* state, long lo
 // Blocks in y: indices. n0 tensors, for each of which `layout` has where it begins in `memory` and in `slots`, and the
 // bytes of a row.
 template <int THREADS>
-__global__ void __launch_bounds__(THREADS) filled(const unsigned char* __restrict__ memory, const long long* __restrict__ layout,
-    const long long* __restrict__ chosen, const long long* __restrict__ into, const int* __restrict__ missing,
-    unsigned char* slots, unsigned int n0) {
+__global__ void __launch_bounds__(THREADS) filled(const unsigned char* __restrict__ memory,
+    const long long* __restrict__ layout, const long long* __restrict__ chosen, const long long* __restrict__ into,
+    const int* __restrict__ missing, unsigned char* slots, unsigned int n0) {
   if (!missing[blockIdx.y]) return;
   for (unsigned int k = 0; k < n0; ++k, layout += 3) {
     const unsigned long long bytes = layout[2];
