@@ -22,7 +22,8 @@ the planner says of it, and seconds), "training" (steps of QLoRA, of card, exper
 first loss, against the card), "cold" (of disk: forwards of a token while nothing of the files is in memory, where the
 system lets go of them, and what reading them takes by itself). The file is written after each of them, and nothing is
 begun after --minutes. With `--add-to FILE`, what an earlier run on the same kind of machine has is taken from it.
-`--shape tiny` runs on a CPU, too. Exit code 1: something raised, or bits differ.
+`--shape tiny` runs on a CPU, too. Only "kept", in "speed", has experts stay on the card: all else has a streamer of
+ours between two tokens. Exit code 1: something raised, or bits differ.
 """
 
 from __future__ import annotations
@@ -269,10 +270,36 @@ def speed(run: Run, model: Any, name: str, *, slow: bool) -> Data:
         found["separate_kernels"] = {"tok_s": (len(times) - 1 - settled) / (times[-1] - times[settled])}
     if device.main_device() != "cpu" and not counted.replayed:
         run.result["problems"].append(f"nothing was replayed: {', '.join(counted.reasons)}")
+    if name in ("experts", "layers") or name.startswith("budget"):
+        found["kept"] = kept(model)
     found["steps"] = {
         key: getattr(counted, key) for key in ("replayed", "captured", "fused", "capture_seconds", "reasons")
     }
     return found
+
+
+def kept(model: Any) -> Data:
+    """Tokens a second while the experts used last stay on the card, which needs that no streamer of ours runs."""
+    from gemma4_compat._graphs import decoder
+
+    tokens, settled = TOKENS["replayed"]
+    for _ in range(2):  # graphs are captured, and fused
+        generate(model, "replayed", tokens, ids(model, PROMPT))
+    before, seconds = _counted_experts(decoder.statistics(model)), []
+    for count in (settled, tokens):
+        device.synchronize()
+        started = time.perf_counter()
+        generate(model, "replayed", count, ids(model, PROMPT))
+        device.synchronize()
+        seconds.append(time.perf_counter() - started)
+    both = [now - then for now, then in zip(_counted_experts(decoder.statistics(model)), before, strict=True)]
+    found = decoder.of(model).experts
+    memory = {} if found is None else {"slots": found.number, "gib": found.nbytes / GIB}
+    return {"tok_s": (tokens - settled) / (seconds[1] - seconds[0]), "hit_rate": both[0] / max(sum(both), 1)} | memory
+
+
+def _counted_experts(counted: Any) -> tuple[int, int]:
+    return counted.experts_kept, counted.experts_brought
 
 
 def cold(model: Any) -> Data:

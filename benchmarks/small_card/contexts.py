@@ -59,7 +59,7 @@ def planned(model: Any, context: int, prompt: int, chunk: int | None) -> Data:
     blueprint, share = chunks.shapes(model)
     load = Load(context=context, prompt=prompt, prefill_chunk=chunk, fast=True)
     found = use_of(blueprint, share, load, budget=1 << 62)
-    return {"prompt_gib": found.prefill / device.GIB, "decoding_gib": found.decode / device.GIB}
+    return {"prompt_gib": found.prefill / device.GIB, "decoding_gib": (found.decode - found.experts) / device.GIB}
 
 
 def measured(model: Any, way: str, tokens: int, new: int, held: float) -> Data:

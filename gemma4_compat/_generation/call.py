@@ -9,6 +9,7 @@ from typing import Any
 
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._gemma4.models import family
+from gemma4_compat._generation import expert_slots
 from gemma4_compat._generation.prompts import buckets, embedded, prompts
 from gemma4_compat._generation.sampling import best_words
 from gemma4_compat._graphs import decoder, static_caches, step_inputs, steps, unsupported
@@ -31,6 +32,7 @@ class Decoder:
         self.following: step_inputs.Following | None = None
         self._first, self._given_up, self._asked = True, False, False
         self._head: best_words.Head | None = None
+        self._experts: expert_slots.Kept | None = None
 
     def is_for(self, cache: Any) -> bool:
         """Whether this one serves a ``generate`` with that cache, and has not begun."""
@@ -50,7 +52,7 @@ class Decoder:
         return outputs
 
     def _forward(self, *args: Any, **inputs: Any) -> Any:
-        step = None if args else steps.Step.of(self._decoding, self.model, inputs, self._best_words)
+        step = None if args else steps.Step.of(self._decoding, self.model, inputs, self._copies)
         if step is None:
             return self.model(*args, **inputs) if args or not self._decoding.preferred else self._read(inputs)
         if not self._given_up:
@@ -62,12 +64,21 @@ class Decoder:
         with self._decoding.arithmetic(self.model.device):
             return self.model(**inputs)
 
-    def _best_words(self, rows: int) -> best_words.Head | None:
-        """The head in two stages, for all steps of this ``generate``; found in the first one."""
+    def _copies(self, rows: int) -> tuple[best_words.Head | None, expert_slots.Kept | None]:
+        """The head in two stages and experts on the card, for all steps of this ``generate``; found in the first."""
         if not self._asked:
             self._asked = True
             self._head = self.exclusively(lambda: best_words.of(self._decoding, self.model, rows))
-        return self._head
+            self._experts = self.exclusively(lambda: expert_slots.of(self._decoding, self.model, rows))
+        elif self._experts is not None:
+            self._experts = self.exclusively(self._same_experts)
+        return self._head, self._experts
+
+    def _same_experts(self) -> expert_slots.Kept | None:
+        """Those of this ``generate``, unless another text has had others made, or needs the memory."""
+        if self._experts is None or self._experts is not self._decoding.experts:
+            return None
+        return self._experts if self._experts.is_there else expert_slots.taken(self._decoding, self.model.device)
 
     def _run(self, step: steps.Step) -> Any:
         if step.unsupported_reason is not None:
@@ -136,6 +147,7 @@ class Decoder:
         except torch.OutOfMemoryError:
             with self._decoding.lock.held():
                 released = self._decoding.prompts.release()
+                released |= self._decoding.give_back_experts()
                 if not (self._decoding.give_back_head() or released) or not again:
                     raise
         static_caches.empty(cache)  # not in the handler: the error holds what the forward had

@@ -126,6 +126,7 @@ class Decoding:
         self.memories: list[static_caches.Memory] = []
         self.head: Any = None  # a `best_words.Kept`
         self.has_room_for_head = True  # until a prompt needed what it takes
+        self.experts: Any = None  # an `expert_slots.Kept`
         self.waiting: weakref.ref[Any] | None = None  # the `call.Decoder` that was made last
         self.largest_buckets: dict[tuple[int, int], int] = {}  # of prompts, in tokens, by rows and length of the cache
         self.shapes: Any = None  # of the model and where it is, for `_generation.prompts.chunks`
@@ -231,6 +232,7 @@ class Decoding:
                 self._states.lose(Cause.TURNED_OFF)
             self.memories, self.shapes, self.largest_buckets = [], None, {}
             self.head, self.has_room_for_head = None, True
+            self.drop_experts()
             for assistant in self.known_assistants:
                 of(assistant).clear()
             self.known_assistants.clear()
@@ -249,6 +251,22 @@ class Decoding:
                 self.drop_head()
                 self.has_room_for_head = False
             return found
+
+    def drop_experts(self) -> None:
+        """Release the experts that are kept on the card, and the steps that read them."""
+        self.give_back_experts()
+        self.steps.drop(lambda graph: graph.reads_slots)
+        self.experts = None
+
+    def give_back_experts(self) -> bool:
+        """Release their memory until a step takes it again. False if it is not there."""
+        with self.lock.held():
+            if self.experts is None or not self.experts.is_there:
+                return False
+            if self._stream is not None:
+                self._stream.synchronize()
+            self.experts.give_back()
+            return True
 
     @property
     def captured(self) -> bool:
@@ -314,4 +332,6 @@ def statistics(model: Any) -> DecodingStatistics:
         return _read_early.setdefault(inner, DecodingStatistics())
     if found.head is not None:
         found.statistics.head_words, found.statistics.head_tokens = found.head.counts()
+    if found.experts is not None:
+        found.statistics.experts_kept, found.statistics.experts_brought = found.experts.counts()
     return found.statistics

@@ -143,6 +143,9 @@ class DecodingStatistics(Statistics):
         whole_heads: those in which the logits of all words were: how often each reason.
         head_tokens: tokens of the former, since the copy of the head that they read has its place.
         head_words: logits that were computed for them.
+        experts_kept: experts of layers in host memory that a step needed and the card still had, since it has room for
+            so many of them.
+        experts_brought: those that were read over the bus to the card.
     """
 
     fused: int = 0
@@ -163,6 +166,8 @@ class DecodingStatistics(Statistics):
     whole_heads: dict[str, int] = field(default_factory=dict)
     head_tokens: int = 0
     head_words: int = 0
+    experts_kept: int = 0
+    experts_brought: int = 0
 
     def note(self, found: Recapture) -> None:
         """Count why a step needs another graph, if it had one."""

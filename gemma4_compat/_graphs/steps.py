@@ -17,7 +17,7 @@ from gemma4_compat._graphs.captured_calls import REMEMBERED, Call, Known, Pool
 from gemma4_compat._graphs.recording import RECORDERS, Recording, capturing
 from gemma4_compat._graphs.statistics import Cause, Recapture
 from gemma4_compat._kernels import noted
-from gemma4_compat._offload.transfer import streaming
+from gemma4_compat._offload.transfer import expert_lookup, streaming
 
 #: Grows with the text, and only the prompt reads it (transformers 5.5; later releases leave it out themselves).
 _OF_THE_PROMPT = ("mm_token_type_ids", "token_type_ids")
@@ -25,8 +25,9 @@ _FUSING = "fusing the kernels of a CUDA graph, once; what is found is kept for l
 _log = logging.getLogger("gemma4_compat")
 
 
-def _whole(_rows: int) -> None:
-    """All words matter."""
+def _nothing(_rows: int) -> tuple[None, None]:
+    """All words matter, and no experts are kept."""
+    return None, None
 
 
 @dataclass(eq=False)
@@ -42,6 +43,7 @@ class Graph:
     pool: Pool
     progress: fused_steps.Progress
     reads_copy: bool = False  # of the head
+    reads_slots: bool = False  # of experts
 
 
 class Step(Call):
@@ -54,6 +56,7 @@ class Step(Call):
         cache: the cache among them.
         found: its tensors.
         head: a ``best_words.Head``, if only its best words matter.
+        experts: an ``expert_slots.Kept``, if some stay on the card.
 
     Attributes:
         inputs: with positions of their own.
@@ -83,8 +86,9 @@ class Step(Call):
         cache: Any,
         found: tuple[Any, ...],
         head: Any = None,
+        experts: Any = None,
     ) -> None:
-        self.decoding, self.model, self.cache, self._head = decoding, model, cache, head
+        self.decoding, self.model, self.cache, self._head, self._experts = decoding, model, cache, head, experts
         self.inputs = _with_own_positions(inputs)
         self.device = inputs[self.reads].device
         self.tensors = signatures.tensors(self.inputs)
@@ -92,14 +96,17 @@ class Step(Call):
         self.addresses = static_caches.addresses(found)
         self.tokens = self.added = int(inputs[self.reads].shape[1])
         named = self.inputs if head is None else {**self.inputs, "best words": head.most}
+        named = named if experts is None else {**named, "experts on the card": experts.key}
         self.signature = self.refused_as = signatures.of(self._update_modes(), named, self.tensors)
         self.fuses, self.statistics = decoding.fuses, decoding.statistics
 
     @classmethod
-    def of(cls, decoding: Any, model: Any, inputs: dict[str, Any], head: Callable[[int], Any] = _whole) -> Step | None:
+    def of(
+        cls, decoding: Any, model: Any, inputs: dict[str, Any], copies: Callable[[int], tuple[Any, Any]] = _nothing
+    ) -> Step | None:
         """The step with these inputs; None if it reads several tokens, or has another kind of cache.
 
-        ``head``: returns what :class:`Step` gets of a batch with so many rows.
+        ``copies``: returns the head and the experts that :class:`Step` gets, of a batch with so many rows.
         """
         cache, ids = cache_names.cache_in(inputs), inputs.get("input_ids")
         if cache is None or ids is None or ids.ndim != 2 or ids.shape[1] != 1 or not static_caches.is_static(cache):
@@ -107,7 +114,7 @@ class Step(Call):
         found = static_caches.tensors(cache)
         if found is None:
             return None
-        return cls(decoding, model, without_token_types(inputs), cache, found, head(len(ids)))
+        return cls(decoding, model, without_token_types(inputs), cache, found, *copies(len(ids)))
 
     @property
     def unsupported_reason(self) -> str | None:
@@ -136,16 +143,27 @@ class Step(Call):
         return tuple(map(static_caches.window_full, self.sliding))
 
     def has_settings(self) -> bool:
-        """Whether the settings of torch are still those of its signature."""
-        return bool(self.signature[3:] == signatures.settings())
+        """Whether the settings of torch are still those of its signature, and the memory that it reads is there."""
+        return self._has_experts and bool(self.signature[3:] == signatures.settings())
+
+    def begins(self, known: Known) -> bool:
+        """Whether no other thread has the experts' memory: a prompt, say."""
+        return self._has_experts
+
+    @property
+    def _has_experts(self) -> bool:
+        return self._experts is None or bool(self._experts.is_there)
 
     def forward(self, inputs: dict[str, Any]) -> Any:
         """Run the model with these inputs, which may be those of a graph."""
         return self.model(**inputs)
 
-    def numerics(self) -> Any:
+    @contextlib.contextmanager
+    def numerics(self) -> Iterator[None]:
         """To be entered around each forward."""
-        return self.decoding.arithmetic(self.device, self.tokens, self._head)
+        slots = self._experts.layers if self._experts is not None and self._has_experts else {}
+        with self.decoding.arithmetic(self.device, self.tokens, self._head), expert_lookup.kept_in(slots):
+            yield
 
     def changes(self) -> list[Any]:
         """The tensors of the cache that it may change, as views."""
@@ -196,6 +214,8 @@ class Step(Call):
 
     def run_first(self) -> Any:
         """Run the first step of a signature without a graph: libraries set themselves up, hooks settle."""
+        if self._experts is not None and self.device.type == "cuda":
+            self.decoding.follow_stream(self.device)  # the last replay may still change slots
         with self.numerics(), static_caches.shifted(self.cache):
             return self.forward(self.inputs)
 
@@ -211,7 +231,7 @@ class Step(Call):
             self.decoding.keep_memory(self.cache)
         inputs, own = exchanged(static, self.cache, CACHE), signatures.tensors(static)
         made = self.signature, self.addresses, recording, inputs, own, outputs, pool, self.progress()
-        graph = Graph(*made, reads_copy=self._head is not None)
+        graph = Graph(*made, reads_copy=self._head is not None, reads_slots=self._experts is not None)
         if fused is not None:
             graph.progress.end()
         return graph

@@ -224,9 +224,7 @@ class CudaCompiler:
 
     @functools.cached_property
     def _driver(self) -> launching.Driver:
-        from torch.cuda import _utils
-
-        return launching.Driver(_utils._get_cuda_library())
+        return launching.driver()
 
     @functools.cached_property
     def _options(self) -> tuple[str, ...]:

@@ -107,12 +107,27 @@ class Driver:
 
         return Launcher(launch, device, early=early)
 
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call one of its functions with arguments of ctypes.
+
+        Raises:
+            RuntimeError: it failed; the message has CUDA's name of the error.
+        """
+        self._check(getattr(self._library, name)(*arguments), name)
+
     def _check(self, result: int, what: str) -> None:
         if result:
             name = ctypes.c_char_p()
             self._library.cuGetErrorName(result, ctypes.byref(name))
             error = name.value.decode() if name.value else f"error {result}"
             raise RuntimeError(f"CUDA's driver: {what}: {error}")
+
+
+def driver() -> Driver:
+    """That of this process, which PyTorch has loaded."""
+    from torch.cuda import _utils
+
+    return Driver(_utils._get_cuda_library())
 
 
 def may_start_early(text: str, capability: tuple[int, int], driver: Driver) -> bool:

@@ -11,6 +11,9 @@ from gemma4_compat._memory import formulas
 from gemma4_compat._memory.blueprint import Block, Blueprint
 from gemma4_compat._memory.formulas import MEASURED, Load, TrainingLoad
 
+#: Bytes that stay free where experts are kept: for graphs, and a longer text.
+SPARE = 1 << 29
+
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
@@ -26,6 +29,8 @@ class Use:
             have a second time, and what its graphs keep; 0 without one.
         head: the 8-bit copy of the head that fast decoding reads, in ``prefill`` and ``decode``; 0 where none is made,
             as where not as much again stays free.
+        experts: those of host memory that fast decoding keeps, in ``decode``: as many of the last ones as a share of
+            what is left has room for (:func:`room_for_experts`); 0 where it keeps none.
         loading: peak in ``from_pretrained``.
         prefill: peak of the first forward, including towers; or of a training step.
         decode: peak while decoding, at the end of the context.
@@ -43,6 +48,7 @@ class Use:
     graph: int = 0
     assistant: int = 0
     head: int = 0
+    experts: int = 0
 
     @property
     def peak(self) -> int:
@@ -51,8 +57,8 @@ class Use:
 
     @property
     def least(self) -> int:
-        """The same without the copy of the head, which is made only if it fits."""
-        return max(self.loading, max(self.prefill, self.decode) - self.head)
+        """The same without copies of the head and of experts, which are made only if they fit."""
+        return max(self.loading, self.prefill - self.head, self.decode - self.head - self.experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +144,27 @@ def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, bud
         assistant=assistant,
     )
     copy = _head_copy(blueprint, share, load)
-    if not copy or max(found.prefill, found.decode + copy) + copy > budget:
-        return found
-    return replace(found, head=copy, prefill=found.prefill + copy, decode=found.decode + copy)
+    if copy and max(found.prefill, found.decode + copy) + copy <= budget:
+        found = replace(found, head=copy, prefill=found.prefill + copy, decode=found.decode + copy)
+    kept = _kept_experts(blueprint, share, load, budget - found.decode) if few else 0
+    return replace(found, experts=kept, decode=found.decode + kept)
+
+
+def room_for_experts(left: int) -> int:
+    """Bytes in which fast decoding keeps experts, of those that are left beside a step: three quarters, or fewer that
+    leave :data:`SPARE`.
+    """
+    return left - max(left // 4, SPARE)
+
+
+def _kept_experts(blueprint: Blueprint, share: Share, load: Load, left: int) -> int:
+    """What experts of host memory take that fast decoding keeps, where it has so many bytes left."""
+    away = sum(block.experts_away.allocated for block in (*share.looked_up, *share.streamed))
+    if not away or blueprint.experts is None or not load.fast or load.weights_only:
+        return 0
+    number, taken, _ = blueprint.experts
+    slots = min(number, room_for_experts(left) // (away // number))
+    return away // number * slots if slots >= taken else 0
 
 
 def _head_copy(blueprint: Blueprint, share: Share, load: Load) -> int:

@@ -244,7 +244,7 @@ model model_class device_map quantization quantize_offloaded experts cpu disk pa
 slow_because own_attention copies_because context batch vision audio longest_context prefill_chunk chunked_prefill
 longest_chunked modelled not_modelled measured assumed code
 """
-_USE = "weights pages adapter kv graph head assistant loading prefill decode peak budget"
+_USE = "weights pages adapter kv graph head experts assistant loading prefill decode peak budget"
 #: Attributes whose keys are other names.
 _ATTRIBUTES = {"paged": "streamed", "pages": "stream_buffers"}
 

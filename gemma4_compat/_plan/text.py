@@ -192,14 +192,17 @@ def _decoding(plan: Plan, width: int) -> Iterator[str]:
     text += f"Its graphs keep {size_text(pools)}"
     copies = sum(use.head for use in plan.use.values())
     text += f", and a copy of the head in 8 bits {size_text(copies)}." if copies else "."
+    if kept := sum(use.experts for use in plan.use.values()):
+        text += f" The experts used last stay on the accelerator, {size_text(kept)} of them: no token brings those."
+    most, least = ("at most ", "at least ") if kept else ("", "")
     if plan.brought:
-        text += f" The bus limits its speed: each token brings {size_text(plan.brought)} over it."
+        text += f" The bus limits its speed: each token brings {most}{size_text(plan.brought)} over it."
         if plan.streamed:
-            least, most = (round(100 * share) for share in speed.BUS_SHARE)
-            text += f" Where it was measured, replay of streamed layers reached {least} to {most} % of the bus."
+            shares = " to ".join(str(round(100 * share)) for share in speed.BUS_SHARE)
+            text += f" Where it was measured, replay of streamed layers reached {shares} % of the bus."
         buses = {f"{size_text(plan.bus)}/s": plan.bus} if plan.bus else BUSES
         allowed = ", ".join(f"{bus / plan.brought:.1f} at {name}" for name, bus in buses.items())
-        text += f" Tokens a second that the bus allows, computed: {allowed}."
+        text += f" Tokens a second that the bus allows, computed: {least}{allowed}."
     else:
         text += " The card limits its speed."
     if plan.rate.measured:

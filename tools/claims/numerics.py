@@ -17,6 +17,7 @@ from gemma4_compat._kernels import kernel_files, kernels
 from gemma4_compat._kernels.match import reading
 from gemma4_compat._kernels.specs import attention, dense, flash, nf4_gemv
 from gemma4_compat._kernels.specs import products as own_products
+from gemma4_compat._memory import use
 from gemma4_compat._plan import prompt_kernels
 from tools.claims.form import Claim, in_file, result, text_of
 from tools.claims.running import experts
@@ -30,6 +31,12 @@ def ends(values: Any) -> tuple[float, float]:
     """The least and the most."""
     found = list(values)
     return min(found), max(found)
+
+
+def left_by_experts() -> tuple[int]:
+    """MiB that stay free at least, where less than a quarter of what is free has as much."""
+    assert use.room_for_experts(16 << 30) == 12 << 30
+    return (use.SPARE >> 20,)
 
 
 def products() -> tuple[float, ...]:
@@ -201,6 +208,7 @@ CLAIMS = (
         "(H100; widths 256 and 512, bf16 and fp16, 1 to {:,} keys)",
         decoded_attention,
     ),
+    Claim(_PAGE, "three quarters of what is free, or what leaves {} MiB", left_by_experts),
     Claim(_PAGE, "not a power of two from {} to {}", lambda: ends(attention.WIDTHS)),
     Claim(_PAGE, "then cost {:.0f} to {:.0f} % of a token's time", lost_before),
     Claim(

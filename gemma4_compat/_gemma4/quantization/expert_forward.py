@@ -173,10 +173,17 @@ def _for_chosen(add: Any, chosen: Any) -> Any:
 
 
 def values_of(
-    parameter: Any, chosen: Any, added: Iterable[Callable[[Any], Any]], rows: Callable[[Any, Any], Any] | None = None
+    parameter: Any,
+    chosen: Any,
+    added: Iterable[Callable[[Any], Any]],
+    rows: Callable[[Any, Any], Any] | None = None,
+    at: Any = None,
 ) -> Any:
-    """The values of a 4-bit parameter, as from :func:`expert_storage.dequantized`, plus what PEFT adds to them."""
-    values = dequantized(parameter, chosen, rows)
+    """The values of a 4-bit parameter, as from :func:`expert_storage.dequantized`, plus what PEFT adds to them.
+
+    ``at``: where the ``chosen`` experts are in the parameter, if it does not have all.
+    """
+    values = dequantized(parameter, chosen if at is None else at, rows)
     for add in added:
         values = add(values) if chosen is None else _for_chosen(add, chosen)(values)
     return values

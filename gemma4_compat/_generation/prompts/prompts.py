@@ -208,6 +208,7 @@ def make_room(decoding: Decoding, model: Any, inputs: dict[str, Any]) -> None:
     """Before a forward without a graph: if it may need the memory that the graphs of prompts keep, drop them."""
     read = _read(inputs)
     if read is not None and read.shape[1] > 1:
+        decoding.give_back_experts()
         masks = not isinstance(inputs.get("attention_mask"), dict)
         _make_room(decoding, model, read.device, *_asked(inputs), masks=masks)
 

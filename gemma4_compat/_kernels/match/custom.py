@@ -24,7 +24,7 @@ from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
 from gemma4_compat._kernels.fuse.pointwise import DOT, Load, Value
 from gemma4_compat._kernels.match import top_tokens
-from gemma4_compat._kernels.specs import attention, dense, flash, head, nf4_gemv, products, shifting
+from gemma4_compat._kernels.specs import attention, dense, expert_slots, flash, head, nf4_gemv, products, shifting
 
 #: Properties of a tensor that its shape, dtype and device decide.
 _PROPERTIES = frozenset({"device", "dtype", "is_cuda", "itemsize", "layout", "ndim", "requires_grad", "shape"})
@@ -314,6 +314,12 @@ def _shift(keys: Any, values: Any, new_keys: Any, new_values: Any, by_kernel: bo
     shifting.copied(keys, values, new_keys, new_values)
 
 
+def _bring(chosen: Any, memory: Any, layout: Any, slots: Any, state: Any, counts: Any, *sizes: int) -> Any:
+    wanted, result = expert_slots.kernels(chosen, memory, layout, slots, state, counts, sizes)
+    launch(chosen.device, *wanted)
+    return result
+
+
 def _shifted_by_kernel(*args: Any) -> bool:
     operator("shift")(*args, True)
     return True
@@ -347,6 +353,8 @@ _OPERATORS: dict[Callable[..., Any], str] = {
     _flash_bounds: "(Tensor mask) -> Tensor",
     _flash: "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bounds, float scale) -> Tensor",
     _shift: "(Tensor(a!) keys, Tensor(b!) values, Tensor new_keys, Tensor new_values, bool by_kernel) -> ()",
+    _bring: "(Tensor chosen, Tensor memory, Tensor layout, Tensor(a!) slots, Tensor(b!) state, Tensor(c!) counts,"
+    " int experts, int held) -> Tensor",
     top_tokens.filtered: "(Tensor scores, int k, float p, int least, bool single) -> Tensor",
     top_tokens.drawn: "(Tensor scores, Tensor noise, int k, float p, int least) -> Tensor",
 }
@@ -369,6 +377,30 @@ def computes_best_words(weight: Any) -> bool:
         return same and bool(chosen[expected >= expected.topk(8).values[..., -1:]].all())
 
     return own.selftest(key, "the head in two stages", "the whole head is computed", has_same_bits)
+
+
+def brings_experts(device: Any) -> bool:
+    """Whether experts can be kept on this device: slots get the bytes that the host has."""
+
+    def has_same_bits() -> bool:
+        experts, held, rows, place = 5, 3, (48, 20, 3), 256  # words of 16 and of 4 bytes, and bytes
+        generator = torch.Generator(device).manual_seed(0)
+        memory = torch.randint(0, 256, (len(rows), place), generator=generator, device=device, dtype=torch.uint8)
+        slots, counts = torch.zeros_like(memory), torch.zeros(2, dtype=torch.int64, device=device)
+        state = torch.full((expert_slots.state_size(experts, held),), -1, dtype=torch.int32, device=device)
+        layout = torch.tensor([(place * k, place * k, row) for k, row in enumerate(rows)], device=device)
+        same = True
+        for chosen in ([0, 1], [2, 0, 2], [3], [4, 3, 1], [0]):
+            numbers = torch.tensor(chosen, device=device)
+            into = _bring(numbers, memory, layout, slots, state, counts, experts, held)
+            for row, there, here in zip(rows, memory, slots, strict=True):
+                there, here = there[: experts * row].view(experts, row), here[: held * row].view(held, row)
+                same &= torch.equal(there[numbers], here[into])
+        return same and counts.tolist() == [2, 7]
+
+    operators()
+    what = "what stays of experts on the card"
+    return kernels.of(device).selftest("expert slots", what, "no experts stay on the card", has_same_bits)
 
 
 def dot(given: Any, weight: Any, bias: Any = None) -> Value:

@@ -11,20 +11,57 @@ for few tokens the experts stay in host memory, and :mod:`streaming` copies only
 
 Everything a layer reads from disk for a step is requested before the first of it is copied.
 
+Some of the rows may also be on the device, in *slots*: see :func:`kept_in`.
+
 Upstream's own forward computes with these experts' weights, as it does with 4-bit experts on the device.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
+import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._engine.runtime.views import PlainView
 from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat._gemma4.quantization import expert_forward, expert_storage, experts
 from gemma4_compat._offload import host_memory
 from gemma4_compat._offload.transfer import read_ahead
+
+
+class Slots(Protocol):
+    """Rows of some of a layer's experts on the device.
+
+    Attributes:
+        number: of slots.
+        weights: as those of the lookup, with a slot in place of each expert.
+    """
+
+    number: int
+    weights: Mapping[str, Any]
+
+    def bring(self, chosen: Any, memory: Any) -> Any:
+        """The slots, int64 (n,), that have the ``chosen`` experts from now on; at most as many as there are.
+
+        ``memory``: of the lookup.
+        """
+
+
+_slots: contextvars.ContextVar[Mapping[ExpertLookup, Slots]] = contextvars.ContextVar(
+    "gemma4_compat_expert_slots", default=types.MappingProxyType({})
+)
+
+
+def kept_in(slots: Mapping[ExpertLookup, Slots]) -> contextlib.AbstractContextManager[None]:
+    """Inside, lookups that have slots read experts from there, and have those brought that are not there.
+
+    It is for steps, one at a time: they change the slots.
+    """
+    return in_place.bound(_slots, slots)
 
 
 class ExpertLookup:
@@ -37,6 +74,10 @@ class ExpertLookup:
             per expert are on the host, or addressed from ``device``; code books are on ``device``.
         device: where the module computes.
         mapped: the tensors, mapped from files, that have the values of every expert in a row.
+        memory: the buffer that the tensors with one row per expert are in, addressed from ``device``; None for files.
+
+    Attributes:
+        module, weights, device, memory: as given.
     """
 
     def __init__(
@@ -46,11 +87,13 @@ class ExpertLookup:
         weights: Mapping[str, Any],
         device: Any,
         mapped: Iterable[Any] = (),
+        memory: Any = None,
     ) -> None:
         import torch
 
         self._mapped = [tensor.view(module.num_experts, -1) for tensor in mapped]
-        self._module, self._forward, self._weights = module, forward, dict(weights)
+        self.module, self.weights, self.device, self.memory = module, dict(weights), device, memory
+        self._forward = forward
         at = next(iter(weights.values())).device
         self._rows = expert_storage.rows_of if at.type == device.type else functools.partial(fetched, device=device)
         self._compute = torch.compiler.disable(self._compute_with_rows)  # which experts it needs depends on the data
@@ -62,23 +105,27 @@ class ExpertLookup:
     def _compute_with_rows(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         import torch
 
-        chosen = expert_forward.numbers(top_k_index, self._module.num_experts)
+        chosen = expert_forward.numbers(top_k_index, self.module.num_experts)
         found = expert_forward.positions(chosen, top_k_index)
-        added = expert_forward.added_to(self._module)
-        if not expert_forward.can_choose(self._module):
-            chosen, found = torch.arange(self._module.num_experts, device=chosen.device), top_k_index
+        added = expert_forward.added_to(self.module)
+        if not expert_forward.can_choose(self.module):
+            chosen, found = torch.arange(self.module.num_experts, device=chosen.device), top_k_index
         if self._mapped:
             numbers = chosen.tolist()
             for tensor in self._mapped:
                 read_ahead.rows(tensor, numbers)
-        values = {name: self._values(weight, chosen, added.get(name, ())) for name, weight in self._weights.items()}
-        substitute = PlainView(self._module, num_experts=len(chosen), **values)
+        slots, at = _slots.get().get(self), chosen
+        weights: Mapping[str, Any] = self.weights
+        if slots is not None and len(chosen) <= slots.number:
+            weights, at = slots.weights, slots.bring(chosen, self.memory)
+        values = {name: self._values(weight, chosen, added.get(name, ()), at) for name, weight in weights.items()}
+        substitute = PlainView(self.module, num_experts=len(chosen), **values)
         return self._forward(substitute, hidden_states, found, top_k_weights)
 
-    def _values(self, weight: Any, chosen: Any, added: Iterable[Callable[[Any], Any]]) -> Any:
+    def _values(self, weight: Any, chosen: Any, added: Iterable[Callable[[Any], Any]], at: Any) -> Any:
         if hasattr(weight, "quant_state"):
-            return expert_forward.values_of(weight, chosen, added, self._rows)
-        return self._rows(weight, chosen)
+            return expert_forward.values_of(weight, chosen, added, self._rows, at)
+        return self._rows(weight, at)
 
 
 def fetched(tensor: Any, chosen: Any, *, device: Any) -> Any:

@@ -214,13 +214,18 @@ class ModuleGroup:
 
     def looks_experts_up(self) -> bool:
         """Whether the layer can run with the group in part. Packs its host tensors to find out."""
+        return self.lookup() is not None
+
+    def lookup(self) -> expert_lookup.ExpertLookup | None:
+        """What looks its experts up, if the layer can run with the group in part. Packs its host tensors."""
         if not self._lookup_is_known:
             self._lookup, self._lookup_is_known = self._new_lookup(), True
-        return self._lookup is not None
+        return self._lookup
 
     def _new_lookup(self) -> expert_lookup.ExpertLookup | None:
         import torch
 
+        memory = None
         if self.on_disk:
             if any(source.casts for source in self._sources[self._first_of_experts :]):
                 return None
@@ -230,7 +235,7 @@ class ModuleGroup:
             mapped = []
             if self._host_buffer is None:
                 self._pack()
-            tensors = [source.tensor for source in self._sources]
+            tensors, memory = [source.tensor for source in self._sources], self._host_buffer
             if self.device.type != "cpu":
                 memory = None if self._pinned is None else self._pinned.view_on(self.device)
                 if memory is None:  # it could not be pinned: streaming all experts is faster than copying rows
@@ -242,7 +247,7 @@ class ModuleGroup:
         forward = expert_lookup.forward_of(self.experts)
         assert forward is not None
         parameters = {weight.name: weight.device_parameter(tensors) for weight in own}
-        return expert_lookup.ExpertLookup(self.experts, forward, parameters, self.device, mapped)
+        return expert_lookup.ExpertLookup(self.experts, forward, parameters, self.device, mapped, memory)
 
     def _pack(self) -> None:
         """Move the layer's host tensors into one buffer, pinned if possible."""

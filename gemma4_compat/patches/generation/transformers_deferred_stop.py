@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._gemma4.cache import cache_names
-from gemma4_compat._generation import call
+from gemma4_compat._generation import call, expert_slots
 from gemma4_compat._generation.sampling import best_words, fast_processors
 from gemma4_compat._graphs import deferred_stop, step_inputs
 from gemma4_compat._graphs.recording import RECORDERS
@@ -37,7 +37,7 @@ _TOKENS = 16
 @PATCH.replaces("transformers.generation.utils", "GenerationMixin._sample")
 def sample(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     functions = [*(kwargs.get("logits_processor") or ()), *(kwargs.get("stopping_criteria") or ())]
-    config, streamer = kwargs["generation_config"], kwargs.get("streamer")
+    model, config, streamer = self, kwargs["generation_config"], kwargs.get("streamer")
     samples = bool(config.do_sample)
     synced = bool(kwargs.get("synced_gpus"))  # processes have to agree on the number of steps
     with deferred_stop.sampling(functions, samples=samples, synced=synced, streamer=streamer) as running:
@@ -47,7 +47,10 @@ def sample(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
         if follows and call.may_replay(self, cache_names.cache_in(kwargs)) and step_inputs.serves(self):
             kwargs |= fast_processors.quickened(kwargs)
             self = step_inputs.Loop(self, call.Decoder, watched=not running.no_user_code)
-        return original(self, *args, **kwargs)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            expert_slots.give_back(model)
 
 
 @PATCH.replaces("transformers.generation.utils", "DeferredStopCheck.is_supported")

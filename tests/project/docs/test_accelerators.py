@@ -28,6 +28,7 @@ COLUMNS = {"NVIDIA": "cuda", "AMD (ROCm)": "cuda", "Intel (XPU)": "xpu", "Apple 
 #: Files that ask whether this package's kernels can be compiled -> what the page calls it.
 ASKS_FOR_KERNELS = {
     "_generation/continuous.py": "texts that `serve` decodes together",
+    "_generation/expert_slots.py": "experts that stay on the card",
     "_generation/sampling/best_words.py": "the head in 8 bits",
     "_generation/speculative/drafted_calls.py": "drafts",
     "_graphs/decoder.py": "fused steps",

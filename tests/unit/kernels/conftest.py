@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from gemma4_compat._graphs import recording
-from gemma4_compat._kernels import kernels, programs
+from gemma4_compat._kernels import card_memory, kernels, programs
 from tests.unit.generation.calls import Models
 
 
@@ -71,12 +71,13 @@ def kernels_on_host(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     """Kernels of this package compute steps, in an emulator."""
     import torch
 
-    from tests.unit.kernels.host_kernels import HostCompiler
+    from tests.unit.kernels.host_kernels import HostCompiler, HostMemory
 
     reason = HostCompiler.unsupported_reason()
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
+    monkeypatch.setitem(card_memory.MEMORIES, "cpu", HostMemory)
     kernels._kernels.pop(torch.device("cpu"), None)  # of tests without this fixture
     yield
     kernels._kernels.pop(torch.device("cpu"), None)

@@ -147,5 +147,30 @@ def _launcher(function: Any) -> Callable[[Kernel], None]:
     return launch
 
 
+class HostMemory:
+    """In place of ``gemma4_compat._kernels.card_memory.CardMemory``: what was in it is gone when it is taken again."""
+
+    size = 1 << 40  # bytes that there are
+
+    def __init__(self, _device: Any, size: int) -> None:
+        self._memory, self.is_there = torch.empty(size, dtype=torch.uint8), False
+
+    def take(self) -> bool:
+        """With other contents than before."""
+        if not self.is_there and len(self._memory) <= self.size:
+            self._memory.fill_(0xFF)
+            self.is_there = True
+        return self.is_there
+
+    def give_back(self) -> None:
+        """Have nobody read it."""
+        self._memory.fill_(0xFF)
+        self.is_there = False
+
+    def tensor(self) -> Any:
+        """Uint8."""
+        return self._memory
+
+
 def _bits(size: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f" if isinstance(size, float) else "<I", size))[0])

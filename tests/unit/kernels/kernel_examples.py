@@ -20,6 +20,7 @@ from gemma4_compat._kernels.specs import (
     attention,
     dense,
     expert_rows,
+    expert_slots,
     flash,
     head,
     nf4_dequantize,
@@ -144,6 +145,11 @@ def _expert_rows() -> Iterator[Kernel]:
         yield Kernel(expert_rows._text(expert_rows.Format("nf4", 64, nested, dtype)), (), 1, ())
 
 
+def _expert_slots() -> Iterator[Kernel]:
+    numbers = torch.zeros(2, dtype=torch.int64)
+    yield from expert_slots.kernels(numbers, numbers, numbers, numbers, numbers, numbers, (4, 2))[0]
+
+
 def _shifting() -> Iterator[Kernel]:
     """Words of each size, and one to several of them in a thread."""
     for word, times in itertools.product(shifting._WORDS, (1, 2, 3, 4)):
@@ -251,6 +257,7 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "attention_tensor": _matrix_attention,
     "flash": _flash,
     "expert_rows": _expert_rows,
+    "expert_slots": _expert_slots,
     "shifting": _shifting,
     "nf4_dequantize": _dequantizing,
     "top_tokens": _top_tokens,

@@ -9,6 +9,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
+from gemma4_compat._engine.io.text import size_text
 from gemma4_compat._gemma4.models import build
 from gemma4_compat._gemma4.quantization import expert_storage
 from gemma4_compat._gemma4.quantization.bytes import expert_tensors
@@ -212,11 +213,33 @@ def test_the_bus_that_is_given() -> None:
     plan = gemma4_compat.plan_device_map("26B-A4B", "8GiB", bus="12GiB/s", **given)
     assert plan.bus == 12 << 30
     said = " ".join(plan_text(plan, width=100).split())
-    assert f"computed: {plan.bus / plan.brought:.1f} at 12.00 GiB/s." in said
+    assert f"computed: at least {plan.bus / plan.brought:.1f} at 12.00 GiB/s." in said
     assert f"The experts of {len(plan.looked_up)} decoder layers are off the accelerator" in said
     plan = gemma4_compat.plan_device_map("26B-A4B", "8GiB", **given)
     assert plan.bus == 0
     assert "(PCIe 4 x16)" in plan_text(plan, width=100)
+
+
+def test_experts_that_stay_are_counted() -> None:
+    """In the memory that a prompt needs, and a token does not."""
+    given = {"context": 4096, "prompt": 1024, "quantize": "4bit-double", "quantize_experts": True}
+    for gib in (6, 8, 12):
+        plan = gemma4_compat.plan_device_map("26B-A4B", f"{gib}GiB", **given)
+        use = plan.use[0]
+        left = use.budget - (use.decode - use.experts)
+        assert 0 < use.experts <= left - max(left // 4, 1 << 29)
+        assert use.peak <= use.budget
+        slots = use.experts / (plan.brought / 8)  # of each layer; a token has 8 experts
+        assert slots == pytest.approx(round(slots), abs=0.01)
+        assert 8 <= slots <= 128
+        said = " ".join(plan_text(plan, width=100).split())
+        assert f"The experts used last stay on the accelerator, {size_text(use.experts)} of them" in said
+        assert f"each token brings at most {size_text(plan.brought)}" in said
+        assert plan.as_data()["use"]["0"]["experts"] == use.experts
+    for others in ({"fast": False}, {"batch": 16}):
+        assert gemma4_compat.plan_device_map("26B-A4B", "12GiB", **given, **others).use[0].experts == 0
+    whole = gemma4_compat.plan_device_map("26B-A4B", "24GiB", **given)
+    assert (whole.looked_up, whole.use[0].experts) == ((), 0)
 
 
 @pytest.mark.parametrize("quantization", FOUR_BIT)
