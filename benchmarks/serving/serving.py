@@ -213,33 +213,35 @@ def measured(servers: list[tuple[str, int | None, dict[str, Any]]], options: arg
             show(found, "memory", {"requests": share, **memory(process)})
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--shape", choices=sorted(models.SHAPES), help="random weights; default: the trained tiny model"
-    )
-    parser.add_argument("--address", help="of another server that runs, in place of ours")
-    parser.add_argument("--context", type=int, default=1024, help="tokens (default: 1024)")
-    parser.add_argument("--answer", type=int, default=256, help="tokens of the longest answers (default: 256)")
-    parser.add_argument("--each", type=int, default=2, help="requests of each client in a round (default: 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="of each load, servers in turns (default: 3)")
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--shape", choices=sorted(models.SHAPES), help="random weights; default: the trained tiny model")
+    made.add_argument("--address", help="of another server that runs, in place of ours")
+    made.add_argument("--context", type=int, default=1024, help="tokens (default: 1024)")
+    made.add_argument("--answer", type=int, default=256, help="tokens of the longest answers (default: 256)")
+    made.add_argument("--each", type=int, default=2, help="requests of each client in a round (default: 2)")
+    made.add_argument("--rounds", type=int, default=3, help="of each load, servers in turns (default: 3)")
+    made.add_argument(
         "--parallel", type=int, nargs="+", default=[1], help="answers at a time, of a server each (default: 1)"
     )
-    parser.add_argument("--requests", type=int, default=500, help="after which memory is read (default: 500)")
-    parser.add_argument("--no-bare", action="store_true", help="servers only")
-    parser.add_argument("--bare", nargs=2, type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="a file for the results, in JSON")
-    options = parser.parse_args()
+    made.add_argument("--requests", type=int, default=500, help="after which memory is read (default: 500)")
+    made.add_argument("--no-bare", action="store_true", help="servers only")
+    made.add_argument("--bare", nargs=2, type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
+    made.add_argument("--out", type=Path, help="a file for the results, in JSON")
+    return made
+
+
+def main() -> int:
+    options = parser().parse_args()
     if options.bare:
         print(json.dumps(bare(*options.bare, options.context, options.answer)))
         return 0
-    asked_for = {name: value for name, value in vars(options).items() if name not in ("out", "bare")}
-    result: dict[str, Any] = {"options": asked_for, "servers": []}
+    given = [word for word in sys.argv[1:] if word not in ("--out", str(options.out))]
+    result = common.header(Path(__file__), sys.modules[__name__], options.shape or "trained", given) | {"servers": []}
 
     def save() -> None:
-        if options.out:
-            options.out.write_text(json.dumps(common.rounded(result), indent=1) + "\n", encoding="utf-8")
+        common.write(result, options.out)
 
     with contextlib.ExitStack() as stack:
         if options.address:
@@ -251,7 +253,8 @@ def main() -> int:
                 checkpoint, adapter = trained.checkpoint, trained.adapter
             else:
                 folder = stack.enter_context(common.temporary("serving-", models.work_folder(options.shape)))
-                result["machine"] = models.build(options.shape, folder)
+                built = models.build(options.shape, folder)
+                result |= {"machine": built.pop("machine"), "built": built}
                 checkpoint, adapter = folder / "checkpoint", folder / "adapter"
                 write_tokenizer(checkpoint)
             if not options.no_bare:

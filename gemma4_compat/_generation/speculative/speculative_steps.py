@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gemma4_compat._engine.runtime import in_place
+from gemma4_compat._engine.runtime.host_copy import HostCopy
 from gemma4_compat._gemma4.cache import cache_names
 from gemma4_compat._generation.sampling import fast_processors
 from gemma4_compat._generation.speculative.draft_windows import Windows
@@ -144,20 +145,12 @@ class Launched:
     """
 
     def __init__(self, drafts: int, verdict: Any, grown: Any, begun: float, before: list[float] | None) -> None:
-        import torch
-
         self.drafts, self.verdict, self.grown, self.begun, self.before = drafts, verdict, grown, begun, before
-        self._host, self._event = verdict.to("cpu", non_blocking=True), None
-        if verdict.device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(verdict.device))
+        self._copy = HostCopy(verdict[0])
 
     def read(self) -> list[int]:
         """``verdict``, once the device has it."""
-        if self._event is not None:
-            self._event.synchronize()
-        found: list[int] = self._host[0].tolist()
-        return found
+        return self._copy.tolist()
 
 
 class _SpeculativeStep(steps.Step):

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import LogitsProcessor
 
+from gemma4_compat._engine.runtime.host_copy import HostCopy
 from gemma4_compat._generation import continuous
 from gemma4_compat._generation.prefix_cache.conversation import Conversation
 from gemma4_compat._generation.sampling import best_words
@@ -142,7 +143,7 @@ class Together(Worker):
         self._queue: collections.deque[_Answer] = collections.deque()
         self._answers: list[_Answer] = []  # by row
         self._next: Any = None  # their last tokens, int64 [rows], on the device
-        self._sent: tuple[list[_Answer], Any] | None = None  # whose tokens the last step has chosen
+        self._sent: tuple[list[_Answer], HostCopy] | None = None  # whose tokens the last step has chosen
 
     def _pieces(self) -> Iterator[None]:
         yield from warm_up.prompts(self._served, logits_processor=[_Logits()])
@@ -243,8 +244,8 @@ class Together(Worker):
         all_words = [answer.words for answer in self._answers]
         words = next((each for each in all_words if isinstance(each, str)), None) or max(*all_words, _WORDS)
         logits = self._batch.step(self._next, words)
-        before, self._sent = self._sent, ([*self._answers], self._chosen(logits))
-        self._next = self._sent[1]
+        self._next = self._chosen(logits)
+        before, self._sent = self._sent, ([*self._answers], HostCopy(self._next))
         if before is not None:
             self._deliver(*before)
         if not self._answers:  # nobody waits for what was chosen now
@@ -264,7 +265,7 @@ class Together(Worker):
                 answer.note(token)
         return torch.cat(tokens)
 
-    def _deliver(self, answers: list[_Answer], tokens: Any) -> None:
+    def _deliver(self, answers: list[_Answer], tokens: HostCopy) -> None:
         for answer, token in zip(answers, tokens.tolist()):
             if answer in self._answers:
                 before = len(answer.tokens)
