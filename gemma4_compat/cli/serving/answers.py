@@ -267,7 +267,7 @@ class Worker:
     def _pieces(self) -> Iterator[None]:
         """What there is to do, in pieces."""
         yield from warm_up.prompts(self._served)
-        yield from warm_up.texts(self._served)
+        yield from warm_up.texts(self._served, self._waiting)
 
     def _prepare_next(self, pieces: Iterator[None], done: Callable[[], None]) -> None:
         """Do one piece, then what has come meanwhile, then the next piece."""

@@ -148,7 +148,7 @@ class Together(Worker):
     def _pieces(self) -> Iterator[None]:
         yield from warm_up.prompts(self._served, logits_processor=[_Logits()])
         self._batch = self._batch or self._new_batch()
-        yield from warm_up.batches(self._served, self._batch, _WORDS)
+        yield from warm_up.batches(self._served, self._waiting, self._batch, _WORDS)
 
     def _new_batch(self) -> continuous.Batch:
         return continuous.Batch(self._served.base, self._parallel, self._served.plan.context)

@@ -8,8 +8,10 @@ Where steps are not replayed there is nothing to do.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
+
+from transformers import StoppingCriteria
 
 from gemma4_compat._generation import continuous
 from gemma4_compat._generation.prompts import buckets
@@ -21,6 +23,28 @@ _TOKENS = fused_steps.Progress.after + 8
 _SPOKEN = "Hello."
 #: Beyond every vocabulary, so that no text ends early.
 _NEVER = 1 << 30
+
+
+class _Enough(StoppingCriteria):  # type: ignore[misc]
+    """Ends a text when its steps are fused, or somebody waits.
+
+    Args:
+        served: the model.
+        waiting: who waits.
+    """
+
+    def __init__(self, served: Served, waiting: Collection[Any]) -> None:
+        self._counted, self._waiting = decoder.of(served.base).statistics, waiting
+        self._fused = self._counted.fused
+
+    @property
+    def is_reached(self) -> bool:
+        return bool(self._waiting) or self._counted.fused > self._fused
+
+    def __call__(self, input_ids: Any, _scores: Any, **_kwargs: Any) -> Any:
+        import torch
+
+        return torch.full((len(input_ids),), self.is_reached, dtype=torch.bool, device=input_ids.device)
 
 
 def make_room(served: Served) -> None:
@@ -43,30 +67,34 @@ def prompts(served: Served, **options: Any) -> Iterator[None]:
             yield
 
 
-def texts(served: Served) -> Iterator[None]:
-    """Write a text for each speaker, sampled as by default and greedily, and one beyond the sliding windows."""
+def texts(served: Served, waiting: Collection[Any]) -> Iterator[None]:
+    """Write a text for each speaker, sampled as by default and greedily, and one beyond the sliding windows.
+
+    Each ends when somebody is ``waiting``.
+    """
     window, context = int(served.base.config.get_text_config().sliding_window), served.plan.context
     for adapter in served.names.values() if decoder.is_preferred(served.base) else ():
         for greedy in (False, True):
-            _generate(served, adapter, 1, _TOKENS, greedy=greedy)
+            _generate(served, adapter, 1, _TOKENS, greedy=greedy, stopping_criteria=[_Enough(served, waiting)])
             yield
         if context > window + 1:
-            _generate(served, adapter, window + 1, _TOKENS)
+            _generate(served, adapter, window + 1, _TOKENS, stopping_criteria=[_Enough(served, waiting)])
             yield
 
 
-def batches(served: Served, batch: continuous.Batch, words: int) -> Iterator[None]:
+def batches(served: Served, waiting: Collection[Any], batch: continuous.Batch, words: int) -> Iterator[None]:
     """Decode each number of texts for each speaker.
 
     Args:
         served: the model.
+        waiting: who ends a piece.
         batch: without texts before and after each piece.
         words: that matter for each token.
     """
     for adapter in served.names.values():
         for rows in batch.sizes:
             with served.speaking(adapter):
-                _step(served, adapter, batch, rows, words)
+                _step(served, adapter, waiting, batch, rows, words)
             yield
 
 
@@ -78,21 +106,24 @@ def _generate(
     config = copy.deepcopy(served.base.generation_config)
     config.max_new_tokens, config.max_length = max(min(most, served.plan.context - tokens), 1), None
     config.eos_token_id, config.prefill_chunk_size = [_NEVER], served.plan.prefill_chunk
+    config.pad_token_id = config.pad_token_id or 0  # or transformers chooses one, and says so
     if greedy:
         config.do_sample, config.temperature, config.top_p, config.top_k = False, None, None, None
     served.generate(adapter, inputs, generation_config=config, **options)
     return None if served.conversations is None else served.conversations.take()
 
 
-def _step(served: Served, adapter: str | None, batch: continuous.Batch, rows: int, words: int) -> None:
-    """Decode so many texts until their steps are fused."""
+def _step(
+    served: Served, adapter: str | None, waiting: Collection[Any], batch: continuous.Batch, rows: int, words: int
+) -> None:
+    """Decode so many texts until that is enough."""
     import torch
 
     tokens = 1
     conversation = _generate(served, adapter, tokens, 1)
     if conversation is None:
         return
-    fused = decoder.of(served.base).statistics.fused
+    enough = _Enough(served, waiting)
     try:
         for _ in range(rows):
             batch.join(conversation.layers, tokens)
@@ -100,7 +131,7 @@ def _step(served: Served, adapter: str | None, batch: continuous.Batch, rows: in
         for _ in range(min(_TOKENS, served.plan.context - tokens)):
             with torch.no_grad():
                 new = batch.step(new, words).argmax(dim=-1)
-            if decoder.of(served.base).statistics.fused > fused:
+            if enough.is_reached:
                 break
     finally:
         while batch.lengths:
