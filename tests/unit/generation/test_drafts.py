@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 
 import torch
 
+from gemma4_compat._engine.runtime.host_copy import HostCopy
 from gemma4_compat._generation.speculative import draft_length, speculative_steps
 from gemma4_compat._generation.speculative.lookup import Lookup
 from gemma4_compat._kernels import kernels
@@ -243,3 +244,10 @@ def test_likely_tokens_are_those_of_transformers() -> None:
     weight = torch.randn((64, 16), generator=generator).bfloat16()
     with torch.no_grad():
         assert torch.equal(embedder(hidden, weight), speculative_steps._likely(embedder, hidden, weight))
+
+
+def test_what_the_host_reads_is_of_the_time_of_the_copy() -> None:
+    tensor = torch.arange(3)
+    copy = HostCopy(tensor)
+    tensor.zero_()
+    assert copy.tolist() == [0, 1, 2]
