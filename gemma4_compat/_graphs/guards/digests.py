@@ -101,6 +101,8 @@ class Digest:
             if kind is None or kind.unsupported_reason() is not None:
                 continue
             here, made = [tensor for tensor in there if tensor.device == device], kind(device, kind.new_pool())
+            if not any(tensor.numel() for tensor in here):
+                continue  # there is nothing to sum
             try:
                 with recording.capturing.held():
                     self._recorded[str(device)] = made, made.capture(lambda here=here: _number(here))  # type: ignore[misc]

@@ -177,7 +177,7 @@ class Preparation:
         if asked.temperature is not None:
             config.do_sample = asked.temperature > 0
         if not config.do_sample:
-            config.temperature = config.top_p = config.top_k = config.min_p = None
+            requests.choose_likeliest(config)
         if "pixel_values" not in inputs and "input_features" not in inputs:
             config.prefill_chunk_size = self.served.plan.prefill_chunk
         return config

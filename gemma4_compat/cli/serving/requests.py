@@ -171,3 +171,9 @@ def named(model: str | None, names: Iterable[str]) -> str:
     if model not in known:
         raise Refused(404, f"There is no model {model[:100]!r} here; there are {', '.join(known)}.")
     return model
+
+
+def choose_likeliest(config: Any) -> None:
+    """Have a configuration of ``generate`` be greedy, without options of sampling, about which transformers warns."""
+    config.do_sample = False
+    config.temperature = config.top_p = config.top_k = config.min_p = None

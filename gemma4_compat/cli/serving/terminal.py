@@ -51,9 +51,16 @@ class Chat:
                 import readline  # noqa: F401 - input() edits lines with it
             tell(f"{', '.join(self._served.names)}: {_HELP}")
             self._worker.prepare()  # while the first line is typed
+        try:
+            self._read_turns("> " if shows else "")
+        finally:
+            self._worker.stop()
+
+    def _read_turns(self, before: str) -> None:
+        """Until there are no more, or /quit. ``before``: what each line begins with."""
         while True:
             try:
-                line = input("> " if shows else "")
+                line = input(before)
             except EOFError:
                 return
             except KeyboardInterrupt:

@@ -19,7 +19,7 @@ from gemma4_compat._engine.runtime.host_copy import HostCopy
 from gemma4_compat._generation import continuous
 from gemma4_compat._generation.prefix_cache.conversation import Conversation
 from gemma4_compat._generation.sampling import best_words
-from gemma4_compat.cli.serving import warm_up
+from gemma4_compat.cli.serving import requests, warm_up
 from gemma4_compat.cli.serving.answers import Prompt, Streamer, Worker
 from gemma4_compat.cli.serving.loading import Served
 from gemma4_compat.cli.serving.requests import Refused
@@ -214,8 +214,8 @@ class Together(Worker):
         served, prompt = self._served, answer.prompt
         answer.prepare(served.base)
         config, logits = copy.copy(prompt.config), _Logits()
-        config.do_sample, config.max_new_tokens, config.repetition_penalty = False, 1, None
-        config.temperature = config.top_p = config.top_k = config.min_p = None
+        requests.choose_likeliest(config)
+        config.max_new_tokens, config.repetition_penalty = 1, None
         served.read(prompt.adapter, prompt.inputs, generation_config=config, logits_processor=[logits])
         assert served.conversations is not None
         answer.conversation = served.conversations.take()

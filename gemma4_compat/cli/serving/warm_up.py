@@ -16,6 +16,7 @@ from transformers import StoppingCriteria
 from gemma4_compat._generation import continuous
 from gemma4_compat._generation.prompts import buckets
 from gemma4_compat._graphs import decoder, fused_steps
+from gemma4_compat.cli.serving import requests
 from gemma4_compat.cli.serving.loading import Served
 
 #: Tokens of a text: after so many its steps are fused, whatever has to be compiled.
@@ -48,13 +49,13 @@ class _Enough(StoppingCriteria):  # type: ignore[misc]
 
 
 def make_room(served: Served) -> None:
-    """Keep as many graphs for each speaker as a model has for one."""
+    """Have room for the graphs of the base and of each adapter."""
     steps = decoder.of(served.base).steps
     steps.limit = max(steps.limit, decoder.MAX_GRAPHS * min(len(served.names), decoder.MAX_STATES))
 
 
 def prompts(served: Served, **options: Any) -> Iterator[None]:
-    """Read prompts of each size for each speaker, with these options of ``generate``."""
+    """Read prompts of each size with the base and each adapter, and these options of ``generate``."""
     sizes = [size for size in buckets.SIZES if size <= min(buckets.SMALL, served.plan.context - 2)]
     for adapter in served.names.values() if decoder.is_preferred(served.base) else ():
         for size in sizes:
@@ -68,7 +69,7 @@ def prompts(served: Served, **options: Any) -> Iterator[None]:
 
 
 def texts(served: Served, waiting: Collection[Any]) -> Iterator[None]:
-    """Write a text for each speaker, sampled as by default and greedily, and one beyond the sliding windows.
+    """Write texts with the base and each adapter: as by default, greedily, and beyond the sliding windows.
 
     Each ends when somebody is ``waiting``.
     """
@@ -83,7 +84,7 @@ def texts(served: Served, waiting: Collection[Any]) -> Iterator[None]:
 
 
 def batches(served: Served, waiting: Collection[Any], batch: continuous.Batch, words: int) -> Iterator[None]:
-    """Decode each number of texts for each speaker.
+    """Decode each number of texts with the base and each adapter.
 
     Args:
         served: the model.
@@ -108,7 +109,7 @@ def _generate(
     config.eos_token_id, config.prefill_chunk_size = [_NEVER], served.plan.prefill_chunk
     config.pad_token_id = config.pad_token_id or 0  # or transformers chooses one, and says so
     if greedy:
-        config.do_sample, config.temperature, config.top_p, config.top_k = False, None, None, None
+        requests.choose_likeliest(config)
     served.generate(adapter, inputs, generation_config=config, **options)
     return None if served.conversations is None else served.conversations.take()
 

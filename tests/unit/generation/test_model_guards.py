@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gemma4_compat._gemma4.models import walk
 from gemma4_compat._graphs import unsupported
+from gemma4_compat._graphs.guards import digests
 from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.statistics import Cause
 from gemma4_compat._offload.transfer import streaming
@@ -83,6 +84,14 @@ def test_a_cell(made: Callable[[Way], Any], tapes: Any, feature: str, way: Way) 
     finally:
         if isinstance(handle, RemovableHandle):
             handle.remove()
+
+
+def test_weights_without_numbers_are_not_summed(tapes: Any) -> None:
+    """A device may have nothing else."""
+    import torch
+
+    digest, tensors = digests.Digest(), [torch.empty(0), torch.empty(0, 3)]
+    assert [digest(lambda: tensors) for _ in range(3)] == [(), (), ()]
 
 
 def test_a_model_that_is_gone() -> None:

@@ -174,7 +174,7 @@ def constants(kernel: list[str]) -> set[str]:
 def test_only_what_no_kernel_writes_is_taken_for_constant(name: str) -> None:
     """It is read before the kernel in front has ended, or from a cache that does not see what that has written.
 
-    On an H200 the fused head of two to eight rows gave other words in each replay (2026-11-30).
+    On an H200 the fused head of two and of four rows gave other logits from replay to replay (2026-11-30).
     """
     looked_at = 0
     for kernel in EXAMPLES[name]():
@@ -192,4 +192,4 @@ def test_only_what_no_kernel_writes_is_taken_for_constant(name: str) -> None:
             else:
                 assert not [one for one in constants(own) if one.endswith("input")]
                 assert any(one.endswith("input") for one in own)
-    assert looked_at or name in ("flash", "expert_rows", "nf4_dequantize", "top_tokens")  # never early
+    assert looked_at or name in ("flash", "expert_rows", "expert_slots", "nf4_dequantize", "top_tokens")  # never early
