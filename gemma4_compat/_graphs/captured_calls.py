@@ -175,7 +175,7 @@ class Pool:
         self._recorders, self._measured = recorders, measured
 
     def renew(self, device: Any) -> None:
-        """Begin anew: a pool without a graph cannot be used again."""
+        """Begin anew, where no graph holds the memory."""
         self.handle, self.nbytes = self._recorders[device.type].new_pool(), 0
 
     def release(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -47,7 +48,7 @@ class CudaRecording:
         pool: from :meth:`new_pool`.
     """
 
-    def __init__(self, device: Any, pool: Any) -> None:
+    def __init__(self, device: Any, pool: _CudaPool) -> None:
         import torch
 
         self._device, self._pool = device, pool
@@ -63,10 +64,8 @@ class CudaRecording:
 
     @staticmethod
     def new_pool() -> Any:
-        """An id for ``torch.cuda.graph(pool=...)``."""
-        import torch
-
-        return torch.cuda.graph_pool_handle()
+        """The pool of no graph yet."""
+        return _CudaPool()
 
     def capture(self, run: Callable[[], _Result]) -> _Result:
         """Record the kernels that ``run`` launches from this thread on this device."""
@@ -78,22 +77,23 @@ class CudaRecording:
         with without_collection(), torch.cuda.device(self._device):
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()  # a capture cannot give cached memory to the graph's pool
-            with torch.cuda.stream(stream):
-                self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            with torch.cuda.stream(stream), self._pool.used() as pool:
+                self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     result = run()
                     self._graph.capture_end()
                 except BaseException:
-                    self._abandon()
+                    self._abandon(pool)
                     raise
+                self._pool.graphs.add(self._graph)
         return result
 
     def replay(self) -> None:
         """Launch the graph."""
         self._graph.replay()
 
-    def _abandon(self) -> None:
-        """End a capture that has failed."""
+    def _abandon(self, pool: tuple[int, int]) -> None:
+        """End a capture into this pool that has failed."""
         import torch
 
         try:
@@ -104,11 +104,34 @@ class CudaRecording:
             for names in (_END_ALLOCATION, _RELEASE_POOL):
                 function = _private(names)
                 assert function is not None  # :meth:`unsupported_reason` has seen to it
-                function(self._device.index, self._pool)
+                function(self._device.index, pool)
             another = torch.cuda.CUDAGraph()
             another.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
             torch.zeros(1, device=self._device)
             another.capture_end()
+
+
+class _CudaPool:
+    """Memory that graphs share. PyTorch's id for it (``torch.cuda.graph_pool_handle``) is spent with its last graph: a
+    capture with it ends in an internal assert.
+
+    Attributes:
+        graphs: that are there, of those captured with the id.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._id: tuple[int, int] | None = None
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[tuple[int, int]]:
+        """The id for a capture inside."""
+        import torch
+
+        held = list(self.graphs)  # until the capture holds the pool
+        if self._id is None or not held:
+            self._id = torch.cuda.graph_pool_handle()
+        yield self._id
 
 
 #: Functions of torch._C, by release, the newest name first.

@@ -4,6 +4,9 @@ Heads of full layers are 512 wide. Only one of PyTorch's kernels for ``scaled_do
 without keeping the scores of all pairs, and its backward pass is slow. Here a block's scores are one product, in
 float32. The backward pass computes them again, and takes four more. Keys and values are not repeated for each head of
 the queries, and keys that no query of a block sees are left out.
+
+With ``torch.use_deterministic_algorithms`` that kernel's backward pass takes the keys of a head one tile after the
+other, and most of a GPU waits. Products add in one order, so then they take heads of any width.
 """
 
 from __future__ import annotations
@@ -29,13 +32,18 @@ _MOST, _LEAST, _SCORES = 512, 16, 2**26
 Spans = tuple[tuple[int, int], ...]
 
 
+def takes(width: int) -> bool:
+    """Whether products are for heads of this width."""
+    return width > WIDEST or torch.are_deterministic_algorithms_enabled()
+
+
 def serve(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> bool:
     """Whether a layer that trains may be computed by products, as far as its tensors say.
 
     Queries, keys and values are (rows, heads, tokens, width), a mask is (rows or 1, heads or 1, queries, keys), or
     ``packing.by_text`` stands for it. Without one, each query sees the keys up to its own.
     """
-    if not layers.is_text(module) or not module.training or query.shape[-1] <= WIDEST:
+    if not layers.is_text(module) or not module.training or not takes(query.shape[-1]):
         return False
     if query.dtype not in DTYPES or {key.dtype, value.dtype} != {query.dtype}:
         return False
@@ -68,24 +76,28 @@ def work(device: Any, dtype: Any) -> bool:
     return not reason
 
 
-def attention(query: Any, key: Any, value: Any, mask: Any, scaling: float, *, every: bool = False) -> Any:
+def attention(
+    query: Any, key: Any, value: Any, mask: Any, scaling: float, *, window: int | None = None, every: bool = False
+) -> Any:
     """(rows, queries, heads, width) of what :func:`serve` takes.
 
-    ``every``: a block is computed with every key up to its last query's, whatever the values of the mask.
+    ``window``: of the layer, for what stands for a mask, which does not hold it. ``every``: a block is computed with
+    every key up to its last query's, as far as the window reaches, whatever the values of the mask.
     """
     rows, heads, queries, _ = query.shape
     block = max(_LEAST, min(_MOST, _SCORES // (rows * heads * key.shape[2]) // _LEAST * _LEAST))
     if mask is None or every or not _has_memory(mask):
-        spans: Spans = tuple((0, min(start + block, queries)) for start in range(0, queries, block))
+        reach = (window or queries) - 1
+        spans: Spans = tuple((max(at - reach, 0), min(at + block, queries)) for at in range(0, queries, block))
     else:
-        spans = tracing.once(mask, attached.SPANS, _spans, queries, block)
-    return _Products.apply(query, key, value, mask, scaling, block, spans)
+        spans = tracing.once(mask, attached.SPANS, _spans, queries, block, window)
+    return _Products.apply(query, key, value, mask, scaling, block, spans, window)
 
 
-def _spans(mask: Any, queries: int, block: int) -> Spans:
+def _spans(mask: Any, queries: int, block: int, window: int | None) -> Spans:
     """Which keys the queries of each block see."""
     keys = slice(0, mask.shape[3])
-    parts = (packing.part(mask, slice(at, at + block), keys, None) for at in range(0, queries, block))
+    parts = (packing.part(mask, slice(at, at + block), keys, window) for at in range(0, queries, block))
     seen = torch.stack([part.any(dim=2).flatten(0, 1).any(dim=0) for part in parts]).byte()
     first, after = seen.argmax(dim=1), mask.shape[3] - seen.flip(1).argmax(dim=1)
     return tuple(zip(first.tolist(), after.tolist()))  # of a block that sees nothing: all keys
@@ -113,8 +125,11 @@ class _Block:
     leave gaps in that of the allocator.
     """
 
-    def __init__(self, query: Any, key: Any, mask: Any, scaling: float, block: int, spans: Spans) -> None:
-        self._query, self._keys, self._mask, self._scaling = query, key.flatten(0, 1), mask, scaling
+    def __init__(
+        self, query: Any, key: Any, mask: Any, scaling: float, block: int, spans: Spans, window: int | None
+    ) -> None:
+        self._query, self._keys, self._mask = query, key.flatten(0, 1), mask
+        self._scaling, self._window = scaling, window
         most = query.shape[0] * query.shape[1] * block * max(after - first for first, after in spans)
         self._scores, self._shares = (query.new_empty(most, dtype=torch.float32) for _ in range(2))
         self._rounded = query.new_empty(most)
@@ -157,16 +172,18 @@ class _Block:
             tokens = by_head.shape[2]
             by_head[..., self.part.start :].masked_fill_(self._later[:tokens, :tokens], float("-inf"))
             return torch.softmax(scores, dim=-1, out=self.space(self._shares))
-        hidden = ~packing.part(self._mask, self.part, self.span, None)
+        hidden = ~packing.part(self._mask, self.part, self.span, self._window)
         by_head.masked_fill_(hidden, torch.finfo(torch.float32).min)
         found = torch.softmax(scores, dim=-1, out=self.space(self._shares))
         self.by_head(found).masked_fill_(hidden, 0.0)
         return found
 
 
-def _blocks(query: Any, key: Any, mask: Any, scaling: float, block: int, spans: Spans) -> Iterator[_Block]:
+def _blocks(
+    query: Any, key: Any, mask: Any, scaling: float, block: int, spans: Spans, window: int | None
+) -> Iterator[_Block]:
     """Each block, one at a time; of tensors without memory the last two, which take as much as any."""
-    found = _Block(query, key, mask, scaling, block, spans)
+    found = _Block(query, key, mask, scaling, block, spans, window)
     for index, span in enumerate(spans):
         if index < len(spans) - 2 and not _has_memory(query):
             continue
@@ -175,18 +192,26 @@ def _blocks(query: Any, key: Any, mask: Any, scaling: float, block: int, spans: 
 
 
 class _Products(torch.autograd.Function):  # type: ignore[misc]
-    """(query, key, value, mask, scaling, queries of a block, spans) -> (rows, queries, heads, width)."""
+    """(query, key, value, mask, scaling, queries of a block, spans, window) -> (rows, queries, heads, width)."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, block: int, spans: Spans
+        ctx: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        scaling: float,
+        block: int,
+        spans: Spans,
+        window: int | None,
     ) -> Any:
         found = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3])
         ctx.save_for_backward(query, key, value, mask, found)
-        ctx.given = scaling, block, spans
+        ctx.given = scaling, block, spans, window
         values = value.flatten(0, 1)
         with torch.autocast(query.device.type, enabled=False):
-            for one in _blocks(query, key, mask, scaling, block, spans):
+            for one in _blocks(query, key, mask, *ctx.given):
                 outputs = torch.bmm(one.rounded(one.shares()), values[:, one.span])
                 found[:, one.part] = one.by_head(outputs).transpose(1, 2)
         return found
@@ -195,12 +220,12 @@ class _Products(torch.autograd.Function):  # type: ignore[misc]
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, incoming: Any) -> Any:
         query, key, value, mask, outputs = ctx.saved_tensors
-        scaling, block, spans = ctx.given
+        scaling = ctx.given[0]
         values, of_query = value.flatten(0, 1), torch.empty_like(query)
         shapes = (values.shape[0], key.shape[2], key.shape[3]), values.shape
         of_keys, of_values = (torch.zeros(shape, dtype=torch.float32, device=key.device) for shape in shapes)
         with torch.autocast(query.device.type, enabled=False):
-            for one in _blocks(query, key, mask, scaling, block, spans):
+            for one in _blocks(query, key, mask, *ctx.given):
                 shares = one.shares()
                 gradient = one.grouped(incoming[:, one.part].transpose(1, 2))
                 output = one.grouped(outputs[:, one.part].transpose(1, 2))
@@ -213,4 +238,4 @@ class _Products(torch.autograd.Function):  # type: ignore[misc]
                 of_query[:, :, one.part] = one.by_head(torch.bmm(scores, one.keys))
                 _multiply(scores.transpose(1, 2), one.queries, of_keys[:, one.span], add=True)
         of_key, of_value = of_keys.to(key.dtype).view(key.shape), of_values.to(value.dtype).view(value.shape)
-        return of_query, of_key, of_value, None, None, None, None
+        return of_query, of_key, of_value, *(None,) * 5

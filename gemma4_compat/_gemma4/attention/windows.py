@@ -26,7 +26,6 @@ from gemma4_compat._engine.runtime.selftest import SelfTests
 from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._gemma4.attention import layers, masks, packing, tracing
 from gemma4_compat._gemma4.attention.block_layout import UNIT, Layout
-from gemma4_compat._gemma4.attention.flash import WIDEST
 from gemma4_compat._gemma4.cache import cache_names
 
 ID = "transformers-sliding-windows"
@@ -39,7 +38,7 @@ ROUNDED = 1024
 #: shape is computed both ways, and no plan counts that: only where windows save a quarter of the time.
 LEAST = {"cpu": 0}
 LEAST_ON_GPU, _LEAST_UNASKED = 4_096, 16_384
-#: Queries from which :mod:`products` compute attention of wide heads in training, by device.
+#: Queries from which :mod:`products` compute attention in training, by device; all where that is deterministic.
 LEAST_TO_MULTIPLY = {"cuda": LEAST_ON_GPU, "gpu": LEAST_ON_GPU}
 #: Units of keys after a block that may be tried: an image has at most 1,120 tokens.
 _AFTER = range(4)
@@ -112,8 +111,9 @@ def _attention(
         from gemma4_compat._gemma4.attention import products
 
         scaling = kwargs["scaling"] if kwargs.get("scaling") is not None else query.shape[3] ** -0.5
+        window = getattr(module, "sliding_window", None) if by_text else None
         every = by_text and _is_replayed(module, query)
-        return products.attention(query, key, value, attention_mask, scaling, every=every), None
+        return products.attention(query, key, value, attention_mask, scaling, window=window, every=every), None
     if attention_mask is None or not _can_be(*given, enabled=by_windows, **kwargs):
         return whole(*given, **kwargs)
     gradients = _gradients(query, key, value)
@@ -190,7 +190,8 @@ def instead_of_mask(sliding: bool, given: Mapping[str, Any]) -> Any:
     by_windows, by_products = _asked(model)
     if any(given.get(name) is not None for name in masks.FUNCTIONS) or not _is_looked_up(config):
         return None
-    if not (by_windows and _slides(config, embeds) if sliding else by_products and _multiplies(config, embeds)):
+    by_blocks = sliding and by_windows and _slides(config, embeds)
+    if not (by_blocks or (by_products and _multiplies(config, embeds, sliding))):
         return None
     texts = _texts(config, embeds, given)
     images = given.get(masks.IMAGES)  # the 12B always has them: -1 for other tokens
@@ -250,14 +251,15 @@ def _slides(config: Any, embeds: Any) -> bool:
     return enough and Layout.of(int(config.sliding_window), block, tokens, tokens, 0) is not None
 
 
-def _multiplies(config: Any, embeds: Any) -> bool:
-    """Whether full layers have products for it."""
+def _multiplies(config: Any, embeds: Any, sliding: bool) -> bool:
+    """Whether sliding layers, or the others, have products for it."""
     import torch
 
     from gemma4_compat._gemma4.attention import products
 
     device, tokens = embeds.device, embeds.shape[1]
-    if tokens < LEAST_TO_MULTIPLY.get(device.type, tokens + 1) or (config.global_head_dim or 0) <= WIDEST:
+    width = (config.head_dim if sliding else config.global_head_dim) or 0
+    if tokens < _least_to_multiply(device.type, tokens + 1) or not products.takes(width):
         return False
     cast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if cast else embeds.dtype
@@ -285,6 +287,14 @@ def _gradients(*tensors: Any) -> bool:
 def least(device: str, *, enabled: bool) -> int:
     """Queries from which windows are used on a device."""
     return LEAST.get(device, LEAST_ON_GPU if enabled else _LEAST_UNASKED)
+
+
+def _least_to_multiply(device: str, never: int) -> int:
+    """Queries from which products are used on a device."""
+    import torch
+
+    deterministic = device == "cuda" and torch.are_deterministic_algorithms_enabled()
+    return 0 if deterministic else LEAST_TO_MULTIPLY.get(device, never)
 
 
 def _device(tensor: Any) -> str:
@@ -321,10 +331,11 @@ def _can_be(module: Any, query: Any, key: Any, value: Any, mask: Any, *, enabled
 
 
 def _may_multiply(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> bool:
-    """Whether a layer that trains has wide heads, and so many tokens that :mod:`products` take less time."""
+    """Whether a layer that trains has heads for which :mod:`products` take less time, and so many tokens."""
     import torch
 
-    if query.shape[2] < LEAST_TO_MULTIPLY.get(_device(query), query.shape[2] + 1) or torch.compiler.is_compiling():
+    queries = query.shape[2]
+    if queries < _least_to_multiply(_device(query), queries + 1) or torch.compiler.is_compiling():
         return False
     from gemma4_compat._gemma4.attention import products
 

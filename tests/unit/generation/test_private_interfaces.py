@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,8 +48,8 @@ def failed_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = SimpleNamespace(CUDAGraph=Graph, graph_pool_handle=lambda: (0, 2))
     monkeypatch.setattr(torch, "cuda", stand_in)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
-    graph = recording.CudaRecording(SimpleNamespace(index=1), (0, 1))
-    graph._abandon()
+    graph = recording.CudaRecording(SimpleNamespace(index=1), recording.CudaRecording.new_pool())
+    graph._abandon((0, 1))
     assert Graph.ends == 2
 
 
@@ -63,6 +64,45 @@ def test_a_failed_capture_is_cleaned_up_after(monkeypatch: pytest.MonkeyPatch, r
 @pytest.mark.skipif(not hasattr(torch._C, "_CudaStreamBase"), reason="a build of torch with CUDA")
 def test_the_installed_torch_has_what_graphs_need() -> None:
     assert recording.CudaRecording.unsupported_reason() is None
+
+
+def test_a_pool_outlives_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's allocators refuse an id whose graphs are all gone, as after a step that could not be fused at once."""
+    held: dict[Any, int] = {}
+
+    class Graph:
+        def capture_begin(self, *, pool: Any, **_: Any) -> None:
+            assert held.get(pool) != 0, "INTERNAL ASSERT FAILED"
+            held[pool], self.pool = held.get(pool, 0) + 1, pool
+
+        def capture_end(self) -> None: ...
+
+        def __del__(self) -> None:
+            if hasattr(self, "pool"):
+                held[self.pool] -= 1
+
+    calls = SimpleNamespace(CUDAGraph=Graph, graph_pool_handle=lambda: (0, len(held) + 1), Stream=lambda _: None)
+    for name in ("device", "stream"):
+        setattr(calls, name, contextlib.nullcontext)
+    for name in ("synchronize", "empty_cache"):
+        setattr(calls, name, lambda *_: None)
+    monkeypatch.setattr(torch, "cuda", calls)
+    monkeypatch.setattr(recording, "_streams", {})
+    pool = recording.CudaRecording.new_pool()
+
+    def captured() -> Any:
+        made = recording.CudaRecording(torch.device("cuda", 1), pool)
+        made.capture(lambda: None)
+        return made
+
+    captured()
+    kept = [captured(), captured()]
+    assert held == {(0, 1): 0, (0, 2): 2}
+    del kept[0]
+    kept.append(captured())
+    kept.clear()
+    kept.append(captured())
+    assert held == {(0, 1): 0, (0, 2): 0, (0, 3): 1}
 
 
 def test_without_them_decoding_is_as_ever_and_says_why(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -142,6 +142,50 @@ def test_numbers_of_texts(whole: Any, multiplied: list[int]) -> None:
     found = step(with_every_key, given, numbered(), torch.bfloat16)
     assert sum(multiplied) > QUERIES * QUERIES
     right, plain = (step(whole, given, packed(), dtype) for dtype in (torch.float64, torch.bfloat16))
+    for one, other, exact in zip(found, plain, right, strict=True):
+        assert error(one, exact) <= TIMES * error(other, exact)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+WINDOW = 100
+
+
+class Sliding(Gemma4TextAttention):
+    """What the functions read of a sliding layer."""
+
+    sliding_window = WINDOW
+
+
+Sliding.__name__ = Gemma4TextAttention.__name__
+
+
+def in_window(mask: Any) -> Any:
+    return mask & torch.ones(mask.shape[-2:], dtype=torch.bool).triu(1 - WINDOW)
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed", "image", "numbers", "every"])
+def test_narrow_heads_where_algorithms_are_deterministic(
+    whole: Any, multiplied: list[int], deterministic: None, kind: str
+) -> None:
+    """Those of sliding layers: as exact as one call, and without the keys outside of windows."""
+    mask = in_window(MASKS.get(kind, packed)())
+    given = [one[..., :256] for one in tensors()]
+    right, plain = (step(whole, given, mask, dtype) for dtype in (torch.float64, torch.bfloat16))
+
+    def narrow(_module: Any, *states: Any, **kwargs: Any) -> Any:
+        if kind == "every":
+            return (products.attention(*states, kwargs["scaling"], window=WINDOW, every=True),)
+        return windows.attention(whole, Sliding(), *states, **kwargs)
+
+    with enabled():
+        found = step(narrow, given, numbered() if kind in ("numbers", "every") else mask, torch.bfloat16)
+    assert 0 < sum(multiplied) <= 2 * 0.55 * QUERIES * QUERIES  # once more in the backward pass
     for one, other, exact in zip(found, plain, right, strict=True):
         assert error(one, exact) <= TIMES * error(other, exact)
 
