@@ -182,6 +182,9 @@ def _reads_disk(model: Any, module: Any) -> str:
 def _offload_reasons(model: Any, modules: list[Any]) -> Iterator[str]:
     streamed = streaming.streamed_modules(model)
     for module in modules:
+        cache = module._parameters
+        if not isinstance(cache, dict) and cache.offload_device != cache.onload_device:
+            yield f"compressed-tensors copies {_name(model, module)} from the {cache.offload_device} for every token"
         hook = module_hooks.offload_hook(module)
         if hook is None or not any(tensor is not None for tensor in module._parameters.values()):
             continue

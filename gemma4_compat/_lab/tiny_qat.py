@@ -101,7 +101,13 @@ def build_qat_checkpoint(checkpoint: Path, folder: Path, *, calibrated: bool = T
 
 
 def build_packed_checkpoint(
-    checkpoint: Path, folder: Path, *, bits: int = 4, group: int = 32, packed: bool = True
+    checkpoint: Path,
+    folder: Path,
+    *,
+    bits: int = 4,
+    group: int = 32,
+    packed: bool = True,
+    tensors: dict[str, Any] | None = None,
 ) -> Path:
     """Write the model in ``checkpoint`` (bf16) as llm-compressor does, ``pack-quantized``, and return ``folder``.
 
@@ -113,12 +119,14 @@ def build_packed_checkpoint(
         bits: of a value, 4 or 8.
         group: columns that share a scale; 0: all of a row.
         packed: False writes the same values in bf16, as a checkpoint that is not quantized.
+        tensors: of the model by their names in a checkpoint, in place of those in its file.
     """
     import torch
     from safetensors.torch import load_file, save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, kept = load_file(checkpoint / "model.safetensors"), ["lm_head", "re:.*tower.*", "re:.*embed_.*"]
+    tensors = load_file(checkpoint / "model.safetensors") if tensors is None else dict(tensors)
+    kept = ["lm_head", "re:.*tower.*", "re:.*embed_.*"]
     for name, weight in list(tensors.items()):
         module = re.fullmatch(r"(?!.*tower)(.*(?:proj|gate|projection))\.weight", name)
         if module is None or weight.ndim != 2 or "embed_" in name:
@@ -172,5 +180,5 @@ def pack(values: Any, bits: int) -> Any:
         return values
     count = 8 // bits
     unsigned = (values.to(torch.int16) + 2 ** (bits - 1)).unflatten(1, (-1, count))
-    places = torch.arange(count) * bits
+    places = torch.arange(count, device=values.device) * bits
     return (unsigned << places).sum(-1).to(torch.uint8)

@@ -6,7 +6,8 @@ float32. The backward pass computes them again, and takes four more. Keys and va
 the queries, and keys that no query of a block sees are left out.
 
 With ``torch.use_deterministic_algorithms`` that kernel's backward pass takes the keys of a head one tile after the
-other, and most of a GPU waits. Products add in one order, so then they take heads of any width.
+other, and most of a GPU waits. Products add in one order, so then they take heads of any width, if there are too few
+queries for :mod:`windows`.
 """
 
 from __future__ import annotations

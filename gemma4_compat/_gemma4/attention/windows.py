@@ -26,6 +26,7 @@ from gemma4_compat._engine.runtime.selftest import SelfTests
 from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._gemma4.attention import layers, masks, packing, tracing
 from gemma4_compat._gemma4.attention.block_layout import UNIT, Layout
+from gemma4_compat._gemma4.attention.flash import WIDEST
 from gemma4_compat._gemma4.cache import cache_names
 
 ID = "transformers-sliding-windows"
@@ -107,7 +108,7 @@ def _attention(
     if query.shape[2] == 1:
         return whole(*given, **kwargs)
     by_windows, by_products = _asked(module)
-    if by_products and _may_multiply(*given, **kwargs):
+    if by_products and _may_multiply(*given, by_windows=by_windows, **kwargs):
         from gemma4_compat._gemma4.attention import products
 
         scaling = kwargs["scaling"] if kwargs.get("scaling") is not None else query.shape[3] ** -0.5
@@ -191,7 +192,8 @@ def instead_of_mask(sliding: bool, given: Mapping[str, Any]) -> Any:
     if any(given.get(name) is not None for name in masks.FUNCTIONS) or not _is_looked_up(config):
         return None
     by_blocks = sliding and by_windows and _slides(config, embeds)
-    if not (by_blocks or (by_products and _multiplies(config, embeds, sliding))):
+    width = (config.head_dim if sliding else config.global_head_dim) or 0
+    if not (by_blocks or (by_products and _multiplies(embeds, width, by_windows))):
         return None
     texts = _texts(config, embeds, given)
     images = given.get(masks.IMAGES)  # the 12B always has them: -1 for other tokens
@@ -251,15 +253,14 @@ def _slides(config: Any, embeds: Any) -> bool:
     return enough and Layout.of(int(config.sliding_window), block, tokens, tokens, 0) is not None
 
 
-def _multiplies(config: Any, embeds: Any, sliding: bool) -> bool:
-    """Whether sliding layers, or the others, have products for it."""
+def _multiplies(embeds: Any, width: int, by_windows: bool) -> bool:
+    """Whether layers with heads of this width have products for it."""
     import torch
 
     from gemma4_compat._gemma4.attention import products
 
-    device, tokens = embeds.device, embeds.shape[1]
-    width = (config.head_dim if sliding else config.global_head_dim) or 0
-    if tokens < _least_to_multiply(device.type, tokens + 1) or not products.takes(width):
+    device = embeds.device
+    if not _pays_to_multiply(device.type, width, embeds.shape[1], by_windows=by_windows):
         return False
     cast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if cast else embeds.dtype
@@ -289,12 +290,16 @@ def least(device: str, *, enabled: bool) -> int:
     return LEAST.get(device, LEAST_ON_GPU if enabled else _LEAST_UNASKED)
 
 
-def _least_to_multiply(device: str, never: int) -> int:
-    """Queries from which products are used on a device."""
+def _pays_to_multiply(device: str, width: int, queries: int, *, by_windows: bool) -> bool:
+    """Whether products take less time for heads of this width: not where those of a sliding layer have windows."""
     import torch
 
+    from gemma4_compat._gemma4.attention import products
+
     deterministic = device == "cuda" and torch.are_deterministic_algorithms_enabled()
-    return 0 if deterministic else LEAST_TO_MULTIPLY.get(device, never)
+    if queries < (0 if deterministic else LEAST_TO_MULTIPLY.get(device, queries + 1)) or not products.takes(width):
+        return False
+    return width > WIDEST or not (by_windows and queries >= least(device, enabled=True))
 
 
 def _device(tensor: Any) -> str:
@@ -330,12 +335,15 @@ def _can_be(module: Any, query: Any, key: Any, value: Any, mask: Any, *, enabled
     return not tracing.is_traced(query)
 
 
-def _may_multiply(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> bool:
-    """Whether a layer that trains has heads for which :mod:`products` take less time, and so many tokens."""
+def _may_multiply(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, *, by_windows: bool, **kwargs: Any
+) -> bool:
+    """Whether a layer that trains has heads for which :mod:`products` take less time."""
     import torch
 
-    queries = query.shape[2]
-    if queries < _least_to_multiply(_device(query), queries + 1) or torch.compiler.is_compiling():
+    queries, width = query.shape[2:]
+    pays = _pays_to_multiply(_device(query), width, queries, by_windows=by_windows)
+    if not pays or torch.compiler.is_compiling():
         return False
     from gemma4_compat._gemma4.attention import products
 

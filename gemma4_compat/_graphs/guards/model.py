@@ -44,6 +44,11 @@ _CHECKPOINTING = "_gradient_checkpointing_func"
 _TURNS = 32
 
 
+def _stored(tensors: Any) -> dict[str, Any]:
+    """A module's own tensors by name. compressed-tensors puts a cache of its own there, which holds them."""
+    return tensors if isinstance(tensors, dict) else tensors.offloaded_values  # type: ignore[no-any-return]
+
+
 class ModelGuards:
     """A snapshot of the modules that compute a step, a prompt, a draft, or decoder layers in training.
 
@@ -127,17 +132,18 @@ class ModelGuards:
     def _add(self, module: Any, path: str, *, first: bool) -> None:
         attributes = vars(module)
         weight, child, adapter = (Cause.WEIGHT, path), (Cause.MODULE, path), (Cause.ADAPTER, path)
-        for kind in ("_parameters", "_buffers"):
-            for name, tensor in attributes[kind].items():
+        own = [_stored(attributes[kind]) for kind in ("_parameters", "_buffers")]
+        for tensors in own:
+            for name, tensor in tensors.items():
                 if not self._with_offloaded and tensor is not None and tensor.device.type == "meta":
                     continue
-                self._often.add(attributes[kind], name, weight)
+                self._often.add(tensors, name, weight)
                 if tensor is not None:
                     self._add_tensor(tensor, (Cause.WEIGHT, f"{path}.{name}"))
         for name in attributes["_modules"]:
             self._seldom.add(attributes["_modules"], name, child)
-        for kind in ("_parameters", "_buffers"):
-            self._seldom.add_size(attributes[kind], weight)
+        for tensors in own:
+            self._seldom.add_size(tensors, weight)
         self._seldom.add_contents(attributes["_modules"], child)  # their order matters
         often = self._often if first else self._seldom
         often.add(attributes, "forward", (Cause.CODE, path))

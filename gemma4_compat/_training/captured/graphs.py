@@ -81,6 +81,19 @@ class Memory:
         return sum(buffer.tensor.nbytes for buffer in self._buffers.values())
 
 
+@contextlib.contextmanager
+def _without_filling() -> Iterator[None]:
+    """Inside, new memory is not filled with NaN, as deterministic algorithms have it: all of it is written here."""
+    import torch
+
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = before
+
+
 #: ``calls.LayerCall.run``.
 Run = Callable[[Sequence[Any]], Any]
 
@@ -193,7 +206,7 @@ class Graph:
         ]
         del tried, found, leaves
         self._forward, self._backward = (memory.recorder(memory.device, memory.pool) for _ in range(2))
-        with capturing.held():
+        with capturing.held(), _without_filling():
             self._forward.capture(functools.partial(self._run_forward, run))
             self._backward.capture(functools.partial(self._run_backward, run, layer, weights))
 
@@ -219,14 +232,14 @@ class Graph:
 
     def outputs(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """Those of the layer, for these tensors of a call."""
-        with _launching:
+        with _launching, _without_filling():
             self._fill(tensors)
             self._forward.replay()
             return tuple([buffer.tensor.clone() for buffer in self._outputs])
 
     def gradients(self, tensors: Sequence[Any], incoming: Sequence[Any]) -> list[Any]:
         """Those of the tensors of a call and of the weights, for these gradients of the outputs."""
-        with _launching:
+        with _launching, _without_filling():
             self._fill(tensors)
             for buffer, gradient in zip(self._incoming, incoming):
                 if gradient is not None:
