@@ -314,7 +314,7 @@ def main() -> int:
                 save()
             started: list[Serving] = []
 
-            def begin(server: Serving, **of_server: Any) -> None:
+            def begin(server: Serving, of_server: dict[str, Any]) -> None:
                 started.append(server)
                 stack.callback(server.end)
                 result["servers"].append(of_server | {"seconds": server.seconds})
@@ -322,7 +322,7 @@ def main() -> int:
             try:
                 for parallel in options.parallel:
                     words = ["--context", str(options.context), "--parallel", str(parallel)]
-                    begin(Serving.ours(checkpoint, adapter, words), parallel=parallel)
+                    begin(Serving.ours(checkpoint, adapter, words), {"parallel": parallel})
                 servers = [(one.address(), one.process.pid, into) for one, into in zip(started, result["servers"])]
                 if options.llama_cpp:  # when ours have taken what they need
                     tree, on_gpu = options.llama_cpp.resolve(), result["machine"]["device"] != "CPU"
@@ -332,7 +332,7 @@ def main() -> int:
                         of_server = {"server": "llama.cpp", "parallel": parallel, "sampling": sampling}
                         words = llama_server.words(tree, file, of_server, options.context, on_gpu=on_gpu)
                         environment = {"LD_LIBRARY_PATH": llama.libraries(tree)}
-                        begin(Serving(words, {"warm": "listening on http"}, **environment), **of_server)
+                        begin(Serving(words, {"warm": "listening on http"}, **environment), of_server)
                         into = result["servers"][-1]
                         try:
                             servers.append((started[-1].address(), started[-1].process.pid, into))
@@ -340,7 +340,8 @@ def main() -> int:
                             into["error"] = str(error)
                 measured(servers, options, save)
             except Exception as error:
-                raise SystemExit(f"servers said: {[one.said() for one in started]}") from error
+                said = [one.said() for one in started]
+                raise SystemExit(f"{error!r}; servers said: {said}") from error
         result["problems"] += problems(result["servers"])
         save()
     return common.ended(result)
