@@ -250,7 +250,7 @@ def measured(servers: list[tuple[str, int | None, dict[str, Any]]], options: arg
 
 
 def problems(servers: list[dict[str, Any]]) -> list[str]:
-    """Servers that failed, loads whose servers did not read and write as many tokens, but for texts that ended."""
+    """Servers that failed, and loads whose servers read or wrote other numbers of tokens, but for texts that ended."""
     found = [f"{one['server']}, {one['parallel']} at a time: {one['error']}" for one in servers if "error" in one]
     for clients in CLIENTS:
         for kind in ("prompt_tokens", "tokens"):
@@ -336,9 +336,11 @@ def main() -> int:
                         into = result["servers"][-1]
                         try:
                             servers.append((started[-1].address(), started[-1].process.pid, into))
-                        except SystemExit as error:
-                            into["error"] = str(error)
+                        except SystemExit:
+                            into["error"] = "it did not start"
                 measured(servers, options, save)
+                for server in (one for one, into in zip(started, result["servers"]) if "error" in into):
+                    print(server.said(), file=sys.stderr)
             except Exception as error:
                 said = [one.said() for one in started]
                 raise SystemExit(f"{error!r}; servers said: {said}") from error
