@@ -44,4 +44,5 @@ def words(tree: Path, file: Path, found: dict[str, Any], context: int, *, on_gpu
     made += ["--flash-attn", "on", "--fit", "off", "--cache-ram", "0", "--ctx-checkpoints", "0"]
     if on_gpu:
         made += ["--device", "CUDA0", "--gpu-layers", "99", "--override-tensor", "token_embd=CUDA0"]
+        made += ["--threads", "1"]  # nothing is left to them, and threads that wait keep cores from clients
     return [*made, *SAMPLINGS[found["sampling"]], "--chat-template", _TEMPLATE]
