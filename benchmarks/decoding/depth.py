@@ -35,7 +35,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -181,9 +180,7 @@ def peer_of(run: Run, arguments: Any, work: Path, start: Callable[..., common.Wo
         return None
     run.result["gguf"] = {kind: {"gib": file.stat().st_size / 2**30} for kind, file in files.items()}
     run.keep(f"{LLAMA}: files filled in {time.monotonic() - began:.0f} s")
-    installed = Path(sysconfig.get_paths()["purelib"]).glob("nvidia/**/lib")  # cuBLAS, as PyTorch has it
-    libraries = [tree / "build" / "bin", *installed, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-    found = ":".join(map(str, libraries))
+    found = peers_llama.libraries(tree)
     peer = Run(run.result, run.out, run.deadline, lambda: start(False, LD_LIBRARY_PATH=found))
     on_gpu = run.result["machine"]["device"] != "CPU"
     peer.order = {"folder": str(work), "file": str(files["q4_0"]), "adapter": str(files["lora"]), "gpu": on_gpu}

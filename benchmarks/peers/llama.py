@@ -13,6 +13,7 @@ import os
 import random
 import re
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,13 @@ _kept: list[Any] = []  # what C still points to
 
 #: Tokens that are read at once.
 BATCH = 512
+
+
+def libraries(tree: Path) -> str:
+    """Where the linker finds those of a built tree, and cuBLAS as PyTorch has it."""
+    installed = Path(sysconfig.get_paths()["purelib"]).glob("nvidia/**/lib")
+    found = [tree / "build" / "bin", *installed, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    return ":".join(map(str, found))
 
 
 def api() -> Any:

@@ -2,19 +2,25 @@
 
 python benchmarks/serving/serving.py                                      the trained tiny model, on any machine
 python benchmarks/serving/serving.py --shape E2B --out FILE.json          random weights in the real shape, 4 bits
+    [--llama-cpp TREE]
 python benchmarks/serving/serving.py --address http://127.0.0.1:8080/v1   another server that runs, such as llama.cpp's
 
 `gemma4-compat serve` is started as a process. Each client streams requests one after the other, with other questions
 and lengths than its neighbours; a client's time to the first token includes the wait for its turn. Our servers, one
 for each number after `--parallel`, start at the same time, are warm then, and get loads in turns. Before them, one
 `generate` of the same model in a process of its own, without a server: milliseconds a token. At the end, memory of
-each server's process, and of the GPU in all, after a tenth of `--requests`, and after all of them.
+each of our servers' processes, and of the GPU in all, after a tenth of `--requests`, and after all of them.
+
+`--llama-cpp TREE` is llama.cpp as depth.py takes it, with `llama-server`: Q4_0 of other random weights, flash
+attention, as many slots as our servers' answers, and the same numbers of tokens. Each of its servers takes turns with
+ours, once choosing tokens as it does by default, and once the likeliest, on the GPU. One that fails is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -31,6 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from benchmarks import common
 from benchmarks.decoding import models
+from benchmarks.peers import heads, llama
+from benchmarks.serving import llama_server
 from gemma4_compat._lab.trained import Trained
 
 CLIENTS = (1, 4, 16)
@@ -57,38 +65,50 @@ def write_tokenizer(checkpoint: Path) -> None:
 
 
 class Serving:
-    """A server of ours in a process, which loads and warms up beside the caller."""
+    """A server in a process, which loads and warms up beside the caller.
 
-    def __init__(self, checkpoint: Path, adapter: Path, given: list[str]) -> None:
-        words = [sys.executable, "-m", "gemma4_compat", "serve", str(checkpoint), "--adapter", f"adapted={adapter}"]
-        path = os.pathsep.join([str(common.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = dict(os.environ, PYTHONPATH=path, HF_HUB_OFFLINE="1")
+    Args:
+        words: its command.
+        lines: what it writes when it answers, and when it is warm.
+        more: of an environment.
+    """
+
+    def __init__(self, words: list[str], lines: dict[str, str], **more: str) -> None:
         self.seconds: dict[str, float] = {}  # until it answers, and until it is warm
         self._said: list[str] = []
+        self._lines = lines
         self._begun, self._warm = time.perf_counter(), threading.Event()
         self.process = subprocess.Popen(
-            [*words, "--port", "0", *given],
+            words,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=dict(os.environ, HF_HUB_OFFLINE="1", **more),
         )
         threading.Thread(target=self._listen, daemon=True).start()
+
+    @classmethod
+    def ours(cls, checkpoint: Path, adapter: Path, given: list[str]) -> Serving:
+        """Of the shim."""
+        words = [sys.executable, "-m", "gemma4_compat", "serve", str(checkpoint), "--adapter", f"adapted={adapter}"]
+        path = os.pathsep.join([str(common.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        lines = {"started": "running on http", "warm": "warmed up"}
+        return cls([*words, "--port", "0", *given], lines, PYTHONPATH=path)
 
     def _listen(self) -> None:
         for line in self.process.stderr or ():
             self._said.append(line)
-            for name, words in (("started", "running on http"), ("warm", "warmed up")):
+            for name, words in self._lines.items():
                 if words in line:
                     self.seconds[name] = time.perf_counter() - self._begun
-            if {"started", "warm"} <= self.seconds.keys():
+            if self._lines.keys() == self.seconds.keys():
                 self._warm.set()
         self._warm.set()
 
     def address(self) -> str:
         """Its address, once it is warm."""
         self._warm.wait(600)
-        found = re.search(r"running on (http://\S+)", "".join(self._said))
+        found = re.search(r"(?:running|listening) on (http://\S+)", "".join(self._said))
         if found is None or "warm" not in self.seconds:
             raise SystemExit(f"the server did not start, or is not warm: {self.said()}")
         return f"{found[1]}/v1"
@@ -103,24 +123,29 @@ class Serving:
         self.process.wait(60)
 
 
-def asked(client: Any, model: str, number: int, most: int) -> dict[str, float]:
-    """One streamed answer: seconds to its first token and to its end, and its tokens."""
+def asked(client: Any, model: str, number: int, most: int, *, is_ours: bool) -> dict[str, float]:
+    """One streamed answer: seconds to its first token and to its end, its tokens, and those of its prompt."""
     begun, first, used = time.perf_counter(), 0.0, None
-    messages = [{"role": "user", "content": f"{QUESTIONS[number % len(QUESTIONS)]}"}]
+    question = QUESTIONS[number % len(QUESTIONS)]
+    messages = [{"role": "user", "content": question if is_ours else llama_server.prompt(question)}]
     length = max(most * (1 + number % 4) // 4, 1)
     options = {"model": model, "messages": messages, "temperature": 0, "max_tokens": length}
+    if not is_ours:
+        options["extra_body"] = llama_server.REQUEST
     for part in client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **options):
         if not first and part.choices and part.choices[0].delta.content:
             first = time.perf_counter() - begun
         used = part.usage or used
-    return {"first": first, "all": time.perf_counter() - begun, "tokens": used.completion_tokens if used else 0}
+    found = {"first": first, "all": time.perf_counter() - begun, "tokens": used.completion_tokens if used else 0}
+    return found | {"read": used.prompt_tokens if used else 0}
 
 
-def load(client: Any, names: list[str], clients: int, each: int, most: int) -> dict[str, Any]:
+def load(client: Any, names: list[str], clients: int, each: int, most: int, *, is_ours: bool) -> dict[str, Any]:
     """What so many clients get that send so many requests each."""
 
     def one(index: int) -> list[dict[str, float]]:
-        return [asked(client, names[index % len(names)], index + clients * turn, most) for turn in range(each)]
+        name = names[index % len(names)]
+        return [asked(client, name, index + clients * turn, most, is_ours=is_ours) for turn in range(each)]
 
     begun = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
@@ -128,6 +153,7 @@ def load(client: Any, names: list[str], clients: int, each: int, most: int) -> d
     seconds, tokens = time.perf_counter() - begun, sum(answer["tokens"] for answer in answers)
     firsts = [1000 * answer["first"] for answer in answers if answer["first"]]
     found = {"clients": clients, "requests": len(answers), "tokens": tokens, "tokens_s": tokens / seconds}
+    found["prompt_tokens"] = sum(answer["read"] for answer in answers)
     return found | {"first_ms": common.spread(firsts), "ms_token": 1000 * seconds / max(tokens, 1)}
 
 
@@ -180,10 +206,10 @@ def beside(checkpoint: Path, adapter: Path, options: argparse.Namespace) -> Any:
 
 
 def measured(servers: list[tuple[str, int | None, dict[str, Any]]], options: argparse.Namespace, save: Any) -> None:
-    """Loads of several servers in turns, then their memory.
+    """Loads of several servers in turns, then the memory of ours.
 
     Args:
-        servers: the address of each, its process if it is ours, and where results go.
+        servers: the address of each, its process if this started it, and where results go.
         options: of the command.
         save: called after each result.
     """
@@ -191,7 +217,8 @@ def measured(servers: list[tuple[str, int | None, dict[str, Any]]], options: arg
 
     def show(found: dict[str, Any], kind: str, new: dict[str, Any]) -> None:
         found.setdefault(kind, []).append(new)
-        print(json.dumps(common.rounded({"parallel": found.get("parallel"), **new})), flush=True)
+        names = {name: found.get(name) for name in ("server", "parallel", "sampling")}
+        print(json.dumps(common.rounded({**names, **new})), flush=True)
         save()
 
     known = []
@@ -200,17 +227,37 @@ def measured(servers: list[tuple[str, int | None, dict[str, Any]]], options: arg
         known.append((client, [model.id for model in client.models.list()], process, found))
     for clients in CLIENTS:
         for turn in range(options.rounds + 1):
-            for client, names, _, found in known:
+            for server in [*known]:
+                client, names, _, found = server
                 each = max(options.each, 4 // clients) if turn else 1  # answers of all lengths
-                new = load(client, names[:1], clients, each, options.answer)
-                if turn:
-                    show(found, "loads", new)
+                try:
+                    new = load(client, names[:1], clients, each, options.answer, is_ours="server" not in found)
+                except openai.OpenAIError as error:
+                    if "server" not in found:
+                        raise
+                    found["error"] = repr(error)
+                    known.remove(server)
+                else:
+                    if turn:
+                        show(found, "loads", new)
     for client, names, process, found in known:
         done = 0
-        for share in (options.requests // 10, options.requests) if process is not None else ():
-            load(client, names, 4, max((share - done) // 4, 1), min(options.answer, _SHORT))
+        for share in (options.requests // 10, options.requests) if process and "server" not in found else ():
+            each = max((share - done) // 4, 1)
+            load(client, names, 4, each, min(options.answer, _SHORT), is_ours=True)
             done = share
             show(found, "memory", {"requests": share, **memory(process)})
+
+
+def problems(servers: list[dict[str, Any]]) -> list[str]:
+    """Servers that failed, and loads whose servers read or wrote other numbers of tokens, but for texts that ended."""
+    found = [f"{one['server']}, {one['parallel']} at a time: {one['error']}" for one in servers if "error" in one]
+    for clients in CLIENTS:
+        for kind in ("prompt_tokens", "tokens"):
+            of_all = [load[kind] for one in servers for load in one.get("loads", ()) if load["clients"] == clients]
+            if of_all and min(of_all) < 0.95 * max(of_all):
+                found.append(f"{clients} clients: {kind} from {min(of_all)} to {max(of_all)}")
+    return found
 
 
 def parser() -> argparse.ArgumentParser:
@@ -225,6 +272,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--parallel", type=int, nargs="+", default=[1], help="answers at a time, of a server each (default: 1)"
     )
+    made.add_argument("--llama-cpp", type=Path, help="llama.cpp's tree, built, with heads of this shape's files")
     made.add_argument("--requests", type=int, default=500, help="after which memory is read (default: 500)")
     made.add_argument("--no-bare", action="store_true", help="servers only")
     made.add_argument("--bare", nargs=2, type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
@@ -237,7 +285,10 @@ def main() -> int:
     if options.bare:
         print(json.dumps(bare(*options.bare, options.context, options.answer)))
         return 0
+    if options.llama_cpp and (options.shape is None or options.address):
+        parser().error("--llama-cpp needs --shape, and servers of ours")
     given = [word for word in sys.argv[1:] if word not in ("--out", str(options.out))]
+    given = ["TREE" if word == str(options.llama_cpp) else word for word in given]
     result = common.header(Path(__file__), sys.modules[__name__], options.shape or "trained", given) | {"servers": []}
 
     def save() -> None:
@@ -261,18 +312,41 @@ def main() -> int:
                 result["bare"] = beside(checkpoint, adapter, options)
                 print(json.dumps(result["bare"]), flush=True)
                 save()
-            started = []
-            for parallel in options.parallel:
-                given = ["--context", str(options.context), "--parallel", str(parallel)]
-                started.append(Serving(checkpoint, adapter, given))
-                stack.callback(started[-1].end)
-                result["servers"].append({"parallel": parallel, "seconds": started[-1].seconds})
+            started: list[Serving] = []
+
+            def begin(server: Serving, of_server: dict[str, Any]) -> None:
+                started.append(server)
+                stack.callback(server.end)
+                result["servers"].append(of_server | {"seconds": server.seconds})
+
             try:
-                addresses = [(one.address(), one.process.pid) for one in started]
-                measured([(*one, into) for one, into in zip(addresses, result["servers"])], options, save)
+                for parallel in options.parallel:
+                    words = ["--context", str(options.context), "--parallel", str(parallel)]
+                    begin(Serving.ours(checkpoint, adapter, words), {"parallel": parallel})
+                servers = [(one.address(), one.process.pid, into) for one, into in zip(started, result["servers"])]
+                if options.llama_cpp:  # when ours have taken what they need
+                    tree, on_gpu = options.llama_cpp.resolve(), result["machine"]["device"] != "CPU"
+                    result["llama_cpp"] = llama_server.version(tree)
+                    file = heads.filled(heads.named(tree, options.shape, "q4_0"), folder)
+                    for parallel, sampling in itertools.product(options.parallel, llama_server.SAMPLINGS):
+                        of_server = {"server": "llama.cpp", "parallel": parallel, "sampling": sampling}
+                        words = llama_server.words(tree, file, of_server, options.context, on_gpu=on_gpu)
+                        environment = {"LD_LIBRARY_PATH": llama.libraries(tree)}
+                        begin(Serving(words, {"warm": "listening on http"}, **environment), of_server)
+                        into = result["servers"][-1]
+                        try:
+                            servers.append((started[-1].address(), started[-1].process.pid, into))
+                        except SystemExit:
+                            into["error"] = "it did not start"
+                measured(servers, options, save)
+                for server in (one for one, into in zip(started, result["servers"]) if "error" in into):
+                    print(server.said(), file=sys.stderr)
             except Exception as error:
-                raise SystemExit(f"servers said: {[one.said() for one in started]}") from error
-    return 0
+                said = [one.said() for one in started]
+                raise SystemExit(f"{error!r}; servers said: {said}") from error
+        result["problems"] += problems(result["servers"])
+        save()
+    return common.ended(result)
 
 
 if __name__ == "__main__":

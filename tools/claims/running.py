@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 import re
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,16 +81,6 @@ def of_serving(file: str, *names: str) -> tuple[float, ...]:
     return tuple(float(in_file(path, rf"\n *{name}(?:: \w+)? = (\d[\d_]*)")[0]) for name in names)
 
 
-def served(clients: int) -> tuple[float, ...]:
-    """Tokens a second and seconds to the first text of so many clients, of the servers in turns."""
-    loads = [
-        [load for load in server["loads"] if load["clients"] == clients]
-        for server in result("*-h200/serving-E2B.json")["servers"]
-    ]
-    firsts = [statistics.mean(load["first_ms"]["median"] for load in each) / 1000 for each in loads]
-    return *(statistics.mean(load["tokens_s"] for load in each) for each in loads), *firsts
-
-
 def served_lengths() -> tuple[int, int]:
     """The shortest and the longest answers."""
     from benchmarks.serving import serving
@@ -103,7 +91,7 @@ def served_lengths() -> tuple[int, int]:
 
 def served_memory() -> tuple[int, ...]:
     """After how many requests memory was read, which was the same within a percent."""
-    several = [server["memory"] for server in result("*-h200/serving-E2B.json")["servers"]]
+    several = [server["memory"] for server in result("*-h200/serving-E2B.json")["servers"] if "server" not in server]
     for before, after in several:
         assert all(abs(after[name] / before[name] - 1) < 0.01 for name in ("host_mib", "gpu_mib"))
     return tuple(one["requests"] for one in several[0])
@@ -112,7 +100,8 @@ def served_memory() -> tuple[int, ...]:
 def served_warm() -> tuple[float, ...]:
     """Seconds between the first answer and the end of the warm-up."""
     servers = result("*-h200/serving-E2B.json")["servers"]
-    return tuple(server["seconds"]["warm"] - server["seconds"]["started"] for server in servers)
+    ours = [server["seconds"] for server in servers if "server" not in server]
+    return tuple(seconds["warm"] - seconds["started"] for seconds in ours)
 
 
 def clients() -> tuple[int, ...]:
@@ -311,14 +300,6 @@ CLAIMS = (
     Claim("docs/SERVING.md", "the connection ends after {:.0f} seconds", lambda: of_serving("server", "_SLOW")),
     Claim("docs/SERVING.md", "; {}, {} and {} clients whose texts", clients),
     Claim("docs/SERVING.md", "answers of {} to {} tokens, each client", served_lengths),
-    *(
-        Claim(
-            "docs/SERVING.md",
-            f"| {clients} | {{:,.0f}} | {{:,.0f}} | {{:.2f}} s | {{:.2f}} s |",
-            functools.partial(served, clients),
-        )
-        for clients in (1, 4, 16)
-    ),
     Claim("docs/SERVING.md", "was the same after {} and after {} requests", served_memory),
     Claim("docs/SERVING.md", "these servers were warm {:.0f} and {:.0f} seconds after", served_warm),
     Claim("docs/DECODING.md", "fewer than {} tokens are shared", lambda: (session.LEAST,)),
