@@ -192,7 +192,7 @@ def instead_of_mask(sliding: bool, given: Mapping[str, Any]) -> Any:
     if any(given.get(name) is not None for name in masks.FUNCTIONS) or not _is_looked_up(config):
         return None
     by_blocks = sliding and by_windows and _slides(config, embeds)
-    width = (config.head_dim if sliding else config.global_head_dim) or 0
+    width = getattr(config, "head_dim" if sliding else "global_head_dim", None) or 0
     if not (by_blocks or (by_products and _multiplies(embeds, width, by_windows))):
         return None
     texts = _texts(config, embeds, given)

@@ -46,7 +46,7 @@ _TURNS = 32
 
 def _stored(tensors: Any) -> dict[str, Any]:
     """A module's own tensors by name. compressed-tensors puts a cache of its own there, which holds them."""
-    return tensors if isinstance(tensors, dict) else tensors.offloaded_values  # type: ignore[no-any-return]
+    return tensors if isinstance(tensors, dict) else tensors.offloaded_values
 
 
 class ModelGuards:
