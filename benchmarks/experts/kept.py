@@ -1,0 +1,199 @@
+"""How fast does a 26B-A4B decode on a small card, its experts in host memory, by how many of them were used before?
+
+python benchmarks/experts/kept.py --shape 26B-A4B --gib 8 --out benchmarks/results/DATE-DEVICE/kept-26B-A4B.json
+
+All layers in the real shape, 4-bit with double quantization, random weights, the experts of every layer in host
+memory. A ballast leaves `--gib` of the card to this process, and `decode_fast` keeps the experts used last in what is
+left. Random weights choose experts at random, so tokens are sent where a trace says: of the experts of a token, so
+many are drawn from those that a cache of these slots holds (least recently used goes first) as `--rates` say, the
+others from the rest. In turns, without and with experts that stay: milliseconds a token, the difference of two calls;
+experts that were there and experts that were brought; and the logits of both. Needs a GPU. Exit code 1: something
+raised, nothing stays, or logits differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import gemma4_compat
+from benchmarks import common
+from benchmarks.common import Data
+from benchmarks.decoding import rounds
+from benchmarks.experts import models
+from benchmarks.small_card import device
+from gemma4_compat._generation import expert_slots
+from gemma4_compat._graphs import decoder
+
+#: Tokens of the prompt, of the shorter and the longer call, and of a call after which steps are fused.
+PROMPT, SHORT, LONG, WARM = 24, 20, 180, 240
+COMPARED = 40
+
+
+def trace(rate: float, layers: int, experts: int, chosen: int, slots: int) -> list[list[list[int]]]:
+    """For each layer and position the experts of the token there."""
+    found = []
+    for layer in range(layers):
+        draw, recent, tokens = random.Random(f"{rate} {layer}"), list[int](), []
+        for _ in range(PROMPT + max(LONG, WARM)):
+            inside = recent[-slots:]
+            known = draw.sample(inside, min(len(inside), sum(draw.random() < rate for _ in range(chosen))))
+            held = set(inside)
+            rest = [one for one in range(experts) if one not in held]
+            token = known + draw.sample(rest, min(len(rest), chosen - len(known)))
+            token += draw.sample([one for one in inside if one not in token], chosen - len(token))
+            recent = [one for one in recent if one not in set(token)] + token
+            tokens.append(token)
+        found.append(tokens)
+    return found
+
+
+@contextlib.contextmanager
+def following(traced: Any, model: Any) -> Iterator[None]:
+    """Inside, the routers of decoding steps send a token where ``traced``, (layers, positions, experts), says."""
+    from transformers.models.gemma4 import modeling_gemma4 as gemma4
+
+    routed, turned = gemma4.Gemma4TextRouter.forward, gemma4.Gemma4TextRotaryEmbedding.forward
+    number = {id(layer.router): place for place, layer in enumerate(model.get_decoder().layers)}
+    now: Any = None
+
+    def rotary(self: Any, states: Any, position_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal now
+        now = position_ids
+        return turned(self, states, position_ids, *args, **kwargs)
+
+    def forward(self: Any, states: Any) -> Any:
+        probabilities, weights, index = routed(self, states)
+        if now.numel() == 1:
+            index = traced[number[id(self)]].index_select(0, now.flatten())
+        return probabilities, weights, index
+
+    kinds = (gemma4.Gemma4TextRouter, forward), (gemma4.Gemma4TextRotaryEmbedding, rotary)
+    with contextlib.ExitStack() as stack:
+        for kind, function in kinds:
+            stack.enter_context(mock.patch.object(kind, "forward", function))
+        yield
+
+
+class Decoding:
+    """The model, which decodes without and with experts that stay."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self._kept = model, expert_slots.of
+        # A cache of one length for all calls: its steps are captured once.
+        model.generation_config.max_cache_len = PROMPT + max(LONG, WARM)
+
+    def generate(self, tokens: int, *, keeps: bool, **options: Any) -> Any:
+        """A text of so many tokens; ``keeps``: experts used last stay on the card."""
+        import torch
+
+        ids = torch.randint(3, 200, (1, PROMPT), generator=torch.Generator().manual_seed(0)).to(self.model.device)
+        given = {"do_sample": False, "min_new_tokens": tokens, "max_new_tokens": tokens, "eos_token_id": None}
+        given["pad_token_id"] = 0
+        with torch.no_grad(), mock.patch.object(expert_slots, "of", self._kept if keeps else lambda *_: None):
+            return self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **given, **options)
+
+    def ms_a_token(self, *, keeps: bool) -> float:
+        """Of the tokens after the first ones."""
+        taken = []
+        for tokens in (SHORT, LONG):
+            device.synchronize()
+            begun = time.perf_counter()
+            self.generate(tokens, keeps=keeps)
+            device.synchronize()
+            taken.append(time.perf_counter() - begun)
+        return 1000 * (taken[1] - taken[0]) / (LONG - SHORT)
+
+    def logits(self, *, keeps: bool) -> Any:
+        """(tokens, 1, vocabulary)"""
+        import torch
+
+        said = self.generate(COMPARED, keeps=keeps, return_dict_in_generate=True, output_logits=True)
+        return torch.stack(said.logits)
+
+    def counted(self) -> tuple[int, int]:
+        """Experts that were there, and that were brought."""
+        found = gemma4_compat.statistics(self.model).decoding
+        return found.experts_kept, found.experts_brought
+
+
+def measured(decoding: Decoding, turns: int) -> Data:
+    """One trace."""
+    import torch
+
+    found: Data = {False: [], True: []}
+    for keeps in found:
+        decoding.generate(WARM, keeps=keeps)  # captured, fused
+    before = decoding.counted()
+    for _ in range(turns):
+        for keeps, times in found.items():
+            times.append(decoding.ms_a_token(keeps=keeps))
+    kept, brought = (now - then for now, then in zip(decoding.counted(), before))
+    same = bool(torch.equal(*(decoding.logits(keeps=keeps) for keeps in (False, True))))
+    without, kept_ms = (statistics.median(found[keeps]) for keeps in (False, True))
+    return {
+        "without_ms": without,
+        "kept_ms": kept_ms,
+        "times": [found[False], found[True]],
+        "hits": kept / max(kept + brought, 1),
+        "same_logits": same,
+    }
+
+
+def main() -> int:
+    parser = common.parser(__doc__, sorted(models.SHAPES), minutes=4)
+    parser.add_argument("--gib", type=float, default=8.0, help="of the card, for this process (default: 8)")
+    parser.add_argument("--rates", default="0,0.5,0.67,0.8", help="of experts that are among those kept")
+    parser.add_argument("--turns", type=int, default=3)
+    options = parser.parse_args()
+    shape: str = options.shape or "tiny"
+    shown = common.shown(options)
+    result = common.header(Path(__file__), sys.modules[__name__], shape, shown, options.note)
+    result |= {"machine": device.machine(), "host_to_device_gib_s": device.bandwidth(), "rates": {}}
+    begun = time.monotonic()
+    model = models.placed(shape, models.hosted_experts(shape), "experts")
+    text = model.config.get_text_config()
+    import torch
+
+    with rounds.stand_in(), device.ballast(options.gib):
+        decoding = Decoding(gemma4_compat.decode_fast(model))
+        decoding.generate(WARM, keeps=True)
+        slots = decoder.of(model).experts
+        number = 0 if slots is None else slots.number
+        result |= {"slots": number, "experts": text.num_experts}
+        result["slots_gib"] = 0 if slots is None else slots.nbytes / device.GIB
+        size = text.num_hidden_layers, PROMPT + max(LONG, WARM), text.top_k_experts
+        traced = torch.zeros(size, dtype=torch.long, device=model.device)
+        with following(traced, model):  # a graph holds its address
+            for rate in options.rates.split(",") if number else ():
+                if time.monotonic() - begun > 60 * options.minutes:
+                    result["not_run"].append(rate)
+                    continue
+                made = trace(float(rate), size[0], text.num_experts, size[2], number)
+                traced.copy_(torch.tensor(made))
+                found = result["rates"][rate] = measured(decoding, options.turns)
+                print(rate, common.rounded(found), flush=True)
+                if not found["same_logits"]:
+                    result["problems"].append(f"{rate}: logits differ")
+                common.write(result, options.out)
+        if not number:
+            result["problems"].append("no expert stays: there is no room")
+        counted = gemma4_compat.statistics(model).decoding
+        result |= {"fused": counted.fused, "reasons": [*counted.reasons, *counted.not_fused]}
+        result["memory"] = device.memory()
+    common.write(result, options.out)
+    print(f"{number} of {text.num_experts} experts of a layer stay")
+    return common.ended(result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
