@@ -592,15 +592,16 @@ def test_layers_are_replayed_where_they_can_be_and_graphs_fit() -> None:
     }
     never = memories | {True: training_step.StepMemory(**step, graphs=counting.Kept(reasons=("why",)))}
 
-    def least(nbytes: int, **options: bool) -> int:
-        return training.layout.smallest_budget(cut, TrainingLoad(step=nbytes), **options) + parts.MARGIN
+    def least(load: TrainingLoad, **options: bool) -> int:
+        return training.layout.smallest_budget(cut, load, **options) + parts.MARGIN
 
-    whole = least(memories[True].peak, layers_leave=False)
+    whole = least(memories[True].load, layers_leave=False)
     for budget, given, chosen, why in (
         (whole, memories, True, "graphs take 256 MiB, for sequences of one length"),
         (whole, never, False, "why"),
-        (whole - (100 << 20), memories, False, "graphs take 256 MiB, and 5 decoder layers would be streamed"),
-        (least(memories[False].peak), memories, False, "decoder layers are streamed, and cannot be replayed"),
+        (whole - (100 << 20), memories, True, "graphs take 256 MiB, and 6 more decoder layers are streamed"),
+        (least(memories[True].load), memories, True, "graphs take 256 MiB, and 14 more decoder layers are streamed"),
+        (least(memories[False].load), memories, False, "graphs take 256 MiB, and would not leave 512 MiB free"),
     ):
         found, reason = switches.replays((cut, 0, budget), given)
         assert (found, why in reason) == (chosen, True), reason
