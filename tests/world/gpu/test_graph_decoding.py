@@ -314,3 +314,20 @@ def test_inputs_that_follow(models: Models, monkeypatch: pytest.MonkeyPatch, whe
     model = models(where=where)
     compared(model, lambda way: [generate(model, padded(model, left=True, length=length), way, new=24)])
     assert len(followed) > 12
+
+
+def test_a_pool_outlives_its_graphs() -> None:
+    """As after a step that could not be fused at once: PyTorch refuses the id of a pool whose graphs are all gone."""
+    import torch
+
+    from gemma4_compat._graphs.recording import CudaRecording
+
+    device = torch.device("cuda", 0)
+    pool, values = CudaRecording.new_pool(), torch.ones(4, device=device)
+    for number in range(3):
+        recording = CudaRecording(device, pool)
+        found = recording.capture(lambda: values * 2)
+        values.fill_(number)
+        recording.replay()
+        assert found.tolist() == [2 * number] * 4
+        del recording, found
