@@ -1,7 +1,8 @@
 """What do deterministic algorithms cost a step with `train_fast`, are two runs the same, and what does packing save?
 
 python benchmarks/training/reproducible.py --shape E2B --out FILE.json
-    [--parts deterministic,packed] [--sequences 512,2048,8192] [--rows 2048,8192] [--turns 2] [--minutes 2.5]
+    [--parts deterministic,packed,streamed] [--where streamed] [--sequences 512,2048,8192] [--rows 2048,8192]
+    [--turns 2] [--minutes 2.5]
 
 QLoRA of rank 16 on every linear layer of the decoder, random weights in the real shape, 4-bit with double
 quantization, checkpointing, bf16 autocast, AdamW, one process, with what `train_fast` turns on in a GPU with room: the
@@ -14,12 +15,15 @@ deterministic   one text a step
 packed          texts of `--shortest` to `--longest` tokens, which together fill a row
   packed          in one row, by DataCollatorWithFlattening
   padded          the same texts, each in a row of its own, all batches padded to one length
+streamed        one text a step, unfilled; for `--where half` or `streamed`, and only where it is named
+  eager           with everything but graphs
+  replayed        with graphs
 
 For each way: seconds of steps after the first six, in which `train_fast` captures; tokens that are not padding a
 second; PyTorch's peaks; and losses and adapter of one turn against those of the others. CUBLAS_WORKSPACE_CONFIG is set
 for all ways. A part starts nothing that ends later than `--minutes` after its begin; the file is written after every
 turn. Exit code 1: something raised, a loss is not finite, nothing was replayed, two turns with deterministic
-algorithms differ, or the first losses of packed and padded texts by more than a percent.
+algorithms differ, also eager and replayed ones, or the first losses of packed and padded texts by over a percent.
 """
 
 from __future__ import annotations
@@ -48,7 +52,9 @@ from gemma4_compat._lab.stand_ins.tape import standing_in
 #: Whether algorithms are deterministic, and whether new memory is then filled.
 DETERMINISTIC = {"free": (False, True), "filled": (True, True), "unfilled": (True, False)}
 PACKED = ("packed", "padded")
-PARTS = {"deterministic": tuple(DETERMINISTIC), "packed": PACKED}
+#: Of `short_steps.WAYS`.
+STREAMED = {"eager": "windows", "replayed": "fast-windows"}
+PARTS = {"deterministic": tuple(DETERMINISTIC), "packed": PACKED, "streamed": tuple(STREAMED)}
 #: Different batches of packed texts.
 BATCHES = 4
 #: Padded batches have a multiple of so many tokens.
@@ -62,7 +68,7 @@ def determinism(way: str) -> Iterator[None]:
     """Inside, algorithms are as this way has them."""
     import torch
 
-    enabled, filled = DETERMINISTIC.get(way, DETERMINISTIC["free"])
+    enabled, filled = DETERMINISTIC["unfilled" if way in STREAMED else way if way in DETERMINISTIC else "free"]
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(enabled)
     torch.utils.deterministic.fill_uninitialized_memory = filled
@@ -132,6 +138,12 @@ class Parts:
             text = self.steps.text(sequence)
             self.turns(f"{sequence}", sequence, {way: [text] for way in DETERMINISTIC})
 
+    def streamed(self) -> None:
+        """The same, with and without graphs."""
+        for sequence in self.arguments.sequences:
+            text = self.steps.text(sequence)
+            self.turns(f"{sequence} streamed", sequence, {way: [text] for way in STREAMED})
+
     def packed(self) -> None:
         """Texts that fill a row of each length."""
         for row in self.arguments.rows:
@@ -154,7 +166,7 @@ class Parts:
                 continue
             cell, adapter = found
             cell |= {"case": case, "tokens": tokens, "way": way, "turn": turn, "shape": list(shape(batches[way]))}
-            cell["apart"] = self.apart(f"{case}, {way}", adapter)
+            cell["apart"] = self.apart(case if way in STREAMED else f"{case}, {way}", adapter)
             self.run.result["cells"][title] = cell
             speed = tokens / statistics.median(cell["seconds"])
             self.run.keep(f"{title}: {speed:.0f} tokens a second, {cell['memory']['peak_reserved_gib']} GiB reserved")
@@ -162,7 +174,8 @@ class Parts:
     def turn(self, way: str, batches: list[Data]) -> tuple[Data, dict[str, Any]]:
         """Times, peaks and losses of a turn, and the adapter after it."""
         with determinism(way):
-            found = short_steps.measured(self.steps, "fast-windows", batches, self.arguments.steps)
+            fast = STREAMED.get(way, STREAMED["replayed"])
+            found = short_steps.measured(self.steps, fast, batches, self.arguments.steps)
         return found, {name: weight.detach().cpu() for name, weight in self.steps.sorted()}
 
     def apart(self, name: str, adapter: dict[str, Any]) -> float | None:
@@ -190,10 +203,11 @@ def problems(cells: Data) -> Iterator[str]:
     for title, cell in cells.items():
         if not all(math.isfinite(float(loss)) for loss in cell["losses"]):
             yield f"{title}: a loss is not finite"
-        if not cell["replayed"]:
+        if cell["way"] != "eager" and not cell["replayed"]:
             yield f"{title}: nothing was replayed"
-        losses = first.setdefault((cell["case"], cell["way"]), cell["losses"])
-        if DETERMINISTIC.get(cell["way"], (False,))[0] and (cell["losses"] != losses or cell["apart"]):
+        losses = first.setdefault((cell["case"], "" if cell["way"] in STREAMED else cell["way"]), cell["losses"])
+        same = cell["way"] in STREAMED or DETERMINISTIC.get(cell["way"], (False,))[0]
+        if same and (cell["losses"] != losses or cell["apart"]):
             yield f"{title}: not what the first turn trained"
     for (case, way), losses in first.items():
         other = first.get((case, "padded")) if way == "packed" else None
@@ -232,8 +246,8 @@ def figures(turns: list[Data], first: dict[int, Data]) -> Iterator[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = common.parser(__doc__, sorted(models.SHAPES), minutes=2.5)
     parser.add_argument("--where", default="gpu", help=f"of {', '.join(models.WHERE)}")
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--sequences", default="512,2048,8192", help="tokens of a text, of the first part")
+    parser.add_argument("--parts", default="deterministic,packed", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--sequences", default="512,2048,8192", help="tokens of a text, not packed")
     parser.add_argument("--rows", default="2048,8192", help="tokens of a packed row")
     parser.add_argument("--shortest", type=int, default=50, help="tokens of a packed text (50)")
     parser.add_argument("--longest", type=int, default=500, help="tokens of a packed text (500)")

@@ -115,9 +115,11 @@ class TrainingLoad:
 
     Attributes:
         step: bytes that it takes in addition to the weights of the base.
+        replayed: its layers are: graphs read the weights of streamed ones in memory of their own, one layer at a time.
     """
 
     step: int
+    replayed: bool = False
 
 
 def kv_cache(block: Block, load: Load, item: int, *, prefill: bool) -> int:

@@ -107,16 +107,22 @@ class Share:
         return [block.away.allocated - experts for block, experts in zip(self.streamed, apart)]
 
     @property
-    def stream_buffers(self) -> int:
-        """The buffers of a forward that needs all experts of a layer at once."""
+    def brought(self) -> list[int]:
+        """Bytes of each layer in a forward that needs all experts of a layer at once."""
         experts = (block.experts_away.allocated for block in self.looked_up)
-        return slots([*(block.away.allocated for block in self.streamed), *experts])
+        return [*(block.away.allocated for block in self.streamed), *experts]
+
+    @property
+    def stream_buffers(self) -> int:
+        """The buffers of such a forward."""
+        return slots(self.brought)
 
 
 def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, budget: int) -> Use:
     """What one accelerator uses for its share of the model."""
     weights, buffers = share.weights, share.stream_buffers
     if isinstance(load, TrainingLoad):
+        buffers += max(share.brought, default=0) if load.replayed else 0
         step = _with_slack(weights + buffers + MEASURED.blas_workspace + load.step)
         return Use(weights=weights, stream_buffers=buffers, loading=share.loading, prefill=step, budget=budget)
     layers = share.computed

@@ -11,7 +11,6 @@ from gemma4_compat._engine.io.text import size_text
 from gemma4_compat._gemma4.attention import windows
 from gemma4_compat._memory import layout
 from gemma4_compat._memory.blueprint import Blueprint
-from gemma4_compat._memory.formulas import TrainingLoad
 from gemma4_compat._memory.use import Use
 from gemma4_compat._plan.training_step import Step, StepMemory
 from gemma4_compat._training import loss as chunks_of
@@ -116,9 +115,8 @@ def _streamed(place: Place, memories: Memories) -> dict[bool, int]:
     cut, device, budget = place
     found, room = {}, budget - MARGIN
     for way, memory in memories.items():
-        load = TrainingLoad(step=memory.peak)
-        if room > 0 and layout.fits(cut, {device: room}, load):
-            found[way] = len(layout.layout(cut, {device: room}, load).streamed)
+        if room > 0 and layout.fits(cut, {device: room}, memory.load):
+            found[way] = len(layout.layout(cut, {device: room}, memory.load).streamed)
     return found
 
 
@@ -141,7 +139,7 @@ def mlp(place: Place, memories: Memories) -> tuple[bool, str]:
     saved = size_text(memories[False].peak - memories[True].peak)
     cut, device, budget = place
     room = budget - MARGIN
-    if room > 0 and layout.fits(cut, {device: room}, TrainingLoad(step=memories[False].peak)):
+    if room > 0 and layout.fits(cut, {device: room}, memories[False].load):
         return False, f"the intermediates of all tokens fit; in chunks the step would take {saved} less, and more time"
     return True, f"otherwise the step takes {saved} more, and would not leave {size_text(MARGIN)} free"
 
@@ -153,12 +151,10 @@ def replays(place: Place, memories: Memories) -> tuple[bool, str]:
         return False, never
     taken = f"their graphs take {size_text(memories[True].peak - memories[False].peak)}"
     streamed = _streamed(place, memories)
-    if streamed.get(False):
-        return False, f"{streamed[False]} decoder layers are streamed, and cannot be replayed"
     if True not in streamed:
         return False, f"{taken}, and would not leave {size_text(MARGIN)} free"
-    if streamed[True]:
-        return False, f"{taken}, and {streamed[True]} decoder layers would be streamed"
+    more = streamed[True] - streamed.get(False, 0)
+    taken += f", and {more} more decoder layers are streamed" if more > 0 else ""
     return True, f"short steps are CPU-bound, and replays are not; {taken}, for sequences of one length"
 
 

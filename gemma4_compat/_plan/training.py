@@ -16,7 +16,6 @@ from gemma4_compat._gemma4.models import build
 from gemma4_compat._gemma4.quantization import config, qat
 from gemma4_compat._memory import blueprint, layout
 from gemma4_compat._memory.blueprint import Blueprint
-from gemma4_compat._memory.formulas import TrainingLoad
 from gemma4_compat._memory.layout import Layout
 from gemma4_compat._plan import budgets, code, prompt_kernels, switches, training_step
 from gemma4_compat._plan.result import Source, TrainingPlan
@@ -105,8 +104,8 @@ def plan_training(
             decoder layers streamed.
         train_fast: whether decoder layers are replayed, as after ``train_fast``; graphs are counted for
             sequences of one length. None: in steps of up to 2,048 tokens whose layers can be replayed, if the graphs
-            fit with no decoder layer streamed. A step in which no layer can be replayed goes without; ``reasons`` says
-            why.
+            fit, with all decoder layers streamed if need be. A step in which no layer can be replayed goes without;
+            ``reasons`` says why.
         activation_offloading: checkpointed activations are in host memory until the backward pass needs it
             (transformers' ``offload``, from 5.17 on).
         quantize: how the base is stored: "4bit", "4bit-double" or None.
@@ -279,7 +278,7 @@ def _changes(step: Step, measured: Callable[[Step], StepMemory]) -> dict[str, in
 def _placed(
     cut: Blueprint, device: int | str, budget: int, memory: StepMemory, changes: Mapping[str, int], *, cpu: int | None
 ) -> Layout:
-    load = TrainingLoad(step=memory.peak)
+    load = memory.load
     needed = layout.smallest_budget(cut, load)
     if needed > budget:
         remedies = [f"{option} saves {size_text(-more)}" for option, more in changes.items() if more < 0]

@@ -21,6 +21,7 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.attention import windows
 from gemma4_compat._gemma4.quantization.experts import all_experts
 from gemma4_compat._memory.blueprint import rounded
+from gemma4_compat._memory.formulas import TrainingLoad
 from gemma4_compat._plan import equal_layers, fake_model
 from gemma4_compat._training import chunks, counting, loss, mlp
 from gemma4_compat._training.counting import Kept
@@ -101,6 +102,11 @@ class StepMemory:
     def peak(self) -> int:
         """The largest sum."""
         return self.adapter + self.optimizer + max(self.forward, self.backward) + self.graphs.nbytes
+
+    @property
+    def load(self) -> TrainingLoad:
+        """What the step asks of a placement."""
+        return TrainingLoad(step=self.peak, replayed=bool(self.graphs.captured))
 
     def with_optimizer(self, optimizer: str) -> StepMemory:
         """The same step with another of the :data:`OPTIMIZERS`."""

@@ -55,7 +55,7 @@ def train_fast(
         products: compute full layers by matrix products, in 16 bits on a GPU, from 4,096 tokens on. "auto": yes.
         graphs: replay each decoder layer as CUDA graphs. A layer is captured in the fourth call with tensors of the
             same shapes, for up to four shapes: pad to a few lengths (``pad_to_multiple_of``), or pack. Layers whose
-            weights are offloaded, and a model without a GPU, run as before; the log says why.
+            weights are offloaded but not streamed, and a model without a GPU, run as before; the log says why.
         enabled: False undoes everything, and releases the graphs and their memory.
 
     Returns:

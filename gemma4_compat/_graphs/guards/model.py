@@ -51,6 +51,7 @@ class ModelGuards:
         modules: all of them; the first one is the model.
         on_gone: called with these guards and a module's name, at least once, when one of the modules is deleted.
         groups: the module groups of streamed layers: their weights are on the host.
+        swapped: dictionaries and keys that are not looked at: the groups of streamed layers swap what is there.
         trained: whether backward passes are replayed: their hooks matter then, and which weights are trained.
         offloaded: look at offloaded weights; accelerate's hooks make them anew in each forward.
     """
@@ -61,6 +62,7 @@ class ModelGuards:
         on_gone: Callable[[ModelGuards, str], None] | None = None,
         *,
         groups: Iterable[Any] = (),
+        swapped: Iterable[tuple[dict[Any, Any], str]] = (),
         trained: bool = False,
         offloaded: bool = True,
     ) -> None:
@@ -68,6 +70,7 @@ class ModelGuards:
         self._hook_kinds = torch_hooks.kinds(backward=trained)
         self._often, self._seldom, self._hook_functions = Entries(), Entries(), Entries()
         self._turn = 0
+        self._swapped = {(id(where), key) for where, key in swapped}
         self._shares: dict[int, list[Any]] = {}  # of what is below, by turn
         self._adapters = Values()
         self._addresses: list[int] = []
@@ -131,6 +134,8 @@ class ModelGuards:
             for name, tensor in attributes[kind].items():
                 if not self._with_offloaded and tensor is not None and tensor.device.type == "meta":
                     continue
+                if (id(attributes[kind]), name) in self._swapped:
+                    continue
                 self._often.add(attributes[kind], name, weight)
                 if tensor is not None:
                     self._add_tensor(tensor, (Cause.WEIGHT, f"{path}.{name}"))
@@ -140,7 +145,8 @@ class ModelGuards:
             self._seldom.add_size(attributes[kind], weight)
         self._seldom.add_contents(attributes["_modules"], child)  # their order matters
         often = self._often if first else self._seldom
-        often.add(attributes, "forward", (Cause.CODE, path))
+        if (id(attributes), "forward") not in self._swapped:
+            often.add(attributes, "forward", (Cause.CODE, path))
         often.add(attributes, "training", (Cause.TRAINING, path))
         for kind, hook in self._hook_kinds.items():
             self._add_hooks(attributes[kind], f"{hook} of {path}")
@@ -157,7 +163,7 @@ class ModelGuards:
         for key, value in attributes.items():
             # `generate` keeps things on the model itself, and PEFT replaces methods there with its own.
             kept = first and (key.startswith("_") or key in _OF_CALLS or callable(value))
-            if key not in self._ignored and not kept:
+            if key not in self._ignored and not kept and (id(attributes), key) not in self._swapped:
                 self._add_attribute(attributes, key, source)
 
     def _add_attribute(self, where: dict[Any, Any], key: Any, source: Source) -> None:

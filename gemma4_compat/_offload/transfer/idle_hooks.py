@@ -181,6 +181,19 @@ class HookedForward:
         if current is not own and (current is self._hooked or current is inner):
             self._outer, attributes["forward"] = current, own
 
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Inside, an unwrapped module runs its own forward, and nobody sees its output."""
+        attributes = self._attributes
+        if self._watched is None or attributes.get("forward") is not self._watched:
+            yield
+            return
+        attributes["forward"] = attributes["_old_forward"]
+        try:
+            yield
+        finally:
+            attributes["forward"] = self._watched
+
     def wrap(self) -> None:
         """Undo :meth:`unwrap`."""
         outer, self._outer = self._outer, None

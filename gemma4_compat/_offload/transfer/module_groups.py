@@ -10,12 +10,16 @@ freed and allocated again (``UntypedStorage.resize_``, as in PyTorch's FSDP).
 The experts of a layer come last in the buffers. A group may be on the device in part, without them: then the experts
 module looks up the experts it needs in the host buffer (:mod:`gemma4_compat._offload.transfer.expert_lookup`).
 
+That memory is elsewhere each time. CUDA graphs of training steps read one place, to which a group is copied before
+each replay (:mod:`gemma4_compat._training.captured`).
+
 :mod:`gemma4_compat._offload.transfer.streaming` decides when a group is copied, onloaded and offloaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate import module_hooks
@@ -42,9 +46,11 @@ class ModuleGroup:
         copied: the event after that copy; None on a device without streams.
         onloaded: the layer's modules have their weights, and no hooks.
         on_output: called with an output of the layer; prepares for the gradient of that output.
+        require_in_backward: has the group onloaded for the backward pass of the layer, which runs.
     """
 
     on_output: Callable[[Any], None]
+    require_in_backward: Callable[[], None]
 
     def __init__(
         self, device: Any, weights: list[OffloadedWeight], forwards: list[HookedForward], experts: Any = None
@@ -85,6 +91,11 @@ class ModuleGroup:
     def modules(self) -> list[Any]:
         """The modules whose weights are in the group."""
         return [weight.module for weight in self._weights]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it has on the device now: as many as the largest group of its list."""
+        return int(self._buffer.untyped_storage().nbytes())
 
     @classmethod
     def from_layer(cls, layer: Any) -> ModuleGroup | None:
@@ -143,9 +154,9 @@ class ModuleGroup:
         hooks = [vars(weight.hook) for weight in self._weights]
         return [(hook, key) for hook in hooks for key in ("weights_map", "offload")]
 
-    def watch_outputs(self, on_output: Callable[[Any], None]) -> None:
+    def watch_outputs(self, on_output: Callable[[Any], None], require_in_backward: Callable[[], None]) -> None:
         """Call ``on_output`` with the outputs of modules with weights, in forwards that are ``watched``."""
-        self.on_output = on_output
+        self.on_output, self.require_in_backward = on_output, require_in_backward
         modules = {weight.module for weight in self._weights}
         for forward in self._forwards:
             if forward.module in modules:
@@ -211,6 +222,33 @@ class ModuleGroup:
                 if self._host_buffer is None:
                     self._pack()
                 self._filled[:size].copy_(self._host_buffer[:size], non_blocking=True)
+
+    def copy_to(self, memory: Any) -> None:
+        """Copy the whole group, which is on the device, to bytes there, in the order of the current stream."""
+        import torch
+
+        with torch.no_grad():
+            memory[: self.size].copy_(self._filled)
+
+    @contextlib.contextmanager
+    def computing_in(self, memory: Any) -> Iterator[None]:
+        """Inside, its modules, which are onloaded, compute with weights at these bytes, and nothing watches them."""
+        views = [_view(memory, *place) for place in zip(self._offsets, self._sources, strict=True)]
+        with contextlib.ExitStack() as stack:
+            for weight in self._weights:
+                parameters = weight.module._parameters
+                stack.callback(parameters.__setitem__, weight.name, parameters[weight.name])
+                parameters[weight.name] = weight.device_parameter(views)
+            for forward in self._forwards:
+                stack.enter_context(forward.unwatched())
+            yield
+
+    def swapped(self) -> Iterator[tuple[dict[Any, Any], str]]:
+        """Dictionaries and keys of what is another object while the group is onloaded."""
+        for weight in self._weights:
+            yield weight.module._parameters, weight.name
+        for forward in self._forwards:
+            yield vars(forward.module), "forward"
 
     def looks_experts_up(self) -> bool:
         """Whether the layer can run with the group in part. Packs its host tensors to find out."""

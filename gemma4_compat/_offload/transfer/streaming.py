@@ -105,6 +105,13 @@ def is_streamed(layer: Any) -> bool:
     return layer in _HOOKS
 
 
+def group_of(layer: Any) -> ModuleGroup | None:
+    """The group of a layer as it is now; None for one that is not streamed."""
+    reference = _streamers.get(layer)
+    streamer = None if reference is None else reference()
+    return None if streamer is None else streamer.group_of(layer)
+
+
 def streamers(model: Any) -> list[LayerStreamer]:
     """The streamers of a model's lists of layers."""
     found = (_streamers[module]() for module in model.modules() if module in _streamers)
@@ -171,7 +178,7 @@ class LayerStreamer:
 
         recomputed = torch_internals.graph_task() != -1  # in a backward pass
         position = self._positions.get(layer)
-        group = None if position is None else self._group(position, layer)
+        group = self.group_of(layer)
         if position is None or group is None or group.onloaded:
             return
         if recomputed:
@@ -199,6 +206,11 @@ class LayerStreamer:
             self._prefetched = group
         else:
             self._free(group)
+
+    def group_of(self, layer: Any) -> ModuleGroup | None:
+        """The group of a layer of the list; a new one if the layer has changed."""
+        position = self._positions.get(layer)
+        return None if position is None else self._group(position, layer)
 
     def groups(self) -> list[ModuleGroup]:
         """The groups, made in the first forward."""
@@ -250,9 +262,12 @@ class LayerStreamer:
                 tensor.register_hook(functools.partial(self._backward_begins, position, group))
 
     def _backward_begins(self, position: int, group: ModuleGroup, gradient: Any) -> None:
-        assert self._copies is not None
         if gradient.requires_grad:  # create_graph: no hook says when the gradient's own graph needs the weights
             gradient.register_hook(_InGraph(self, group))
+        self._require_in_backward(position, group)
+
+    def _require_in_backward(self, position: int, group: ModuleGroup) -> None:
+        assert self._copies is not None
         if group is self._kept.get(torch_internals.graph_task()) and group.on_device:
             self._copies.wait_for_copy(group)  # the stream of this gradient may be another
             return
@@ -398,7 +413,10 @@ class LayerStreamer:
             return None
         self.buffer_size = max(self.buffer_size, group.size)
         self._part_size = max(self._part_size, group.size_without_experts)
-        group.watch_outputs(torch.compiler.disable(functools.partial(self._watch_gradients, position, group)))
+        group.watch_outputs(
+            torch.compiler.disable(functools.partial(self._watch_gradients, position, group)),
+            functools.partial(self._require_in_backward, position, group),
+        )
         return group
 
 

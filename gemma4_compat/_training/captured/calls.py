@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +14,7 @@ from gemma4_compat._gemma4.cache import cache_names, shared_kv
 from gemma4_compat._gemma4.state import checkpointing, contents
 from gemma4_compat._graphs import signatures
 from gemma4_compat._graphs.captured_calls import Call, Known
+from gemma4_compat._offload.transfer import streaming
 from gemma4_compat._training.captured import graphs
 
 #: Kinds that are captured for one layer. No other one is captured then.
@@ -40,6 +43,7 @@ class LayerCall(Call):
         tensors: all tensors among the arguments, and the keys and values of earlier layers if this one reads them.
             Tensors that were made in inference mode are copied: autograd keeps none of them, and nothing counts what
             is written to them.
+        group: the layer's weights, if it is streamed; or None.
 
     Raises:
         UnknownArgumentError: an argument can be neither compared nor copied.
@@ -52,6 +56,7 @@ class LayerCall(Call):
         self, training: Any, place: int, layer: Any, below: Callable[..., Any], given: Any, named: dict[str, Any]
     ) -> None:
         self._training, self.place, self._layer, self._below = training, place, layer, below
+        self.group = streaming.group_of(layer)
         self._shared: Any = named.get(shared_kv.NAME)  # where layers hand on keys and values
         reads = getattr(layer.self_attn, "is_kv_shared_layer", False)
         plain = layer.self_attn.config._attn_implementation in flash.PLAIN
@@ -93,7 +98,7 @@ class LayerCall(Call):
         with in_place.assigned(self._layer, checkpointing.FLAG, False):
             found = self._below(*given, **named)
         added = {} if shared is None else dict(shared)
-        return found, {name: value for name, value in added.items() if value is not read.get(name)}, cache.given
+        return found, {name: value for name, value in added.items() if not _same(value, read.get(name))}, cache.given
 
     def is_served_by(self, graph: Any) -> bool:
         """Whether the layer finds the same in its masks."""
@@ -112,8 +117,13 @@ class LayerCall(Call):
         """Record its forward and backward pass, in the memory of all layers."""
         memory, weights = self._training.memory(self), self._training.weights[self.place]
         role, is_read = getattr(self._layer.self_attn, "is_sliding", None), self._training.is_read
-        given = self.run, self._layer, self.tensors, weights, memory, role, self.signature
-        return graphs.Graph(*given, is_read=is_read)
+        given: list[Any] = [self.run, self._layer, self.tensors, weights, memory, role, self.signature]
+        with contextlib.ExitStack() as stack:
+            if self.group is not None:
+                place = memory.weights(self.group.nbytes)
+                stack.enter_context(self.group.computing_in(place))
+                given.append(functools.partial(self.group.copy_to, place))
+            return graphs.Graph(*given, is_read=is_read)
 
     def was_captured(self, known: Known) -> None:
         """Other layouts of its masks are counted anew."""
@@ -139,6 +149,8 @@ class LayerCall(Call):
         """After a replay, those of these tensors and of the weights, for these gradients of the outputs."""
         import torch
 
+        if self.group is not None:
+            self.group.require_in_backward()
         if torch.is_grad_enabled():
             self._training.reason("create_graph=True asks for gradients of gradients, which graphs do not have")
             return self.graph.recorded_gradients(self.run, self._layer, tensors, incoming, self._weights)
@@ -193,6 +205,11 @@ def _written(layer: Any, cache: Any) -> Any:
         if type(part).__name__ not in _GROWING or part.is_initialized:
             raise graphs.UnknownArgumentError(f"the cache holds tokens; {_REMEDY}")
     return cache
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether these have the same tensors: accelerate's hooks rebuild what holds them."""
+    return list(map(id, contents.tensors_in(one))) == list(map(id, contents.tensors_in(other)))
 
 
 def _layout(tensor: Any) -> tuple[Any, ...]:

@@ -61,6 +61,7 @@ class Memory:
     def __init__(self, device: Any, recorder: type[Recording]) -> None:
         self.device, self.recorder = device, recorder
         self.pool = self.recorder.new_pool()
+        self._weights: Any = None
         self._buffers: dict[Any, Buffer] = {}
 
     def like(self, role: Any, tensor: Any) -> Buffer:
@@ -75,9 +76,18 @@ class Memory:
             self._buffers[key] = Buffer(made)
         return self._buffers[key]
 
+    def weights(self, nbytes: int) -> Any:
+        """Where graphs find the weights of a streamed layer: bytes, the same for all layers."""
+        import torch
+
+        if self._weights is None or self._weights.nbytes < nbytes:
+            with torch.inference_mode(False):
+                self._weights = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return self._weights
+
     @property
     def nbytes(self) -> int:
-        """The bytes of all buffers."""
+        """The bytes of all buffers, without weights."""
         return sum(buffer.tensor.nbytes for buffer in self._buffers.values())
 
 
@@ -145,6 +155,7 @@ class Graph:
         memory: of all layers.
         role: of the inputs. Layers of one role have the same masks and positions.
         signature: of the calls that it serves.
+        bring: copies the layer's weights to where the graphs find them; does nothing if they stay there.
         is_read: whether a later layer reads what this one hands on.
 
     Attributes:
@@ -166,11 +177,14 @@ class Graph:
         memory: Memory,
         role: Any,
         signature: Any,
+        bring: Callable[[], None] = _nothing,
         *,
         is_read: bool,
     ) -> None:
         import torch
 
+        self._bring = bring
+        bring()
         self.signature, self.addresses = signature, None  # it reads and writes no memory of the call's
         kind = memory.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -249,6 +263,7 @@ class Graph:
             return Forward.of(run, inputs, self._autocast).gradients(incoming, views, recorded=True)
 
     def _fill(self, tensors: Sequence[Any]) -> None:
+        self._bring()
         for buffer, tensor in zip(self._inputs, tensors):
             buffer.fill(tensor)
 

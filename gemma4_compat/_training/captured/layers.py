@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gemma4_compat._engine import settings
@@ -17,6 +17,7 @@ from gemma4_compat._graphs.captured_calls import CapturedCalls, Pool, State
 from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.recording import RECORDERS, Recording
 from gemma4_compat._graphs.statistics import TrainingStatistics
+from gemma4_compat._offload.transfer import streaming
 from gemma4_compat._training import modules
 from gemma4_compat._training.captured import calls, graphs
 from gemma4_compat._training.captured.calls import LayerCall
@@ -61,6 +62,7 @@ class Training:
         self._layers = [weakref.ref(layer) for layer in layers]
         self._places = {id(layer): index for index, layer in enumerate(layers)}
         self._memory: dict[Any, graphs.Memory] = {}  # by stream
+        self._groups: dict[int, Any] = {}  # weights of streamed layers, by place, as they were then
         options: dict[str, Any] = {"capture_at": capture_at, "limit": calls.MAX_KINDS, "pool": Pool(recorders)}
         self._calls = [CapturedCalls(self, statistics=self.statistics, **options) for _ in layers]
         self._enabled: Any = None
@@ -110,8 +112,9 @@ class Training:
 
     def _replayed(self, call: LayerCall) -> Any:
         """What a replay returns, captured before if it is time for that; None if the call has to run eagerly."""
-        if call.place <= self._last:
-            self._begin()
+        same = call.group is self._groups.get(call.place)
+        if call.place <= self._last or not same:
+            self._begin(same)
         self._last, layer = call.place, self._calls[call.place]
         found = layer.run(call)
         if found is None:
@@ -130,10 +133,10 @@ class Training:
         """Nothing begins before that look."""
         return False
 
-    def _begin(self) -> None:
-        """A step begins: look whether the layers are what they were."""
+    def _begin(self, same: bool) -> None:
+        """A step begins, or not the ``same`` weights are streamed: look whether the layers are what they were."""
         enabled = settings.enabled()[0]  # kernels depend on it
-        held = any(state.guards.check_step() and state.guards.check_all() for state in self.states)
+        held = same and any(state.guards.check_step() and state.guards.check_all() for state in self.states)
         if not held or enabled != self._enabled:
             self._enabled = enabled
             self._renew()
@@ -149,19 +152,23 @@ class Training:
             return
         replayable = self._look()
         if replayable:
-            self.states[0].guards = ModelGuards(replayable, self._forget, trained=True)
+            swapped = [place for group in self._groups.values() for place in group.swapped()]
+            self.states[0].guards = ModelGuards(replayable, self._forget, swapped=swapped, trained=True)
         else:
             self.states = []
 
     def _look(self) -> list[Any]:
         """Look at the layers: their trained weights, and why some are not replayed. Returns the modules of others."""
         layers = [layer for layer in (reference() for reference in self._layers) if layer is not None]
-        self.weights = [[weight for weight in layer.parameters() if weight.requires_grad] for layer in layers]
+        trained = [modules.trained(layer) for layer in layers]
+        self.weights = [[one for one in weights if one.device.type != "meta"] for weights in trained]
         state = State(None)
         replayable: dict[Any, None] = {}
-        for layer, layer_calls in zip(layers, self._calls):
-            inside = list(layer.modules())
-            reason = next(_layer_reasons(layer, inside), None)
+        for place, (layer, layer_calls) in enumerate(zip(layers, self._calls)):
+            inside, group = list(layer.modules()), streaming.group_of(layer)
+            if group is not None:
+                self._groups[place] = group
+            reason = next(_layer_reasons(layer, inside, () if group is None else group.modules()), None)
             windows.replay(layer.self_attn, self._max_tokens if reason is None else 0)
             if reason is None:
                 replayable |= dict.fromkeys(inside)
@@ -177,7 +184,7 @@ class Training:
             self._release()
 
     def _release(self) -> None:
-        self.states, self.weights, self._memory = [], [], {}
+        self.states, self.weights, self._memory, self._groups = [], [], {}, {}
 
     def memory(self, call: LayerCall) -> graphs.Memory:
         """What graphs of a call's stream share."""
@@ -204,15 +211,15 @@ def decoder_layers(model: Any) -> list[Any]:
     return [module for module in found if type(module).__name__ in _NAMES]
 
 
-def _layer_reasons(layer: Any, inside: list[Any]) -> Iterator[str]:
+def _layer_reasons(layer: Any, inside: list[Any], streamed: Sequence[Any]) -> Iterator[str]:
     """Why a layer cannot be replayed: its Python has to run in each step."""
     sharded = modules.unsupported_reason(layer)
     if sharded:
         yield sharded
     for module in inside:
-        hook = module_hooks.offload_hook(module)
+        hook = None if module in streamed else module_hooks.offload_hook(module)
         if hook is not None and any(weight is not None for weight in module._parameters.values()):
-            yield "their weights are offloaded"
+            yield "their weights are offloaded, and not streamed"
     if any(map(unsupported.is_8_bit, inside)):
         yield "8-bit layers of bitsandbytes synchronize with the host"
     yield from unsupported.hook_reasons(layer, [], backward=True)  # those on every module
@@ -239,6 +246,8 @@ def _call_reasons(
         yield f"the layers are on {device}, and graphs need CUDA"
     if any(one.device != device for one in call.tensors):
         yield "their inputs are on several devices"
+    if call.group is not None and not call.group.onloaded:
+        yield "the forward of a streamed layer is called without the hooks that bring its weights"
     if torch.is_anomaly_enabled():
         yield "torch.autograd.detect_anomaly is on"
     if named.get("output_attentions") or _collects():

@@ -36,12 +36,24 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"| row of 64 | {way} |" in shown for way in reproducible.PACKED)
 
 
-@pytest.mark.parametrize("way", [*reproducible.DETERMINISTIC, *reproducible.PACKED])
+@pytest.mark.skipif(not checkpointing.is_in_forward(), reason="train_fast beside checkpointing: 5.23")
+def test_streamed_layers(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    assert reproducible.main([*GIVEN.split(), "--parts", "streamed", "--where", "half", "--out", str(file)]) == 0
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    assert [cell["way"] for cell in cells.values()] == ["eager", "replayed"] * 2
+    assert len({*map(str, (cell["losses"] for cell in cells.values()))}) == 1
+    assert [cell["apart"] for cell in cells.values()] == [None, 0, 0, 0]
+    assert cells["32 streamed, replayed, 1"]["reasons"] == []
+
+
+@pytest.mark.parametrize("way", [way for part in reproducible.PARTS.values() for way in part])
 def test_only_some_ways_are_deterministic(way: str) -> None:
     filled = torch.utils.deterministic.fill_uninitialized_memory
     with reproducible.determinism(way):
-        assert torch.are_deterministic_algorithms_enabled() == (way in ("filled", "unfilled"))
-        assert torch.utils.deterministic.fill_uninitialized_memory == (way != "unfilled")
+        assert torch.are_deterministic_algorithms_enabled() == (way not in ("free", *reproducible.PACKED))
+        filled_now = torch.utils.deterministic.fill_uninitialized_memory
+        assert filled_now == (way not in ("unfilled", *reproducible.STREAMED))
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory == filled
 
@@ -81,6 +93,8 @@ def cell(way: str, losses: list[str], **more: Any) -> dict[str, Any]:
         ([cell("padded", ["1.5"], replayed=0)], "0: nothing was replayed"),
         ([cell("filled", ["1.5"]), cell("filled", ["1.6"], apart=0.0)], "1: not what the first turn trained"),
         ([cell("unfilled", ["1.5"]), cell("unfilled", ["1.5"], apart=0.1)], "1: not what the first turn trained"),
+        ([cell("eager", ["1.5"]), cell("replayed", ["1.5"], apart=0.1)], "1: not what the first turn trained"),
+        ([cell("replayed", ["1.5"], replayed=0)], "0: nothing was replayed"),
         ([cell("packed", ["1.5"]), cell("padded", ["1.6"])], "32: a first loss of 1.5 packed, and of 1.6 padded"),
     ],
 )

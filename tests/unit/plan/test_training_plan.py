@@ -592,18 +592,32 @@ def test_layers_are_replayed_where_they_can_be_and_graphs_fit() -> None:
     }
     never = memories | {True: training_step.StepMemory(**step, graphs=counting.Kept(reasons=("why",)))}
 
-    def least(nbytes: int, **options: bool) -> int:
-        return training.layout.smallest_budget(cut, TrainingLoad(step=nbytes), **options) + parts.MARGIN
+    def least(load: TrainingLoad, **options: bool) -> int:
+        return training.layout.smallest_budget(cut, load, **options) + parts.MARGIN
 
-    whole = least(memories[True].peak, layers_leave=False)
+    whole = least(memories[True].load, layers_leave=False)
     for budget, given, chosen, why in (
         (whole, memories, True, "graphs take 256 MiB, for sequences of one length"),
         (whole, never, False, "why"),
-        (whole - (100 << 20), memories, False, "graphs take 256 MiB, and 5 decoder layers would be streamed"),
-        (least(memories[False].peak), memories, False, "decoder layers are streamed, and cannot be replayed"),
+        (whole - (100 << 20), memories, True, "graphs take 256 MiB, and 6 more decoder layers are streamed"),
+        (least(memories[True].load), memories, True, "graphs take 256 MiB, and 14 more decoder layers are streamed"),
+        (least(memories[False].load), memories, False, "graphs take 256 MiB, and would not leave 512 MiB free"),
     ):
         found, reason = switches.replays((cut, 0, budget), given)
         assert (found, why in reason) == (chosen, True), reason
+
+
+def test_graphs_of_streamed_layers_read_one_buffer_more() -> None:
+    cut = training._described("E2B", "4bit")[0]
+    step = {"adapter": 0, "optimizer": 0, "forward": 0, "backward": 0, "sizes": ()}
+    found = []
+    for captured in (0, 1):
+        memory = training_step.StepMemory(**step, graphs=counting.Kept(captured=captured))
+        budget = training.layout.smallest_budget(cut, memory.load)
+        found.append(training._placed(cut, 0, budget, memory, {}, cpu=None).use[0])
+    largest = max(layer.away.allocated for layer in cut.layers)
+    assert [use.stream_buffers for use in found] == [2 * largest, 3 * largest]
+    assert found[1].peak - found[0].peak >= largest
 
 
 def test_a_plan_replays_layers_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
