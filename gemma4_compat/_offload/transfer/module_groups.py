@@ -10,6 +10,9 @@ freed and allocated again (``UntypedStorage.resize_``, as in PyTorch's FSDP).
 The experts of a layer come last in the buffers. A group may be on the device in part, without them: then the experts
 module looks up the experts it needs in the host buffer (:mod:`gemma4_compat._offload.transfer.expert_lookup`).
 
+That memory is elsewhere each time. CUDA graphs of training steps read one place, to which a group is copied before
+each replay (:mod:`gemma4_compat._training.captured`).
+
 :mod:`gemma4_compat._offload.transfer.streaming` decides when a group is copied, onloaded and offloaded.
 """
 

@@ -607,6 +607,19 @@ def test_layers_are_replayed_where_they_can_be_and_graphs_fit() -> None:
         assert (found, why in reason) == (chosen, True), reason
 
 
+def test_graphs_of_streamed_layers_read_one_buffer_more() -> None:
+    cut = training._described("E2B", "4bit")[0]
+    step = {"adapter": 0, "optimizer": 0, "forward": 0, "backward": 0, "sizes": ()}
+    found = []
+    for captured in (0, 1):
+        memory = training_step.StepMemory(**step, graphs=counting.Kept(captured=captured))
+        budget = training.layout.smallest_budget(cut, memory.load)
+        found.append(training._placed(cut, 0, budget, memory, {}, cpu=None).use[0])
+    largest = max(layer.away.allocated for layer in cut.layers)
+    assert [use.stream_buffers for use in found] == [2 * largest, 3 * largest]
+    assert found[1].peak - found[0].peak >= largest
+
+
 def test_a_plan_replays_layers_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """With graphs of 1 GiB for a step of 1 GiB. Without checkpointing nothing is captured."""
 
