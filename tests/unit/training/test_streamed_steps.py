@@ -42,18 +42,12 @@ KINDS = ["without", "again", "reentrant"]  # of checkpointing
 
 
 def streamed(
-<<<<<<< HEAD
-    workspace: Any, base: Any, *, places: str = "all", store: str = "memory", kind: str = "again", **options: Any
-) -> Any:
-    """With these decoder layers off the device, and an adapter, the same each time."""
-=======
     workspace: Any, base: Any, *, places: str = "all", store: str = "memory", kind: str = "", **options: Any
 ) -> Any:
     """With these decoder layers off the device, and an adapter, the same each time.
 
     ``kind``: of checkpointing; the default is without reentry where layers are replayed beside it.
     """
->>>>>>> streamed-replay
     import torch
     from accelerate import dispatch_model
 
@@ -68,10 +62,7 @@ def streamed(
         model = dispatch_model(base, placed, main_device=main, skip_keys=tiny.skip_keys(base))
     torch.manual_seed(0)
     model = adapted(model, checkpointed=False, **options)
-<<<<<<< HEAD
-=======
     kind = kind or ("again" if checkpointing.is_in_forward() else "without")
->>>>>>> streamed-replay
     if kind != "without":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": kind == "reentrant"})
         model.enable_input_require_grads()
