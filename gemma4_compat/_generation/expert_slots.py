@@ -8,9 +8,11 @@ between two tokens, no experts are kept.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
+import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -144,17 +146,27 @@ def of(decoding: decoder.Decoding, model: Any, rows: int) -> Kept | None:
     most = number(decoding, model, rows, found)
     if kept is None or not kept.is_of(found) or not (kept.is_there or 8 * most >= 7 * kept.number):
         decoding.drop_experts()
-        if most < model.config.get_text_config().top_k_experts:
-            return None
         try:
             with torch.inference_mode(False):
-                decoding.experts = Kept(found, most)
-        except torch.OutOfMemoryError:
-            return None
+                decoding.experts = _made(decoding, model, rows, found, most)
         except RuntimeError as error:
             _say(str(error))
+        if decoding.experts is None:
             return None
     return taken(decoding, model.device)
+
+
+def _made(decoding: decoder.Decoding, model: Any, rows: int, found: Any, most: int) -> Kept | None:
+    """At most so many slots; fewer where PyTorch keeps memory in parts that it does not use and cannot give back."""
+    import torch
+
+    least = model.config.get_text_config().top_k_experts
+    with contextlib.suppress(torch.OutOfMemoryError):
+        return Kept(found, most) if most >= least else None
+    fewer = number(decoding, model, rows, found, unused=False)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        return Kept(found, fewer) if fewer >= least else None
+    return None
 
 
 def taken(decoding: decoder.Decoding, device: Any) -> Kept | None:
@@ -176,13 +188,18 @@ def give_back(model: Any) -> None:
         decoder.of(model).give_back_experts()
 
 
-def number(decoding: decoder.Decoding, model: Any, rows: int, found: list[expert_lookup.ExpertLookup]) -> int:
-    """How many slots each of these lookups may have, beside steps of so many rows."""
+def number(
+    decoding: decoder.Decoding, model: Any, rows: int, found: list[expert_lookup.ExpertLookup], *, unused: bool = True
+) -> int:
+    """How many slots each of these lookups may have, beside steps of so many rows.
+
+    ``unused``: also in memory that PyTorch has and does not use.
+    """
     import torch
 
     text, experts = model.config.get_text_config(), int(found[0].module.num_experts)
     most = min(experts, expert_slots.MOST)
-    left = host.free_memory(model.device, decoding.prompts.nbytes)
+    left = host.free_memory(model.device, decoding.prompts.nbytes if unused else sys.maxsize)
     if left is None:
         return most
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(model.device)

@@ -91,7 +91,7 @@ def served_lengths() -> tuple[int, int]:
 
 def served_memory() -> tuple[int, ...]:
     """After how many requests memory was read, which was the same within a percent."""
-    several = [server["memory"] for server in result("*-h200/serving-E2B.json")["servers"] if "server" not in server]
+    several = [server["memory"] for server in result("*-h200/serving-E2B-memory.json")["servers"]]
     for before, after in several:
         assert all(abs(after[name] / before[name] - 1) < 0.01 for name in ("host_mib", "gpu_mib"))
     return tuple(one["requests"] for one in several[0])
@@ -99,9 +99,16 @@ def served_memory() -> tuple[int, ...]:
 
 def served_warm() -> tuple[float, ...]:
     """Seconds between the first answer and the end of the warm-up."""
-    servers = result("*-h200/serving-E2B.json")["servers"]
-    ours = [server["seconds"] for server in servers if "server" not in server]
+    ours = [server["seconds"] for server in result("*-h200/serving-E2B-memory.json")["servers"]]
     return tuple(seconds["warm"] - seconds["started"] for seconds in ours)
+
+
+def by_rows(shape: str) -> tuple[float, ...]:
+    """Tokens a second of batches of 1 to 32 rows, each with its bits."""
+    found = result(f"*-h200/rows-{shape}.json")
+    assert found["checked"]["equal"]
+    assert found["never_falls"]
+    return tuple(found["tokens_s"][f"{rows} rows"] for rows in found["options"]["rows"])
 
 
 def clients() -> tuple[int, ...]:
@@ -300,6 +307,12 @@ CLAIMS = (
     Claim("docs/SERVING.md", "the connection ends after {:.0f} seconds", lambda: of_serving("server", "_SLOW")),
     Claim("docs/SERVING.md", "; {}, {} and {} clients whose texts", clients),
     Claim("docs/SERVING.md", "answers of {} to {} tokens, each client", served_lengths),
+    Claim(
+        "docs/DECODING.md",
+        "(H200, E2B: {:,.0f}, {:,.0f}, {:,.0f}, {:,.0f}, {:,.0f} and {:,.0f} tokens a second with 1, 2, 4, 8, 16 and "
+        "32 rows, E4B: {:,.0f}, {:,.0f}, {:,.0f}, {:,.0f}, {:,.0f} and {:,.0f}",
+        lambda: (*by_rows("E2B"), *by_rows("E4B")),
+    ),
     Claim("docs/SERVING.md", "was the same after {} and after {} requests", served_memory),
     Claim("docs/SERVING.md", "these servers were warm {:.0f} and {:.0f} seconds after", served_warm),
     Claim("docs/DECODING.md", "fewer than {} tokens are shared", lambda: (session.LEAST,)),

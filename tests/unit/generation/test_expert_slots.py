@@ -325,6 +325,30 @@ def test_as_many_as_there_is_room_for(made: Make, monkeypatch: pytest.MonkeyPatc
     assert decoder.of(model).experts.number == 32
 
 
+def test_memory_that_pytorch_cannot_give_back(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has in parts and does not use is free for tensors only: fewer slots, not none."""
+    model = made(6)
+    expected = said(model)
+    one = sum(expert_slots._size(lookup, 32) for lookup in decoder.of(model).experts.layers) // 32
+    text = model.config.get_text_config()
+    spare = use.SPARE + 2 * 3 * text.top_k_experts * text.moe_intermediate_size * text.hidden_size * 2  # of a step
+    decoder.of(model).clear()
+    monkeypatch.setattr(expert_slots, "number", NUMBER)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0, raising=False)
+    parts, free = 20 * one, spare + 5 * one
+    monkeypatch.setattr(host, "free_memory", lambda _device, kept=0: free + max(parts - kept, 0))
+    monkeypatch.setattr(HostMemory, "size", 6 * one)
+    before = counted(model)
+    calls.assert_equal(said(model), expected)
+    assert decoder.of(model).experts.number == 5
+    assert counted(model) != before
+    free = spare
+    decoder.of(model).clear()
+    monkeypatch.setattr(HostMemory, "size", one)
+    calls.assert_equal(said(model), expected)
+    assert decoder.of(model).experts is None
+
+
 def test_memory_is_short(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(6)
     expected = said(model)
