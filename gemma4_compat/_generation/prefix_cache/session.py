@@ -139,6 +139,8 @@ def begin(model: Any, kept: Kept, args: tuple[Any, ...], kwargs: dict[str, Any])
     given = dict(kwargs) if not args else kwargs | {"inputs": args[0]}
     ids: Any = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
     reason = _unsupported_reason(model, ids, given) if len(args) < 2 else "arguments of generate without their names"
+    if reason is None and not kept.owned and unsupported.chooses_adapters(model):
+        reason = "adapters are chosen for this call"
     if reason is None:
         tokens = ids[0].detach().to("cpu", copy=True)
         found = media.items(model, tokens.tolist(), given)
@@ -182,8 +184,6 @@ def _unsupported_reason(model: Any, ids: Any, given: dict[str, Any]) -> str | No
         return "padding"
     if model.training:
         return "training mode"
-    if unsupported.chooses_adapters(model):
-        return "adapters are chosen for this call"
     return "virtual tokens" if unsupported.virtual_tokens_reason(model) is not None else None
 
 
