@@ -182,9 +182,9 @@ def _reads_disk(model: Any, module: Any) -> str:
 def _offload_reasons(model: Any, modules: list[Any]) -> Iterator[str]:
     streamed = streaming.streamed_modules(model)
     for module in modules:
-        cache = module._parameters
-        if not isinstance(cache, dict) and cache.offload_device != cache.onload_device:
-            yield f"compressed-tensors copies {_name(model, module)} from the {cache.offload_device} for every token"
+        if not _are_there(module._parameters):
+            kind = type(module._parameters).__name__
+            yield f"the weights of {_name(model, module)} come out of a {kind} for every token"
         hook = module_hooks.offload_hook(module)
         if hook is None or not any(tensor is not None for tensor in module._parameters.values()):
             continue
@@ -198,6 +198,12 @@ def _offload_reasons(model: Any, modules: list[Any]) -> Iterator[str]:
             yield f"the rows of {_name(model, module)} are gathered by the host, since its memory is not pinned"
         elif where is None:
             yield f"{_name(model, module)} is offloaded as a whole and copied by accelerate's hook for every token"
+
+
+def _are_there(tensors: Any) -> bool:
+    """Whether a module's own tensors are used where they are. A cache of compressed-tensors may copy them each time."""
+    here = getattr(tensors, "onload_device", None)
+    return isinstance(tensors, dict) or (here is not None and here == getattr(tensors, "offload_device", None))
 
 
 def _hooks(module: Any) -> Iterator[Callable[..., Any]]:

@@ -45,8 +45,10 @@ _TURNS = 32
 
 
 def _stored(tensors: Any) -> dict[str, Any]:
-    """A module's own tensors by name. compressed-tensors puts a cache of its own there, which holds them."""
-    return tensors if isinstance(tensors, dict) else tensors.offloaded_values
+    """A module's own tensors by name. A cache of compressed-tensors holds them; with others nothing is captured."""
+    if isinstance(tensors, dict):
+        return tensors
+    return tensors.offloaded_values if hasattr(tensors, "offloaded_values") else dict(tensors)
 
 
 class ModelGuards:
