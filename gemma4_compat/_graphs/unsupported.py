@@ -201,7 +201,7 @@ def _offload_reasons(model: Any, modules: list[Any]) -> Iterator[str]:
 
 
 def _are_there(tensors: Any) -> bool:
-    """Whether a module's own tensors are used where they are. A cache of compressed-tensors may copy them each time."""
+    """Whether a module's own tensors are used where they are. A cache of compressed-tensors may copy them."""
     here = getattr(tensors, "onload_device", None)
     return isinstance(tensors, dict) or (here is not None and here == getattr(tensors, "offload_device", None))
 

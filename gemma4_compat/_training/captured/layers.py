@@ -134,7 +134,7 @@ class Training:
         return False
 
     def _begin(self, same: bool) -> None:
-        """A step begins, or the weights that are streamed are not the ``same``: look whether layers are as they were."""
+        """A step begins, or the weights that are streamed are not the ``same``: look whether layers have changed."""
         enabled = settings.enabled()[0]  # kernels depend on it
         held = same and any(state.guards.check_step() and state.guards.check_all() for state in self.states)
         if not held or enabled != self._enabled:
