@@ -242,6 +242,27 @@ def test_each_text_is_as_by_itself(built: Callable[..., Any], variant: str, grap
     assert off(found) <= TIMES * off(plain)
 
 
+@pytest.mark.usefixtures("tapes")
+@pytest.mark.parametrize("graphs", [True, False])
+def test_texts_too_short_for_windows_where_algorithms_are_deterministic(
+    built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    """Sliding layers are computed by products, too."""
+    import torch
+
+    ran: list[Any] = []
+    monkeypatch.setattr(windows, "LEAST", {"cpu": TOKENS + 1})
+    monkeypatch.setattr(products, "attention", spied(ran, "attention", products.attention))
+    torch.use_deterministic_algorithms(True)
+    try:
+        test_each_text_is_as_by_itself(built, "E2B", graphs)
+        model = only(built("31B"), windows=True, products=True)
+        assert masks(model, lambda: step(model, packed(BATCHES[0]))) == by_text(1, TOKENS)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(ran) > 2 * len(layers.decoder_layers(model))
+
+
 @pytest.fixture
 def large_tensors() -> Any:
     """A mode that notes operations whose result has an element for each pair of so many tokens."""
