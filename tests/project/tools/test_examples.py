@@ -95,7 +95,7 @@ def test_a_second_turn_of_the_chat_reads_only_what_is_new(warm_child: Callable[.
         (["--vram", "tiny"], "'tiny' is not a size"),
         (["--vram", "1MiB"], "does not fit into 1 MiB"),
         (["--adapter", "/no/such/adapter"], "is no folder with an adapter_config.json"),
-        (["--model", "/no/such/model"], "'/no/such/model' is not a folder"),
+        (["--model", "/no/such/model"], "the folder '/no/such/model' does not exist"),
         (["--max-new-tokens", "0"], "must be 1 or more"),
         (["--prompt", " "], "--prompt is empty"),
     ],
