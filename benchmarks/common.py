@@ -304,7 +304,8 @@ def shown(arguments: argparse.Namespace) -> list[str]:
     found: list[str] = []
     for name, value in vars(arguments).items():
         if value is not None and value is not False and name not in hidden:
-            found += [f"--{name.replace('_', '-')}"] + [str(value)] * (value is not True)
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            found += [f"--{name.replace('_', '-')}"] + [text] * (value is not True)
     return found
 
 
