@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_an_error_and_not_loaded(workspace: Any) -> None:
     model = workspace.load("4bit")
     expected = workspace.outputs(model)
     up, down = (model.get_submodule(f"{LAYER}.mlp.{name}") for name in ("up_proj", "down_proj"))
-    assert up.weight.shape == down.weight.shape, "as many bytes, of another shape"
+    assert up.weight.nbytes == down.weight.nbytes, "as many bytes, of another shape"
     with pytest.raises(RuntimeError, match=r"size mismatch for weight: a 4-bit weight of shape \(\d+, \d+\)"):
         up.load_state_dict(down.state_dict())
     state = up.state_dict()
