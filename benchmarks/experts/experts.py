@@ -22,7 +22,7 @@ the planner says of it, and seconds), "training" (steps of QLoRA, of card, exper
 first loss, against the card), "cold" (of disk: forwards of a token while nothing of the files is in memory, where the
 system lets go of them, and what reading them takes by itself). The file is written after each of them, and nothing is
 begun after --minutes. With `--add-to FILE`, what an earlier run on the same kind of machine has is taken from it.
-`--shape tiny` runs on a CPU, too. Only "kept", in "speed", keeps experts on the card: the other cases
+`--shape tiny` also runs on a CPU. Only "kept", in "speed", keeps experts on the card: the other cases
 call a streamer of ours for each token. Exit code 1: something raised, or bits differ.
 """
 

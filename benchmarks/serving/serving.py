@@ -250,7 +250,7 @@ def measured(servers: list[tuple[str, int | None, dict[str, Any]]], options: arg
 
 
 def problems(servers: list[dict[str, Any]]) -> list[str]:
-    """Servers that failed, and loads whose servers read or wrote other numbers of tokens, but for texts that ended."""
+    """Servers that failed, and loads in which servers read or wrote different numbers of tokens."""
     found = [f"{one['server']}, {one['parallel']} at a time: {one['error']}" for one in servers if "error" in one]
     for clients in CLIENTS:
         for kind in ("prompt_tokens", "tokens"):

@@ -308,7 +308,7 @@ def application(served: Served, limits: Limits, *, key: str | None = None, hosts
 
 
 def _settled(text: str) -> None:
-    """Say that the server is warm. What it has by then stays: a search of that for garbage takes half a second."""
+    """Say that the server is warm. What it has by then stays, and Python does not search that for garbage again."""
     gc.collect()
     gc.freeze()
     tell(text)

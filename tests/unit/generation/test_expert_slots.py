@@ -294,13 +294,18 @@ def test_another_text_has_others_made(made: Make, monkeypatch: pytest.MonkeyPatc
     assert gemma4_compat.statistics(model).decoding.reasons == ()
 
 
+def sizes(model: Any) -> tuple[int, int]:
+    """Bytes of one slot of all layers, and what is left free beside slots."""
+    one = sum(expert_slots._size(lookup, 32) for lookup in decoder.of(model).experts.layers) // 32
+    text = model.config.get_text_config()
+    return one, use.SPARE + 2 * 3 * text.top_k_experts * text.moe_intermediate_size * text.hidden_size * 2  # of a step
+
+
 def test_as_many_as_there_is_room_for(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three quarters of what is free, less what leaves half a GiB; PyTorch's limit counts."""
     model, free, limit = made(6), [0], [1.0]
     expected = said(model)
-    one = sum(expert_slots._size(lookup, 32) for lookup in decoder.of(model).experts.layers) // 32
-    text = model.config.get_text_config()
-    spare = use.SPARE + 2 * 3 * text.top_k_experts * text.moe_intermediate_size * text.hidden_size * 2  # of a step
+    one, spare = sizes(model)
     decoder.of(model).clear()
     monkeypatch.setattr(expert_slots, "number", NUMBER)
     monkeypatch.setattr(host, "free_memory", lambda *_: free[0])
@@ -329,9 +334,7 @@ def test_memory_that_pytorch_cannot_give_back(made: Make, monkeypatch: pytest.Mo
     """What it has in parts and does not use is free for tensors only: fewer slots, not none."""
     model = made(6)
     expected = said(model)
-    one = sum(expert_slots._size(lookup, 32) for lookup in decoder.of(model).experts.layers) // 32
-    text = model.config.get_text_config()
-    spare = use.SPARE + 2 * 3 * text.top_k_experts * text.moe_intermediate_size * text.hidden_size * 2  # of a step
+    one, spare = sizes(model)
     decoder.of(model).clear()
     monkeypatch.setattr(expert_slots, "number", NUMBER)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0, raising=False)

@@ -18,6 +18,7 @@ from gemma4_compat._lab import tiny_models
 from gemma4_compat._lab.stand_ins import flash
 from gemma4_compat._lab.stand_ins.tape import standing_in
 from gemma4_compat._training.captured import layers
+from gemma4_compat._training.captured.graphs import Graph
 from tests.helpers import without
 from tests.patches.training.parts import only
 from tests.unit.training.test_train_fast import SETTLED, adapted, gradients, same, spied
@@ -247,10 +248,18 @@ def test_each_text_is_as_by_itself(built: Callable[..., Any], variant: str, grap
 def test_texts_too_short_for_windows_where_algorithms_are_deterministic(
     built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
-    """Sliding layers are computed by products, too."""
+    """Products compute sliding layers as well, and a graph has no kernels that fill new memory."""
     import torch
 
     ran: list[Any] = []
+    filled: set[bool] = set()
+    run = Graph._run_forward
+
+    def captured(graph: Any, call: Any) -> None:
+        filled.add(torch.utils.deterministic.fill_uninitialized_memory)
+        run(graph, call)
+
+    monkeypatch.setattr(Graph, "_run_forward", captured)
     monkeypatch.setattr(windows, "LEAST", {"cpu": TOKENS + 1})
     monkeypatch.setattr(products, "attention", spied(ran, "attention", products.attention))
     torch.use_deterministic_algorithms(True)
@@ -261,6 +270,8 @@ def test_texts_too_short_for_windows_where_algorithms_are_deterministic(
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(ran) > 2 * len(layers.decoder_layers(model))
+    assert filled == ({False} if graphs else set())
+    assert torch.utils.deterministic.fill_uninitialized_memory
 
 
 @pytest.fixture
