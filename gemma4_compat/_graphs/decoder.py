@@ -62,7 +62,7 @@ class AdapterStates:
             for index, state in enumerate(self.states):
                 # Only the last one was looked at with the last step.
                 check = state.guards.check_rotating if no_user_code and not index else state.guards.check_step
-                if check() and not (first and not state.guards.check_all()):
+                if check() and (not first or of(call.model).owned or state.guards.check_all()):
                     if index:
                         self.states = [state, *(other for other in self.states if other is not state)]
                     return state
@@ -72,7 +72,7 @@ class AdapterStates:
         """Whether the model is in the last state, if its guards say that all memory is what it was."""
         with idle_hooks.put_back(call.model):
             guards = self.states[0].guards
-            return bool(guards.check_rest() and guards.check_all())
+            return bool(guards.check_rest() and (of(call.model).owned or guards.check_all()))
 
     def _changed(self, model: Any, *, settling: bool) -> State:
         """The adapters have changed, or the model has; in the latter case its graphs are of no use any more."""
@@ -110,6 +110,8 @@ class Decoding:
     Attributes:
         steps: one-token steps, and those of drafts.
         prompts: forwards of several tokens.
+        owned: whether nobody but the caller of ``generate`` has the model, as in a server: only adapters and settings
+            of torch change, and what changes rarely is not looked at.
     """
 
     def __init__(self, statistics: DecodingStatistics | None = None) -> None:
@@ -121,7 +123,7 @@ class Decoding:
         #: `draft_length.Known`, by assistant
         self.draft_lengths: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.custom = False  # whether custom kernels may run
-        self.fuses = True
+        self.fuses, self.owned = True, False
         self.lock = locks.Lock(locks.DECODING)
         self.memories: list[static_caches.Memory] = []
         self.head: Any = None  # a `best_words.Kept`

@@ -8,6 +8,7 @@ from typing import Any
 from gemma4_compat._gemma4.models import media
 from gemma4_compat._generation.prefix_cache import session
 from gemma4_compat._generation.prefix_cache.conversation import Conversation
+from gemma4_compat._graphs import decoder
 
 #: Conversations that are kept: each prompt is compared with all of them.
 MOST = 64
@@ -41,7 +42,7 @@ class Conversations:
         self._parked: list[_Known] = []
         self._last: tuple[str | None, int] = (None, 0)
         if (kept := session.of(model)) is not None:
-            kept.owned, kept.room = True, min(context, _ROOM)
+            decoder.of(model).owned, kept.room = True, min(context, _ROOM)
 
     def turn_to(self, adapter: str | None, inputs: dict[str, Any]) -> None:
         """Before a ``generate`` of this prompt: have the model keep the conversation that it continues, or none."""

@@ -55,11 +55,10 @@ class Kept:
         model: a transformers model.
 
     Attributes:
-        owned: whether nobody but the caller of ``generate`` has the model, as in a server.
         room: tokens that a cache has room for at least, after ``decode_fast``: texts of many lengths share graphs.
     """
 
-    owned, room = False, 0
+    room = 0
 
     def __init__(self, model: Any) -> None:
         self._counted = decoder.of(model).statistics
@@ -90,13 +89,14 @@ class Kept:
         kind = model.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with self._lock, idle_hooks.put_back(model):  # a thread in a forward has them bypassed
-            if not (self._guards is None or self.owned or self._guards.check_under_any_adapter()):
+            owned = decoder.of(model).owned
+            if not (self._guards is None or owned or self._guards.check_under_any_adapter()):
                 _log.debug("gemma4_compat: the last conversation is of no use: %s", self._guards.reason())
                 self._guards = None
             if self._guards is None:
                 self._guards = ModelGuards(walk.modules(model), offloaded=False)
             guards = self._guards
-            values = () if self.owned else guards.contents()
+            values = () if owned else guards.contents()
             return guards, guards.active_adapters(), autocast, signatures.settings(), *values
 
     def count(self, read: int, reused: int) -> None:
@@ -139,7 +139,7 @@ def begin(model: Any, kept: Kept, args: tuple[Any, ...], kwargs: dict[str, Any])
     given = dict(kwargs) if not args else kwargs | {"inputs": args[0]}
     ids: Any = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
     reason = _unsupported_reason(model, ids, given) if len(args) < 2 else "arguments of generate without their names"
-    if reason is None and not kept.owned and unsupported.chooses_adapters(model):
+    if reason is None and not decoder.of(model).owned and unsupported.chooses_adapters(model):
         reason = "adapters are chosen for this call"
     if reason is None:
         tokens = ids[0].detach().to("cpu", copy=True)

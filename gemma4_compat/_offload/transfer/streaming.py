@@ -39,6 +39,7 @@ from typing import Any
 
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.accelerate import attached, module_hooks
+from gemma4_compat._gemma4.models import walk
 from gemma4_compat._gemma4.state import contents
 from gemma4_compat._offload import model_lock, torch_internals
 from gemma4_compat._offload.model_lock import ModelLock
@@ -114,7 +115,8 @@ def group_of(layer: Any) -> ModuleGroup | None:
 
 def streamers(model: Any) -> list[LayerStreamer]:
     """The streamers of a model's lists of layers."""
-    found = (_streamers[module]() for module in model.modules() if module in _streamers)
+    known = dict(_streamers)
+    found = (known[module]() for module in walk.modules(model) if module in known) if known else ()
     return list(dict.fromkeys(streamer for streamer in found if streamer is not None))
 
 

@@ -74,6 +74,15 @@ def load(trained: Trained, folder: str = "", **options: Any) -> Any:
     return served
 
 
+def fast(served: Any) -> None:
+    """Have it replay, as on a GPU: it was loaded on a CPU."""
+    import gemma4_compat
+    from gemma4_compat._generation.prefix_cache.parked import Conversations
+
+    gemma4_compat.decode_fast(served.model, any_length=True, reuse_prefix=True)
+    served.conversations = Conversations(served.base, 1 << 31, served.plan.context)
+
+
 def with_processor(served: Any, trained: Trained) -> None:
     """Give it a processor, which needs torchvision otherwise."""
     from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor

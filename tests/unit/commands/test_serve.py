@@ -695,7 +695,7 @@ def test_replayed_answers_are_the_same(trained: Trained, monkeypatch: pytest.Mon
     monkeypatch.setattr(custom, "unsupported_reason", lambda _device: None)
     with tape.standing_in(RECORDERS):
         served = serving.load(trained)
-        gemma4_compat.decode_fast(served.model, any_length=True, reuse_prefix=True)
+        serving.fast(served)
         with serving.running(served) as server:
             assert server.text(FOX) == LEGS
             assert server.text(FOX, model="pirate") == ARR

@@ -38,7 +38,7 @@ def served() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patched, tape.standing_in(RECORDERS):
         patched.setattr(custom, "CustomKernels", ByWidth)
         patched.setattr(custom, "unsupported_reason", lambda _device: None)
-        gemma4_compat.decode_fast(found.model, any_length=True, reuse_prefix=True)
+        serving.fast(found)
         yield found
         gemma4_compat.decode_fast(found.model, enabled=False)
 

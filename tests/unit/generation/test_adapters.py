@@ -11,6 +11,9 @@ import pytest
 
 pytest.importorskip("bitsandbytes")
 
+import gemma4_compat
+from gemma4_compat._graphs import decoder
+from gemma4_compat._graphs.guards.model import ModelGuards
 from tests.generated.search import replay_tuners
 from tests.helpers import holders
 from tests.unit.generation.calls import (
@@ -54,6 +57,25 @@ def test_switched_disabled_merged_scaled_and_deleted(models: Models, quantizatio
     model.delete_adapter("second")
     compared(model, ask(model))
     assert steps(model).reasons == ()
+
+
+def test_of_an_owned_model_what_changes_rarely_is_not_looked_at(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = with_two(models)
+    gemma4_compat.decode_fast(model)
+    switched(model)
+    looks: list[Any] = []
+    look = ModelGuards.check_all
+    monkeypatch.setattr(ModelGuards, "check_all", lambda self: looks.append(self) or look(self))
+    decoder.of(base(model)).owned = True
+    replayed = steps(model).replayed
+    switched(model)
+    assert steps(model).replayed > replayed
+    assert looks == []
+    gemma4_compat.decode_fast(model)
+    switched(model)
+    assert looks
 
 
 #: What is tried of every tuner, in this order. One that PEFT refuses changes what it has changed before it raised.
