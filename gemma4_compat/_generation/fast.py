@@ -113,7 +113,7 @@ def decode_fast(
     if enabled and reuse_prefix:
         session.ask(inner)
     decoding = decoder.of(inner)
-    decoding.owned = False  # whoever calls this has the model
+    decoding.owned = False  # the caller has the model as well
     graphs = enabled and graphs
     reason = _unsupported_reason(inner) if graphs else None
     if reason is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from gemma4_compat._engine.io import terminal
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.cache import cache_names
+from gemma4_compat._gemma4.quantization import expert_forward
 from gemma4_compat._graphs import deferred_stop, fused_steps, signatures, static_caches, unsupported
 from gemma4_compat._graphs.captured_calls import REMEMBERED, Call, Known, Pool
 from gemma4_compat._graphs.recording import RECORDERS, Recording, capturing
@@ -246,6 +247,7 @@ class Step(Call):
         def forward() -> Any:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(self.numerics())
+                stack.enter_context(expert_forward.captured())
                 for streamer in streamers:
                     stack.enter_context(streamer.forked())
                 settle = stack.enter_context(within())

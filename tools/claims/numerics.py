@@ -188,6 +188,16 @@ def first_texts() -> tuple[str, ...]:
     return tuple(f"{one:.1f}" for one in (*seconds, min(text["seconds"] for text in runs["noted"]["texts"][1:])))
 
 
+def kept_experts() -> tuple[Any, ...]:
+    """GiB of the card, experts that stay of all; for two rates what was there, and ms with and without."""
+    found = result("*-h200/kept-26B-A4B.json")
+    rates = [found["rates"][rate] for rate in ("0.5", "0")]
+    assert all(one["same_logits"] for one in rates)
+    gib = float(re.findall(r"--gib ([\d.]+)", found["command"])[0])
+    shown = ((f"{100 * one['hits']:.0f}", f"{one['kept_ms']:.1f}", f"{one['without_ms']:.1f}") for one in rates)
+    return f"{gib:.0f}", found["slots"], found["experts"], *(value for values in shown for value in values)
+
+
 def streamed(kind: str) -> tuple[str, ...]:
     """Milliseconds of a token without a streamer, with transformers' and with a user's, after the first round."""
     rounds = result("*-h200/graph_decoding-E2B-streamed.json")["cases"]["gpu"]["streamed"]["rounds"][1:]
@@ -320,6 +330,12 @@ CLAIMS = (
         lambda: tuple(re.findall(r"--tokens (\d+)", result("*-h200/first_text-E2B.json")["command"])),
     ),
     Claim(_PAGE, "later texts take {} s", lambda: first_texts()[3:]),
+    Claim(_PAGE, "in host memory and {} GiB of an H200 keeps {} of {} experts of a layer", lambda: kept_experts()[:3]),
+    Claim(
+        _PAGE,
+        "With {} % of what a token needs among them it takes {} ms, and {} without; with {} %, {} and {}",
+        lambda: kept_experts()[3:],
+    ),
     Claim(_PAGE, "took {} ms without a streamer, {} with transformers'", lambda: streamed("greedy")[:2]),
     Claim(_PAGE, "and {} with one of your own, which", lambda: streamed("greedy")[2:]),
     Claim(_PAGE, "a sampled one {}, {} and {}", lambda: streamed("sampled")),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._engine.runtime.views import PlainView
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4.accelerate import attached, module_hooks
@@ -97,6 +99,14 @@ def hit(module: Any, top_k_index: Any) -> Any:
     return numbers(top_k_index, module.num_experts)
 
 
+_captured = contextvars.ContextVar("gemma4_compat_experts_captured", default=False)
+
+
+def captured() -> contextlib.AbstractContextManager[None]:
+    """Inside, a graph is captured, and the host cannot wait for how many experts are hit."""
+    return in_place.bound(_captured, True)
+
+
 #: Up to this share of the experts, the experts that tokens are routed to are mostly distinct.
 _MOSTLY_DISTINCT = 0.25
 
@@ -104,8 +114,8 @@ _MOSTLY_DISTINCT = 0.25
 def numbers(top_k_index: Any, number: int) -> Any:
     """The indices in ``top_k_index``, ascending, or unsorted if a :class:`expert_storage.Reader` accepts that.
 
-    For one or a few tokens: one entry per pair, including duplicates. This needs no synchronization and can be
-    captured in a CUDA graph. For more tokens: each index once. :func:`positions` finds the first of equal entries, so
+    For one or a few tokens, and inside :func:`captured`: one entry per pair, including duplicates. This needs no
+    synchronization. For more tokens: each index once. :func:`positions` finds the first of equal entries, so
     duplicates are dequantized for nothing.
 
     Args:
@@ -116,7 +126,7 @@ def numbers(top_k_index: Any, number: int) -> Any:
 
     if _in_order(top_k_index) is not None:
         return top_k_index.flatten()
-    if len(top_k_index) == 1 or top_k_index.numel() <= _MOSTLY_DISTINCT * number:
+    if _captured.get() or len(top_k_index) == 1 or top_k_index.numel() <= _MOSTLY_DISTINCT * number:
         return top_k_index.flatten().sort().values
     return torch.unique(top_k_index)
 

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("bitsandbytes")
 
+import gemma4_compat
 from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._graphs import unsupported
 from gemma4_compat._lab import tiny_models
@@ -40,6 +41,25 @@ def test_the_same_answers(workspace: Any, checkpoint: Path, quantization: str | 
     assert steps(model).reasons == ()
     (other,) = compared(model, lambda way: [generate(model, text(model, 9, seed=3), way, new=6)])
     assert_equal(other, generate(plain, text(plain, 9, seed=3), {"disable_compile": True}, new=6))
+
+
+@pytest.mark.parametrize("where", ["card", "nested"])
+@pytest.mark.parametrize(("batch", "length"), [(6, 4), (12, 4), (1, 12)], ids=["6 rows", "12 rows", "a short prompt"])
+def test_several_tokens_that_hit_some_of_the_experts(
+    workspace: Any, checkpoint: Path, where: str, batch: int, length: int
+) -> None:
+    """Which experts are hit is not read by the host, though it would save reading one twice."""
+    model = loaded(workspace, checkpoint, "4bit", experts_implementation="grouped_mm")
+    if where != "card":
+        placed(workspace, model, where, "memory")
+    gemma4_compat.decode_fast(model, exact=True)
+    for _ in range(3):
+        found = generate(model, text(model, length, batch=batch), {}, new=6)
+    expected = generate(model, text(model, length, batch=batch), {"disable_compile": True}, new=6)
+    assert_equal(found, expected)
+    assert steps(model).reasons == ()
+    assert steps(model).replayed
+    assert steps(model).prompts_replayed
 
 
 def test_experts_on_disk_are_not_supported(workspace: Any, checkpoint: Path) -> None:
