@@ -9,8 +9,7 @@ keeps its own graphs, and they take turns. A speed is that of the tokens between
 difference of two calls.
 
 Then some rows of the largest batch are decoded by themselves. PyTorch reads prompts, and its bits depend on the batch,
-so each row gets keys, values and a first token of its own after it. Logits and tokens are compared bit by bit; not
-those of a 26B-A4B, whose experts see all rows at once.
+so each row gets keys, values and a first token of its own after it. Logits and tokens are compared bit by bit.
 
 `--own 4` has products with 4-bit weights of five to eight rows use the kernels of more rows (`nf4_gemv.OWN_ROWS`).
 `--profile` lists the kernels of a step of one row, of eight, and of the most. `--limit` begins no case later than that
@@ -207,7 +206,6 @@ def run(model: Any, options: Any, write: Callable[[str, Any], None]) -> Data:
     base = models.base(model)
     base.generation_config.max_cache_len = PROMPT + SETTLED + options.tokens
     read_alike(type(base))
-    experts = bool(getattr(base.config.get_text_config(), "enable_moe_block", False))
     both = {rows for rows in options.rows if rows > BEFORE}
     kinds = [(rows, before) for rows in options.rows for before in (False, True)[: 1 + (rows in both)]]
     # The largest batch and a row alone first, for a limit of time.
@@ -240,7 +238,7 @@ def run(model: Any, options: Any, write: Callable[[str, Any], None]) -> Data:
             for one in profile.get("longest", ())[:14]:
                 print(f"    {one['ms']:.3f} ms  {one['count']:6.1f}  {one['name']}", flush=True)
     own = {case.rows: case for case in cases if not case.before}
-    if 1 in own and len(own) > 1 and not experts:
+    if 1 in own and len(own) > 1:
         found["checked"] = checked(own[1], own[max(own)], options.checked)
         write(f"each of {max(own)} rows alone", found["checked"])
     return found

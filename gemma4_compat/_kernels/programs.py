@@ -8,7 +8,8 @@ Each file says who launches its kernels, and which test proves them.
   ``nf4_rows.cuh``: the former, of more than eight rows.
   ``nf4_dequantize.cuh``, ``experts.cuh``: such weights, and rows of experts, dequantized. ``four_bit.cuh``: how they
   are stored.
-* ``expert_slots.cuh``: experts of the host that are kept on the card.
+* ``expert_products.cuh``: products with experts' weights. ``expert_slots.cuh``: experts of the host that are kept on
+  the card.
 * ``dense.cuh``: products with weights that are not quantized. ``head.cuh``: the best words of a head.
 * ``pointwise.cuh``, ``rows.cuh``: what fused kernels call, whose bodies :mod:`fuse` writes.
 * ``shifting.cuh``: rows of a sliding cache. ``top_tokens.cuh``: top-k and top-p.

@@ -18,13 +18,23 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from gemma4_compat._gemma4.quantization import packed_linear
+from gemma4_compat._gemma4.quantization import packed_experts, packed_linear
 from gemma4_compat._gemma4.state import contents
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
 from gemma4_compat._kernels.fuse.pointwise import DOT, Load, Value
 from gemma4_compat._kernels.match import top_tokens
-from gemma4_compat._kernels.specs import attention, dense, expert_slots, flash, head, nf4_gemv, products, shifting
+from gemma4_compat._kernels.specs import (
+    attention,
+    dense,
+    expert_products,
+    expert_slots,
+    flash,
+    head,
+    nf4_gemv,
+    products,
+    shifting,
+)
 
 #: Properties of a tensor that its shape, dtype and device decide.
 _PROPERTIES = frozenset({"device", "dtype", "is_cuda", "itemsize", "layout", "ndim", "requires_grad", "shape"})
@@ -128,6 +138,10 @@ class CustomKernels(Repeats):
             found = self._product(*args, **kwargs)
         elif func is packed_linear.product:
             found = self._packed(*args)
+        elif func is packed_experts.multiplies:
+            found = self._multiplies(*args)
+        elif func is packed_experts.product:
+            found = self._computed(torch.ops.gemma4_compat.experts, *args[:2], *expert_products.arguments(args[2]))
         elif func is torch.nn.functional.scaled_dot_product_attention:
             found = self._attention(*args, **kwargs)
         elif func is torch.Tensor.mean:
@@ -147,9 +161,10 @@ class CustomKernels(Repeats):
 
     def _means(self, given: Any, *args: Any, **kwargs: Any) -> Any:
         """The means of norms, each as for one token: PyTorch's order of additions depends on how many there are."""
-        if given.device != self._device or given.ndim < 3 or given.shape[1] != self._tokens:
+        is_flat = given.ndim == 2  # as experts and their router get the tokens of all sequences
+        if given.device != self._device or given.ndim < 2 or not (is_flat or given.shape[1] == self._tokens):
             return None
-        rows = given.shape[0] * self._tokens
+        rows = len(given) if is_flat else len(given) * self._tokens
         if not 1 < rows <= products.MAX_ROWS or (args, kwargs) != ((-1,), {"keepdim": True}):
             return None
         return self._computed(torch.ops.gemma4_compat.means, given, rows)
@@ -164,6 +179,18 @@ class CustomKernels(Repeats):
     def _packed(self, given: Any, packed: Any, scale: Any, bias: Any) -> Any:
         shape = len(packed), given.shape[-1]
         return self._product(given, packed, shape, scale, math.prod(shape) // scale.numel(), products.INT4, bias)
+
+    def _multiplies(self, given: Any, chosen: Any, parameters: Any) -> bool:
+        if given.device != self._device or self._device in _broken:
+            return False
+        for parameter in parameters:
+            what, width = expert_products.arguments(parameter), parameter.quant_state.shape[-1]
+            tried = given if width == given.shape[1] else given.new_empty(len(chosen), width)
+            if parameter.quant_state.dtype != given.dtype or expert_products.kernel_of(tried, chosen, *what) is None:
+                return False
+            if not multiplies_experts(given.dtype, *what):
+                return False
+        return True
 
     def _attention(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         key, value, kwargs = self.shared(key, value, kwargs)
@@ -303,6 +330,14 @@ def _product(*args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def _experts(*args: Any) -> Any:
+    found = expert_products.kernel_of(*args)
+    assert found is not None  # or CustomKernels would not have asked
+    kernel, result = found
+    launch(result.device, kernel)
+    return result
+
+
 def _shift(keys: Any, values: Any, new_keys: Any, new_values: Any, by_kernel: bool) -> None:
     found = shifting.kernel_of(keys, values, new_keys, new_values) if by_kernel else None
     if found is not None:
@@ -349,6 +384,8 @@ _OPERATORS: dict[Callable[..., Any], str] = {
     # As bitsandbytes::gemm_4bit, and for integers.
     _product: "(Tensor given, Tensor packed, int[] shape, Tensor absmax, int blocksize, str quant_type,"
     " Tensor? bias=None, Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None) -> Tensor",
+    _experts: "(Tensor given, Tensor chosen, Tensor packed, int[] shape, Tensor absmax, int blocksize, str quant_type,"
+    " Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None) -> Tensor",
     _means: "(Tensor given, int parts) -> Tensor",
     _flash_bounds: "(Tensor mask) -> Tensor",
     _flash: "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bounds, float scale) -> Tensor",
@@ -377,6 +414,31 @@ def computes_best_words(weight: Any) -> bool:
         return same and bool(chosen[expected >= expected.topk(8).values[..., -1:]].all())
 
     return own.selftest(key, "the head in two stages", "the whole head is computed", has_same_bits)
+
+
+def multiplies_experts(dtype: Any, packed: Any, shape: Any, absmax: Any, *rest: Any) -> bool:
+    """Whether products with experts of this format have the bits of those with a weight that is no expert's."""
+    device, (_, height, width), (blocksize, quant_type, *nested) = packed.device, shape, rest
+    key = "experts", dtype, height, width, blocksize, quant_type, bool(nested)
+
+    def has_same_bits() -> bool:
+        generator = torch.Generator(device).manual_seed(0)
+        tried = torch.randn((2, width), generator=generator, device=device).to(dtype)
+        chosen = torch.tensor([1, 0, shape[0] - 1, 1], device=device)
+        found, same = _experts(tried, chosen, packed, shape, absmax, *rest), True
+        for number, expert in enumerate(chosen.tolist()):
+            own, scales = (one.view(shape[0], -1)[expert].contiguous() for one in (packed, absmax))
+            more = []
+            if nested:
+                of_scales, code, offset = nested
+                more = [of_scales.view(shape[0], -1)[expert].contiguous(), code, offset[expert]]
+            given = own.view(-1, 1), (height, width), scales, blocksize, quant_type, None, *more
+            same &= torch.equal(found[number], _product(tried[number // 2][None], *given)[0])
+        return same
+
+    operators()
+    what = "products with experts"
+    return kernels.of(device).selftest(key, what, "experts are dequantized", has_same_bits)
 
 
 def brings_experts(device: Any) -> bool:

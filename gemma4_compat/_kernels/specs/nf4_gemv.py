@@ -46,13 +46,13 @@ class Product(nf4_exact.Product):
     @property
     def code(self) -> products.Code:
         """The order of additions depends on the warps of a block."""
-        return _code(self.format, _warps_of(self.format.inputs, self.outputs))
+        return _code(self.format, warps_of(self.format.inputs, self.outputs))
 
     def blocks(self, outputs: Sequence[int]) -> list[int]:
         """As many as a GPU has room for, or fewer; for each part of the rows as many."""
         tiles, parts = [-(-number // TILE) for number in outputs], _parts_of(self.format.rows)[0]
-        blocks = _WARPS // _warps_of(self.format.inputs, self.outputs) * multiprocessors(self.input.device)
-        rounds = -(-sum(tiles) * parts // blocks)
+        warps = warps_of(self.format.inputs, self.outputs)
+        rounds = -(-sum(tiles) * parts // resident(warps, self.input.device))
         return [-(-number // rounds) * parts for number in tiles]
 
     def prepared(self) -> tuple[Kernel, Any] | None:
@@ -88,9 +88,14 @@ def match(*args: Any, **kwargs: Any) -> Product | None:
     return Product(found.format, found.input, found.weight, found.outputs)
 
 
-def _warps_of(inputs: int, outputs: int) -> int:
+def warps_of(inputs: int, outputs: int) -> int:
     """Warps of a block for a weight of this shape."""
     return 16 if inputs > _LONG and outputs <= _FEW else 8
+
+
+def resident(warps: int, device: Any) -> int:
+    """Blocks of so many warps that a GPU has room for."""
+    return _WARPS // warps * multiprocessors(device)
 
 
 def _is_prepared(layout: Format) -> bool:

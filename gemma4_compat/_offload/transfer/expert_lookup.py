@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._engine.runtime.views import PlainView
 from gemma4_compat._gemma4.accelerate import module_hooks
-from gemma4_compat._gemma4.quantization import expert_forward, expert_storage, experts
+from gemma4_compat._gemma4.quantization import expert_forward, expert_storage, experts, quant_states
 from gemma4_compat._offload import host_memory
 from gemma4_compat._offload.transfer import read_ahead
 
@@ -118,9 +118,22 @@ class ExpertLookup:
         weights: Mapping[str, Any] = self.weights
         if slots is not None and len(chosen) <= slots.number:
             weights, at = slots.weights, slots.bring(chosen, self.memory)
+        if not self._mapped and expert_forward.is_multiplied(self.module, self.weights, hidden_states, top_k_index):
+            own = at[found.flatten()]
+            if weights is self.weights:
+                weights, own = {name: self._copied(one, chosen) for name, one in weights.items()}, found.flatten()
+            return expert_forward.packed_forward(self.module, weights, hidden_states, own, top_k_weights)
         values = {name: self._values(weight, chosen, added.get(name, ()), at) for name, weight in weights.items()}
         substitute = PlainView(self.module, num_experts=len(chosen), **values)
         return self._forward(substitute, hidden_states, found, top_k_weights)
+
+    def _copied(self, weight: Any, chosen: Any) -> Any:
+        """The packed weights of these experts, on the device."""
+        state, packed = weight.quant_state, weight.data.view(self.module.num_experts, -1)
+        copies = {id(one): self._rows(one, chosen) if per_expert(one) else one for one in quant_states.tensors(state)}
+        own = quant_states.with_tensors(state, copies)
+        own.shape = type(state.shape)((len(chosen), *state.shape[1:]))
+        return expert_storage.with_state(self._rows(packed, chosen).view(-1, 1), own)
 
     def _values(self, weight: Any, chosen: Any, added: Iterable[Callable[[Any], Any]], at: Any) -> Any:
         if hasattr(weight, "quant_state"):

@@ -19,6 +19,7 @@ from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs import (
     attention,
     dense,
+    expert_products,
     expert_rows,
     expert_slots,
     flash,
@@ -145,6 +146,19 @@ def _expert_rows() -> Iterator[Kernel]:
         yield Kernel(expert_rows._text(expert_rows.Format("nf4", 64, nested, dtype)), (), 1, ())
 
 
+def _expert_products() -> Iterator[Kernel]:
+    """Of the 26B-A4B: gate and up, and down."""
+    for dtype, (height, width) in itertools.product((torch.bfloat16, torch.float16), ((1408, 2816), (2816, 704))):
+        shape, scales = (4, height, width), height * width // 64
+        packed = torch.empty(4 * height * width // 2, dtype=torch.uint8)
+        nested = torch.empty(4, scales, dtype=torch.uint8), torch.empty(256), torch.empty(4, 1)
+        given, chosen = torch.empty(1, width, dtype=dtype), torch.zeros(8, dtype=torch.long)
+        for absmax, more in ((torch.empty(4, scales // 256), nested), (torch.empty(4, scales), ())):
+            found = expert_products.kernel_of(given, chosen, packed, shape, absmax, 64, "nf4", *more)
+            assert found is not None
+            yield found[0]
+
+
 def _expert_slots() -> Iterator[Kernel]:
     numbers = torch.zeros(2, dtype=torch.int64)
     yield from expert_slots.kernels(numbers, numbers, numbers, numbers, numbers, numbers, (4, 2))[0]
@@ -256,6 +270,7 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "attention": _plain_attention,
     "attention_tensor": _matrix_attention,
     "flash": _flash,
+    "expert_products": _expert_products,
     "expert_rows": _expert_rows,
     "expert_slots": _expert_slots,
     "shifting": _shifting,
