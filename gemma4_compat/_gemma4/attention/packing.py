@@ -120,17 +120,31 @@ def part(mask: Any, queries: slice, keys: slice, window: int | None) -> Any:
 
 
 def blocks(mask: Any, rows: int, layout: Layout, window: int) -> Any:
-    """The masks of the whole blocks of a layout, (rows * blocks, heads or 1, queries, keys)."""
+    """The masks of the whole blocks of a layout, (rows * blocks, heads or 1, queries, keys).
+
+    Blocks may have keys that are not there: a bool mask, and what stands for one, shows them to no query.
+    """
     import torch
 
     if not is_by_text(mask):
         mask = mask.expand(rows, -1, -1, -1)
-        return torch.stack([mask[:, :, query, key] for query, key in layout.middle()], dim=1).flatten(0, 1)
+        return torch.stack([_padded(mask, query, key) for query, key in layout.middle()], dim=1).flatten(0, 1)
     begin = layout.first * layout.block
     queries = mask[:, 0, 0, begin : layout.last * layout.block].unflatten(1, (layout.count, layout.block, 1))
-    keys = mask[:, 1, 0, layout.start + begin :].unfold(1, layout.width, layout.block)[:, : layout.count, None]
-    found = (queries == keys).tril_(-layout.start).triu_(1 - layout.start - window)
-    return found.flatten(0, 1)[:, None]
+    first, after = layout.start + begin, layout.start + (layout.last - 1) * layout.block + layout.width
+    keys = mask[:, 1, 0, max(first, 0) : after]
+    keys = torch.nn.functional.pad(keys, (max(-first, 0), max(after - layout.keys, 0)), value=-1)
+    found = queries == keys.unfold(1, layout.width, layout.block)[:, :, None]
+    return found.tril_(-layout.start).triu_(1 - layout.start - window).flatten(0, 1)[:, None]
+
+
+def _padded(mask: Any, queries: slice, keys: slice) -> Any:
+    """The mask of these queries and keys, of which some may be before the first one, or after the last."""
+    import torch
+
+    missing = max(-keys.start, 0), max(keys.stop - mask.shape[3], 0)
+    found = mask[:, :, queries, max(keys.start, 0) : keys.stop]
+    return torch.nn.functional.pad(found, missing) if any(missing) else found
 
 
 def whole(mask: Any, queries: int, window: int | None) -> Any:
