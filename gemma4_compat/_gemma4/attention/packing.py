@@ -128,23 +128,22 @@ def blocks(mask: Any, rows: int, layout: Layout, window: int) -> Any:
 
     if not is_by_text(mask):
         mask = mask.expand(rows, -1, -1, -1)
-        return torch.stack([_padded(mask, query, key) for query, key in layout.middle()], dim=1).flatten(0, 1)
-    begin = layout.first * layout.block
-    queries = mask[:, 0, 0, begin : layout.last * layout.block].unflatten(1, (layout.count, layout.block, 1))
-    first, after = layout.start + begin, layout.start + (layout.last - 1) * layout.block + layout.width
-    keys = mask[:, 1, 0, max(first, 0) : after]
-    keys = torch.nn.functional.pad(keys, (max(-first, 0), max(after - layout.keys, 0)), value=-1)
+        parts = [_padded(mask[:, :, query], key, False) for query, key in layout.middle()]
+        return torch.stack(parts, dim=1).flatten(0, 1)
+    begin, end = layout.first * layout.block, layout.last * layout.block
+    queries = mask[:, 0, 0, begin:end].unflatten(1, (layout.count, layout.block, 1))
+    keys = _padded(mask[:, 1, 0], slice(layout.start + begin, layout.start + end - layout.block + layout.width), -1)
     found = queries == keys.unfold(1, layout.width, layout.block)[:, :, None]
     return found.tril_(-layout.start).triu_(1 - layout.start - window).flatten(0, 1)[:, None]
 
 
-def _padded(mask: Any, queries: slice, keys: slice) -> Any:
-    """The mask of these queries and keys, of which some may be before the first one, or after the last."""
+def _padded(tensor: Any, keys: slice, value: int) -> Any:
+    """These keys of (..., keys), of which some may be before the first one, or after the last."""
     import torch
 
-    missing = max(-keys.start, 0), max(keys.stop - mask.shape[3], 0)
-    found = mask[:, :, queries, max(keys.start, 0) : keys.stop]
-    return torch.nn.functional.pad(found, missing) if any(missing) else found
+    missing = max(-keys.start, 0), max(keys.stop - tensor.shape[-1], 0)
+    found = tensor[..., max(keys.start, 0) : keys.stop]
+    return torch.nn.functional.pad(found, missing, value=value) if any(missing) else found
 
 
 def whole(mask: Any, queries: int, window: int | None) -> Any:

@@ -23,7 +23,7 @@ import torch
 
 from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._gemma4.attention import layers, packing, tracing
-from gemma4_compat._gemma4.attention.block_layout import Layout
+from gemma4_compat._gemma4.attention.block_layout import UNIT, Layout
 from gemma4_compat._gemma4.attention.flash import WIDEST
 
 _log = logging.getLogger("gemma4_compat")
@@ -31,7 +31,8 @@ _log = logging.getLogger("gemma4_compat")
 DTYPES = (torch.bfloat16, torch.float16)
 #: Queries of a block, at most and at least, and scores of one: 256 MiB in float32.
 _MOST, _LEAST, _SCORES = 512, 16, 2**26
-#: Queries of a window. Fewer have fewer scores of keys that they do not see, and keys are then in more windows.
+#: Queries of a window, a part of :data:`UNIT`. Fewer have fewer scores of keys that they do not see, and keys are then
+#: in more windows.
 _WINDOW = 128
 #: Keys that the first and the last query of each block may see: from the first one to before the second.
 Spans = tuple[tuple[int, int], ...]
@@ -151,7 +152,7 @@ def _layout(mask: Any, window: int, block: int) -> Layout | None:
         away = (torch.arange(keys, device=mask.device) - first).where(_seen(mask, queries, block, window), 0)
         least, most = torch.stack(away.aminmax()).tolist()
         before, after = max(before, -least), max(after, most - block + 1)
-    before, after = (-(-one // block) * block for one in (before, after))
+    before, after = (-(-one // UNIT) * UNIT for one in (before, after))  # a graph serves images at other places
     found = Layout(block, block, queries, keys, keys - queries - before, before + block + after, 0, queries // block)
     return found if found.count > 1 and found.width < keys else None
 

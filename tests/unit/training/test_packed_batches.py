@@ -44,7 +44,7 @@ def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU is lent the products of a GPU, and a few hundred tokens have several blocks."""
     for module, name in ((windows, "ROUNDED"), (windows, "UNIT"), (block_layout, "UNIT")):
         monkeypatch.setattr(module, name, 64)
-    for name in ("_MOST", "_WINDOW"):
+    for name in ("_MOST", "_WINDOW", "UNIT"):
         monkeypatch.setattr(products, name, 64)
     monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cpu": 0})
 

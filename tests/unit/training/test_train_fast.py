@@ -306,7 +306,7 @@ def long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, dict[str
     monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", windows.ID)
     for module, name in ((windows, "ROUNDED"), (windows, "UNIT"), (block_layout, "UNIT")):
         monkeypatch.setattr(module, name, 64)
-    for name in ("_MOST", "_WINDOW"):
+    for name in ("_MOST", "_WINDOW", "UNIT"):
         monkeypatch.setattr(products, name, 64)
     monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cpu": 0})
     ran: list[str] = []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gemma4_compat._gemma4.attention import windows
+from gemma4_compat._gemma4.attention import products, windows
 from tests.unit.gemma4.attention import test_products as products_test
 from tests.unit.gemma4.attention.test_products import deterministic
 from tests.unit.gemma4.attention.test_windows import Gemma4TextAttention, band, enabled, images, padded
@@ -113,4 +113,6 @@ def test_narrow_heads_where_algorithms_are_deterministic(
     kind: str, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    for name in ("_WINDOW", "UNIT"):
+        monkeypatch.setattr(products, name, 32)
     products_test.windows_are_exact(_sdpa(), kind, groups, "cuda")

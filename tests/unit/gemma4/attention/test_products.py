@@ -202,8 +202,8 @@ def test_narrow_heads_where_algorithms_are_deterministic(
     scores: int,
 ) -> None:
     """As exact as one call, with the same bits each time, and many windows at once, as far as memory allows."""
-    monkeypatch.setattr(products, "_WINDOW", block)
-    monkeypatch.setattr(products, "_SCORES", scores)
+    for name, value in (("_WINDOW", block), ("UNIT", block), ("_SCORES", scores)):
+        monkeypatch.setattr(products, name, value)
     windows_are_exact(whole, kind, groups, "cpu")
     if block < QUERIES:
         window = block * (block + math.ceil((WINDOW - 1) / block) * block)  # scores of one, without an image
@@ -233,6 +233,18 @@ def windows_are_exact(whole: Any, kind: str, groups: int, device: str) -> None:
     unseen = ~mask.any(dim=-1).expand(2, 4, -1).transpose(1, 2)  # (rows, queries, heads)
     assert not found[0][unseen].any()
     assert not found[1].transpose(1, 2)[unseen].any()
+
+
+def test_images_at_other_places_have_the_same_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that one graph serves them."""
+    monkeypatch.setattr(products, "UNIT", 64)
+    masks = [in_window(causal()) for _ in range(3)]
+    for mask, first in zip(masks, (None, 30, 100), strict=True):
+        if first is not None:
+            mask[..., first : first + 60, first : first + 60] = True
+    plain, image, another = (products._layout(mask, WINDOW, 16) for mask in masks)
+    assert image == another
+    assert [one.width for one in (plain, image) if one is not None] == [16 + 128, 16 + 128 + 64]
 
 
 def test_masks_that_show_more_than_windows(whole: Any, multiplied: list[int], deterministic: None) -> None:
