@@ -249,7 +249,7 @@ class _Block:
             return tensor[:, self.span]
         width = self.span.stop - self.span.start
         span = tensor[:, self.span.start : self.span.stop + (self.windows - 1) * self._block]
-        return span.unfold(1, width, self._block).flatten(0, 1).transpose(1, 2)
+        return span.unfold(1, width, self._block).transpose(2, 3).flatten(0, 1)
 
     def add(self, found: Any, left: Any, right: Any) -> None:
         """Add a product to what the windows see. A key is in several: one after the other, in float32."""
