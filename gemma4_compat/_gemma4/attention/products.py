@@ -190,8 +190,8 @@ class _Block:
     would leave gaps in that of the allocator.
 
     Queries, and what belongs to them, are in one of three forms: (rows, heads, queries, width); :meth:`split` into
-    windows; and :meth:`grouped`, a matrix for each window. In a window each head follows the other, or if there are
-    several windows, each query: a layer has them so, and nothing is copied if all heads share one of the keys.
+    windows; and :meth:`grouped`, a matrix for each window. A matrix has one head after the other. If there are several
+    windows, it has one query after the other, as a layer does: nothing is copied if all heads share one of the keys.
     """
 
     def __init__(
