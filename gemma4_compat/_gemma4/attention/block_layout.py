@@ -14,7 +14,7 @@ class Layout:
     """Which queries are computed with which keys. The last query is at the last key.
 
     Attributes:
-        unit: see :data:`UNIT`.
+        unit: see :data:`UNIT`; a block in those of :mod:`products`, whose blocks may have keys that are not there.
         block: queries of a block, a multiple of the unit.
         queries: number of queries.
         keys: number of keys.

@@ -120,17 +120,30 @@ def part(mask: Any, queries: slice, keys: slice, window: int | None) -> Any:
 
 
 def blocks(mask: Any, rows: int, layout: Layout, window: int) -> Any:
-    """The masks of the whole blocks of a layout, (rows * blocks, heads or 1, queries, keys)."""
+    """The masks of the whole blocks of a layout, (rows * blocks, heads or 1, queries, keys).
+
+    Blocks may have keys that are not there: a bool mask, and what stands for one, shows them to no query.
+    """
     import torch
 
     if not is_by_text(mask):
         mask = mask.expand(rows, -1, -1, -1)
-        return torch.stack([mask[:, :, query, key] for query, key in layout.middle()], dim=1).flatten(0, 1)
-    begin = layout.first * layout.block
-    queries = mask[:, 0, 0, begin : layout.last * layout.block].unflatten(1, (layout.count, layout.block, 1))
-    keys = mask[:, 1, 0, layout.start + begin :].unfold(1, layout.width, layout.block)[:, : layout.count, None]
-    found = (queries == keys).tril_(-layout.start).triu_(1 - layout.start - window)
-    return found.flatten(0, 1)[:, None]
+        parts = [_padded(mask[:, :, query], key, False) for query, key in layout.middle()]
+        return torch.stack(parts, dim=1).flatten(0, 1)
+    begin, end = layout.first * layout.block, layout.last * layout.block
+    queries = mask[:, 0, 0, begin:end].unflatten(1, (layout.count, layout.block, 1))
+    keys = _padded(mask[:, 1, 0], slice(layout.start + begin, layout.start + end - layout.block + layout.width), -1)
+    found = queries == keys.unfold(1, layout.width, layout.block)[:, :, None]
+    return found.tril_(-layout.start).triu_(1 - layout.start - window).flatten(0, 1)[:, None]
+
+
+def _padded(tensor: Any, keys: slice, value: int) -> Any:
+    """These keys of (..., keys), of which some may be before the first one, or after the last."""
+    import torch
+
+    missing = max(-keys.start, 0), max(keys.stop - tensor.shape[-1], 0)
+    found = tensor[..., max(keys.start, 0) : keys.stop]
+    return torch.nn.functional.pad(found, missing, value=value) if any(missing) else found
 
 
 def whole(mask: Any, queries: int, window: int | None) -> Any:

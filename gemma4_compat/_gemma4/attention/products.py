@@ -6,22 +6,24 @@ float32. The backward pass computes them again, and takes four more. Keys and va
 the queries, and keys that no query of a block sees are left out.
 
 With ``torch.use_deterministic_algorithms`` that kernel's backward pass takes the keys of a head one tile after the
-other, and most of a GPU waits. Products add in one order, so then they take heads of any width, if there are too few
-queries for :mod:`windows`.
+other, and most of a GPU waits. Products add in one order, so then they take heads of any width. Sliding layers have
+short blocks of queries, windows, each with its own keys, and one product is for all windows that memory has room for.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._gemma4.attention import layers, packing, tracing
+from gemma4_compat._gemma4.attention.block_layout import UNIT, Layout
 from gemma4_compat._gemma4.attention.flash import WIDEST
 
 _log = logging.getLogger("gemma4_compat")
@@ -29,8 +31,31 @@ _log = logging.getLogger("gemma4_compat")
 DTYPES = (torch.bfloat16, torch.float16)
 #: Queries of a block, at most and at least, and scores of one: 256 MiB in float32.
 _MOST, _LEAST, _SCORES = 512, 16, 2**26
+#: Queries of a window, a part of :data:`UNIT`. Fewer have fewer scores of keys that they do not see, and keys are then
+#: in more windows.
+_WINDOW = 128
 #: Keys that the first and the last query of each block may see: from the first one to before the second.
 Spans = tuple[tuple[int, int], ...]
+
+
+class Piece(NamedTuple):
+    """What is computed at once: a block of queries, or several windows.
+
+    Attributes:
+        at: the first query.
+        windows: how many windows, each a block of queries.
+        first: the first key of the first window; those of each other are a block later. It may be negative: what is
+            not there is not seen.
+        after: where the keys of the first window end, likewise.
+    """
+
+    at: int
+    windows: int
+    first: int
+    after: int
+
+
+Pieces = tuple[Piece, ...]
 
 
 def takes(width: int) -> bool:
@@ -82,26 +107,65 @@ def attention(
 ) -> Any:
     """(rows, queries, heads, width) of what :func:`serve` takes.
 
-    ``window``: of the layer, for what stands for a mask, which does not hold it. ``every``: a block is computed with
-    every key up to its last query's, as far as the window reaches, whatever the values of the mask.
+    ``window``: of the layer. ``every``: a block is computed with every key up to its last query's, as far as the
+    window reaches, whatever the values of the mask.
     """
-    rows, heads, queries, _ = query.shape
-    block = max(_LEAST, min(_MOST, _SCORES // (rows * heads * key.shape[2]) // _LEAST * _LEAST))
-    if mask is None or every or not _has_memory(mask):
-        reach = (window or queries) - 1
-        spans: Spans = tuple((max(at - reach, 0), min(at + block, queries)) for at in range(0, queries, block))
+    rows, heads, queries, width = query.shape
+    layout = shown = None
+    if width <= WIDEST and window is not None and mask is not None:
+        layout = tracing.once(mask, attached.LAYOUT, _layout, window, _WINDOW)
+    if layout is not None:
+        block, pieces = layout.block, _windows(layout, rows * heads)
+        shown = tracing.made(mask, attached.WINDOWS, packing.blocks, rows, layout, window)
     else:
-        spans = tracing.once(mask, attached.SPANS, _spans, queries, block, window)
-    return _Products.apply(query, key, value, mask, scaling, block, spans, window)
+        block = max(_LEAST, min(_MOST, _SCORES // (rows * heads * key.shape[2]) // _LEAST * _LEAST))
+        if mask is None or every or not _has_memory(mask):
+            reach = (queries if mask is None else window or queries) - 1
+            spans: Spans = tuple((max(at - reach, 0), min(at + block, queries)) for at in range(0, queries, block))
+        else:
+            spans = tracing.once(mask, attached.SPANS, _spans, queries, block, window)
+        pieces = tuple(Piece(index * block, 1, *span) for index, span in enumerate(spans))
+    return _Products.apply(query, key, value, mask, shown, scaling, block, pieces, window)
+
+
+def _seen(mask: Any, queries: int, block: int, window: int | None) -> Any:
+    """Which keys some query of each block sees, bool (blocks, keys)."""
+    keys = slice(0, mask.shape[3])
+    parts = (packing.part(mask, slice(at, at + block), keys, window) for at in range(0, queries, block))
+    return torch.stack([part.any(dim=2).flatten(0, 1).any(dim=0) for part in parts])
 
 
 def _spans(mask: Any, queries: int, block: int, window: int | None) -> Spans:
     """Which keys the queries of each block see."""
-    keys = slice(0, mask.shape[3])
-    parts = (packing.part(mask, slice(at, at + block), keys, window) for at in range(0, queries, block))
-    seen = torch.stack([part.any(dim=2).flatten(0, 1).any(dim=0) for part in parts]).byte()
+    seen = _seen(mask, queries, block, window).byte()
     first, after = seen.argmax(dim=1), mask.shape[3] - seen.flip(1).argmax(dim=1)
     return tuple(zip(first.tolist(), after.tolist()))  # of a block that sees nothing: all keys
+
+
+def _layout(mask: Any, window: int, block: int) -> Layout | None:
+    """Windows of so many queries, each with the keys that the mask shows to any. None if that are all keys."""
+    by_text = packing.is_by_text(mask)
+    queries, keys = mask.shape[3 if by_text else 2], mask.shape[3]
+    before, after = window - 1, 0
+    if not by_text and _has_memory(mask):
+        first = torch.arange(keys - queries, keys, block, device=mask.device)[:, None]
+        away = (torch.arange(keys, device=mask.device) - first).where(_seen(mask, queries, block, window), 0)
+        least, most = torch.stack(away.aminmax()).tolist()
+        before, after = max(before, -least), max(after, most - block + 1)
+    before, after = (-(-one // UNIT) * UNIT for one in (before, after))  # a graph serves images at other places
+    found = Layout(block, block, queries, keys, keys - queries - before, before + block + after, 0, queries // block)
+    return found if found.count > 1 and found.width < keys else None
+
+
+def _windows(layout: Layout, heads: int) -> Pieces:
+    """As many at once as there is memory for, after a rest of queries. ``heads``: of all rows."""
+    block, count = layout.block, layout.count
+    parts = min(count, -(-heads * count * block * layout.width // _SCORES))
+    cuts = [count * part // parts for part in range(parts + 1)]
+    found = [(count, 1)] if layout.queries % block else []
+    found += [(begin, end - begin) for begin, end in itertools.pairwise(cuts)]
+    starts = ((at * block, windows, layout.start + at * block) for at, windows in found)
+    return tuple(Piece(at, windows, first, first + layout.width) for at, windows, first in starts)
 
 
 def _has_memory(tensor: Any) -> bool:
@@ -122,121 +186,175 @@ def _multiply(left: Any, right: Any, found: Any, *, add: bool = False) -> Any:
 
 
 class _Block:
-    """A block of queries, and memory for its scores. All blocks of a call share it: their sizes differ, which would
-    leave gaps in that of the allocator.
+    """The queries of a piece, and memory for its scores. All pieces of a call share it: their sizes differ, which
+    would leave gaps in that of the allocator.
+
+    Queries, and what belongs to them, are in one of three forms: (rows, heads, queries, width); :meth:`split` into
+    windows; and :meth:`grouped`, a matrix for each window. A matrix has one head after the other. If there are several
+    windows, it has one query after the other, as a layer does: nothing is copied if all heads share one of the keys.
     """
 
     def __init__(
-        self, query: Any, key: Any, mask: Any, scaling: float, block: int, spans: Spans, window: int | None
+        self,
+        query: Any,
+        key: Any,
+        mask: Any,
+        shown: Any,
+        scaling: float,
+        block: int,
+        pieces: Pieces,
+        window: int | None,
     ) -> None:
-        self._query, self._keys, self._mask = query, key.flatten(0, 1), mask
-        self._scaling, self._window = scaling, window
-        most = query.shape[0] * query.shape[1] * block * max(after - first for first, after in spans)
+        self._query, self._mask, self._shown, self._pieces = query, mask, shown, pieces
+        self._scaling, self._block, self._window = scaling, block, window
+        self.heads, self._count = key.shape[1:3]
+        ends = max(one.after + (one.windows - 1) * block for one in pieces)
+        self.outside = max(0, -min(one.first for one in pieces)), max(0, ends - key.shape[2])
+        self.whole = self.padded(key)
+        most = query.shape[0] * query.shape[1] * block * max(one.windows * (one.after - one.first) for one in pieces)
         self._scores, self._shares = (query.new_empty(most, dtype=torch.float32) for _ in range(2))
         self._rounded = query.new_empty(most)
         if mask is None:
             self._later = torch.ones(block, block, dtype=torch.bool, device=query.device).triu(1)
 
-    def enter(self, part: slice, span: tuple[int, int]) -> None:
-        """Go to the queries ``part``, which see keys in ``span``."""
-        self.part, self.span = part, slice(*span)
-        self.queries, self.keys = self.grouped(self._query[:, :, part]), self._keys[:, self.span]
-        self.shape = *self.queries.shape[:2], span[1] - span[0]
+    def each(self) -> Iterator[_Block]:
+        """Itself at each piece; of tensors without memory at the last two, which take as much as any."""
+        for piece in self._pieces if _has_memory(self._query) else self._pieces[-2:]:
+            at, self.windows, first, after = piece
+            if self.windows == 1:
+                first, after = max(first, 0), min(after, self._count)
+            self.part = slice(at, min(at + self.windows * self._block, self._query.shape[2]))
+            self.span = slice(first + self.outside[0], after + self.outside[0])
+            self.queries, self.keys = self.grouped(self._query), self.seen(self.whole)
+            self.shape = *self.queries.shape[:2], after - first
+            self.hidden = None if self._mask is None else self._hidden(first, after)
+            yield self
+
+    def _hidden(self, first: int, after: int) -> Any:
+        """Which keys, (rows or 1, heads of the keys or 1, windows, heads that share one or 1, queries, keys)."""
+        if self.windows == 1:
+            shown = packing.part(self._mask, self.part, slice(first, after), self._window)[:, :, None]
+        else:
+            shown = self._shown.unflatten(0, (len(self._query), -1)).transpose(1, 2)
+            shown = shown[:, :, self.part.start // self._block :][:, :, : self.windows]
+        return ~shown.unflatten(1, (1, 1) if shown.shape[1] == 1 else (self.heads, -1)).transpose(2, 3)
+
+    def padded(self, tensor: Any) -> Any:
+        """Keys or values as (rows * heads, keys, width), with those that windows have outside of the text."""
+        return (torch.nn.functional.pad(tensor, (0, 0, *self.outside)) if any(self.outside) else tensor).flatten(0, 1)
+
+    def seen(self, tensor: Any) -> Any:
+        """What the windows see of that, (rows * heads * windows, keys, width)."""
+        if self.windows == 1:
+            return tensor[:, self.span]
+        width = self.span.stop - self.span.start
+        span = tensor[:, self.span.start : self.span.stop + (self.windows - 1) * self._block]
+        return span.unfold(1, width, self._block).transpose(2, 3).flatten(0, 1)
+
+    def add(self, found: Any, left: Any, right: Any) -> None:
+        """Add a product to what the windows see. A key is in several: one after the other, in float32."""
+        if self.windows == 1:
+            _multiply(left, right, found[:, self.span], add=True)
+            return
+        product = found.new_empty(self.shape[0], self.shape[2], right.shape[2])
+        parts = _multiply(left, right, product).unflatten(0, (-1, self.windows)).split(self._block, dim=2)
+        for begin, part in zip(range(self.span.start, self.span.stop, self._block), parts, strict=True):
+            keys = found[:, begin : begin + self.windows * self._block]
+            keys.unflatten(1, (self.windows, self._block)).add_(part)
+
+    def split(self, tensor: Any) -> Any:
+        """The piece of (rows, heads, queries, width), as (rows, heads of the keys, windows, heads that share one,
+        queries, width).
+        """
+        part = tensor[:, :, self.part].unflatten(2, (self.windows, -1)).unflatten(1, (self.heads, -1))
+        return part.transpose(2, 3)
 
     def grouped(self, tensor: Any) -> Any:
-        """(rows, heads, queries, width) as (rows * heads of the keys, queries of all heads that share one, width)."""
-        return tensor.reshape(len(self._keys), -1, tensor.shape[3])
+        """The same as (rows * heads of the keys * windows, queries of all heads that share one, width)."""
+        found = tensor if tensor.ndim == 6 else self.split(tensor)
+        found = found if self.windows == 1 else found.transpose(3, 4)
+        return found.reshape(-1, found.shape[3] * found.shape[4], found.shape[5])
 
     def by_head(self, tensor: Any) -> Any:
-        """The reverse."""
-        return tensor.view(*self._query.shape[:2], -1, tensor.shape[2])
+        """The reverse, in the form of :meth:`split`."""
+        shape = len(self._query), self.heads, self.windows
+        if self.windows == 1:
+            return tensor.view(*shape, -1, self.part.stop - self.part.start, tensor.shape[2])
+        return tensor.view(*shape, self._block, -1, tensor.shape[2]).transpose(3, 4)
 
     def space(self, buffer: Any) -> Any:
-        """The part of the buffer that this block takes."""
+        """The part of the buffer that this piece takes."""
         return buffer[: math.prod(self.shape)].view(self.shape)
 
     def product(self, left: Any, right: Any) -> Any:
         """In float32, where the scores were."""
         return _multiply(left, right, self.space(self._scores))
 
-    def rounded(self, tensor: Any) -> Any:
-        """In 16 bits."""
-        return self.space(self._rounded).copy_(tensor)
+    def rounded(self, tensor: Any, factor: Any = None) -> Any:
+        """In 16 bits, times a factor."""
+        found = self.space(self._rounded)
+        return found.copy_(tensor) if factor is None else torch.mul(tensor, factor, out=found)
+
+    def seeing(self, tensor: Any) -> Any:
+        """What is split, zero for queries that see no key. Their shares are not."""
+        return tensor if self.hidden is None else torch.where(self.hidden.all(dim=-1, keepdim=True), 0.0, tensor)
 
     def shares(self) -> Any:
-        """How much of each value goes into the output, float32. Zero for a query that sees no key."""
+        """How much of each value goes into the output, float32."""
         scores = self.product(self.queries, self.keys.transpose(1, 2))
         if self._scaling != 1:
             scores *= self._scaling
         by_head = self.by_head(scores)
-        if self._mask is None:
-            tokens = by_head.shape[2]
+        if self.hidden is None:
+            tokens = by_head.shape[4]
             by_head[..., self.part.start :].masked_fill_(self._later[:tokens, :tokens], float("-inf"))
-            return torch.softmax(scores, dim=-1, out=self.space(self._shares))
-        hidden = ~packing.part(self._mask, self.part, self.span, self._window)
-        by_head.masked_fill_(hidden, torch.finfo(torch.float32).min)
-        found = torch.softmax(scores, dim=-1, out=self.space(self._shares))
-        self.by_head(found).masked_fill_(hidden, 0.0)
-        return found
-
-
-def _blocks(
-    query: Any, key: Any, mask: Any, scaling: float, block: int, spans: Spans, window: int | None
-) -> Iterator[_Block]:
-    """Each block, one at a time; of tensors without memory the last two, which take as much as any."""
-    found = _Block(query, key, mask, scaling, block, spans, window)
-    for index, span in enumerate(spans):
-        if index < len(spans) - 2 and not _has_memory(query):
-            continue
-        found.enter(slice(index * block, min((index + 1) * block, query.shape[2])), span)
-        yield found
+        else:
+            by_head.masked_fill_(self.hidden, torch.finfo(torch.float32).min)
+        return torch.softmax(scores, dim=-1, out=self.space(self._shares))
 
 
 class _Products(torch.autograd.Function):  # type: ignore[misc]
-    """(query, key, value, mask, scaling, queries of a block, spans, window) -> (rows, queries, heads, width)."""
+    """(query, key, value, mask, its windows, scaling, queries of a block, pieces, window) -> (rows, queries, heads,
+    width).
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        mask: Any,
-        scaling: float,
-        block: int,
-        spans: Spans,
-        window: int | None,
-    ) -> Any:
+    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, shown: Any, *given: Any) -> Any:
         found = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3])
-        ctx.save_for_backward(query, key, value, mask, found)
-        ctx.given = scaling, block, spans, window
-        values = value.flatten(0, 1)
+        ctx.save_for_backward(query, key, value, mask, shown, found)
+        ctx.given = given
         with torch.autocast(query.device.type, enabled=False):
-            for one in _blocks(query, key, mask, *ctx.given):
-                outputs = torch.bmm(one.rounded(one.shares()), values[:, one.span])
-                found[:, one.part] = one.by_head(outputs).transpose(1, 2)
+            block = _Block(query, key, mask, shown, *given)
+            values = block.padded(value)
+            for one in block.each():
+                outputs = torch.bmm(one.rounded(one.shares()), one.seen(values))
+                one.split(found.transpose(1, 2)).copy_(one.seeing(one.by_head(outputs)))
         return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, incoming: Any) -> Any:
-        query, key, value, mask, outputs = ctx.saved_tensors
-        scaling = ctx.given[0]
-        values, of_query = value.flatten(0, 1), torch.empty_like(query)
-        shapes = (values.shape[0], key.shape[2], key.shape[3]), values.shape
-        of_keys, of_values = (torch.zeros(shape, dtype=torch.float32, device=key.device) for shape in shapes)
+        query, key, value, mask, shown, outputs = ctx.saved_tensors
+        scaling, of_query = ctx.given[0], torch.empty_like(query)
+        incoming, outputs = incoming.transpose(1, 2), outputs.transpose(1, 2)
         with torch.autocast(query.device.type, enabled=False):
-            for one in _blocks(query, key, mask, *ctx.given):
+            block = _Block(query, key, mask, shown, *ctx.given)
+            values = block.padded(value)
+            shapes = block.whole.shape, values.shape
+            of_keys, of_values = (torch.zeros(shape, dtype=torch.float32, device=key.device) for shape in shapes)
+            for one in block.each():
                 shares = one.shares()
-                gradient = one.grouped(incoming[:, one.part].transpose(1, 2))
-                output = one.grouped(outputs[:, one.part].transpose(1, 2))
-                total = (gradient.float() * output.float()).sum(dim=-1, keepdim=True)
-                _multiply(one.rounded(shares).transpose(1, 2), gradient, of_values[:, one.span], add=True)
-                scores = one.product(gradient, values[:, one.span].transpose(1, 2)).sub_(total).mul_(shares)
+                gradient = one.grouped(one.seeing(one.split(incoming)))
+                total = gradient.float().mul_(one.grouped(outputs)).sum(dim=-1, keepdim=True)
+                one.add(of_values, one.rounded(shares).transpose(1, 2), gradient)
+                scores = one.product(gradient, one.seen(values).transpose(1, 2)).sub_(total)
                 if scaling != 1:
-                    scores *= scaling
-                scores = one.rounded(scores)
-                of_query[:, :, one.part] = one.by_head(torch.bmm(scores, one.keys))
-                _multiply(scores.transpose(1, 2), one.queries, of_keys[:, one.span], add=True)
-        of_key, of_value = of_keys.to(key.dtype).view(key.shape), of_values.to(value.dtype).view(value.shape)
-        return of_query, of_key, of_value, *(None,) * 5
+                    scores, shares = scores.mul_(shares), scaling
+                scores = one.rounded(scores, shares)
+                one.split(of_query).copy_(one.by_head(torch.bmm(scores, one.keys)))
+                one.add(of_keys, scores.transpose(1, 2), one.queries)
+        keys = slice(block.outside[0], block.outside[0] + key.shape[2])
+        of_key, of_value = (
+            found[:, keys].to(one.dtype).view(one.shape) for found, one in ((of_keys, key), (of_values, value))
+        )
+        return of_query, of_key, of_value, *(None,) * 6

@@ -26,7 +26,6 @@ from gemma4_compat._engine.runtime.selftest import SelfTests
 from gemma4_compat._gemma4.accelerate import attached
 from gemma4_compat._gemma4.attention import layers, masks, packing, tracing
 from gemma4_compat._gemma4.attention.block_layout import UNIT, Layout
-from gemma4_compat._gemma4.attention.flash import WIDEST
 from gemma4_compat._gemma4.cache import cache_names
 
 ID = "transformers-sliding-windows"
@@ -108,11 +107,11 @@ def _attention(
     if query.shape[2] == 1:
         return whole(*given, **kwargs)
     by_windows, by_products = _asked(module)
-    if by_products and _may_multiply(*given, by_windows=by_windows, **kwargs):
+    if by_products and _may_multiply(*given, **kwargs):
         from gemma4_compat._gemma4.attention import products
 
         scaling = kwargs["scaling"] if kwargs.get("scaling") is not None else query.shape[3] ** -0.5
-        window = getattr(module, "sliding_window", None) if by_text else None
+        window = getattr(module, "sliding_window", None)
         every = by_text and _is_replayed(module, query)
         return products.attention(query, key, value, attention_mask, scaling, window=window, every=every), None
     if attention_mask is None or not _can_be(*given, enabled=by_windows, **kwargs):
@@ -193,7 +192,7 @@ def instead_of_mask(sliding: bool, given: Mapping[str, Any]) -> Any:
         return None
     by_blocks = sliding and by_windows and _slides(config, embeds)
     width = getattr(config, "head_dim" if sliding else "global_head_dim", None) or 0
-    if not (by_blocks or (by_products and _multiplies(embeds, width, by_windows))):
+    if not (by_blocks or (by_products and _multiplies(embeds, width))):
         return None
     texts = _texts(config, embeds, given)
     images = given.get(masks.IMAGES)  # the 12B always has them: -1 for other tokens
@@ -253,14 +252,14 @@ def _slides(config: Any, embeds: Any) -> bool:
     return enough and Layout.of(int(config.sliding_window), block, tokens, tokens, 0) is not None
 
 
-def _multiplies(embeds: Any, width: int, by_windows: bool) -> bool:
+def _multiplies(embeds: Any, width: int) -> bool:
     """Whether layers with heads of this width have products for it."""
     import torch
 
     from gemma4_compat._gemma4.attention import products
 
     device = embeds.device
-    if not _pays_to_multiply(device.type, width, embeds.shape[1], by_windows=by_windows):
+    if not _pays_to_multiply(device.type, width, embeds.shape[1]):
         return False
     cast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if cast else embeds.dtype
@@ -290,16 +289,15 @@ def least(device: str, *, enabled: bool) -> int:
     return LEAST.get(device, LEAST_ON_GPU if enabled else _LEAST_UNASKED)
 
 
-def _pays_to_multiply(device: str, width: int, queries: int, *, by_windows: bool) -> bool:
-    """Whether products take less time for heads of this width: not where those of a sliding layer have windows."""
+def _pays_to_multiply(device: str, width: int, queries: int) -> bool:
+    """Whether products take less time for heads of this width."""
     import torch
 
     from gemma4_compat._gemma4.attention import products
 
-    deterministic = device == "cuda" and torch.are_deterministic_algorithms_enabled()
-    if queries < (0 if deterministic else LEAST_TO_MULTIPLY.get(device, queries + 1)) or not products.takes(width):
+    if device not in LEAST_TO_MULTIPLY or not products.takes(width):
         return False
-    return width > WIDEST or not (by_windows and queries >= least(device, enabled=True))
+    return torch.are_deterministic_algorithms_enabled() or queries >= LEAST_TO_MULTIPLY[device]
 
 
 def _device(tensor: Any) -> str:
@@ -335,15 +333,12 @@ def _can_be(module: Any, query: Any, key: Any, value: Any, mask: Any, *, enabled
     return not tracing.is_traced(query)
 
 
-def _may_multiply(
-    module: Any, query: Any, key: Any, value: Any, mask: Any, *, by_windows: bool, **kwargs: Any
-) -> bool:
+def _may_multiply(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> bool:
     """Whether a layer that trains has heads for which :mod:`products` take less time."""
     import torch
 
     queries, width = query.shape[2:]
-    pays = _pays_to_multiply(_device(query), width, queries, by_windows=by_windows)
-    if not pays or torch.compiler.is_compiling():
+    if not _pays_to_multiply(_device(query), width, queries) or torch.compiler.is_compiling():
         return False
     from gemma4_compat._gemma4.attention import products
 

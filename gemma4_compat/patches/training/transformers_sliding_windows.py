@@ -17,7 +17,7 @@ for prompts. Both leave out the comparison.
 Used from where at most half of the scores remains (2,048 tokens with a window of 512); on GPUs from 4,096 tokens if
 asked for, and from 16,384 otherwise. If asked for, in training on a GPU, full layers whose heads are wider than
 256 are computed by matrix products, a block of queries at a time, if PyTorch multiplies 16-bit tensors into float32
-there (CUDA, torch 2.8 or newer).
+there (CUDA, torch 2.8 or newer). With deterministic algorithms all layers are, sliding ones many windows at a time.
 After ``train_fast``, layers of packed texts that are computed in these ways get the number of each token's text in
 place of a mask of all pairs of tokens, so that one captured graph serves texts with any boundaries.
 

@@ -29,8 +29,10 @@ from gemma4_compat._training import chunks, counting, mlp, parts
 from gemma4_compat._training.captured import layers
 from tests.helpers import ROOT, without
 from tests.patches.training.parts import only
+from tests.unit.gemma4.attention.test_products import deterministic
 from tests.unit.memory.models import VARIANTS
 
+__all__ = ["deterministic"]
 MIB = 1 << 20
 BLOCK = 512  # bytes, of an allocation
 LENGTH = 2048  # tokens of the shortest text by windows
@@ -137,8 +139,14 @@ def test_every_byte_of_a_step_by_windows(
 
 
 @pytest.mark.parametrize("checkpointing, padding", [(True, False), (False, True)])
-def test_every_byte_of_a_step_with_wide_heads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool, padding: bool
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide heads", "all heads, deterministic"])
+def test_every_byte_of_a_step_by_products(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    narrow: bool,
+    checkpointing: bool,
+    padding: bool,
 ) -> None:
     """By products that compute nothing: on a CPU they need copies of what they multiply."""
     from gemma4_compat._gemma4.attention import products
@@ -148,7 +156,10 @@ def test_every_byte_of_a_step_with_wide_heads(
     monkeypatch.setattr(products, "_multiply", lambda _left, _right, found, add=False: found)
     monkeypatch.setattr(products, "work", lambda _device, _dtype: True)
     monkeypatch.setattr(products, "_MOST", 16)
+    monkeypatch.setattr(products, "_SCORES", 2**20)
     monkeypatch.setattr(windows, "LEAST_ON_GPU", LENGTH)
+    if narrow:
+        request.getfixturevalue("deterministic")
     monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", windows.ID)
     checkpoint = tiny_models.build_checkpoint(tmp_path, full_width=512)
     options = {"max_length": LENGTH, "padding": padding, "r": 4, "gradient_checkpointing": checkpointing}

@@ -21,7 +21,10 @@ from gemma4_compat._training.captured import layers
 from gemma4_compat._training.captured.graphs import Graph
 from tests.helpers import without
 from tests.patches.training.parts import only
+from tests.unit.gemma4.attention.test_products import deterministic
 from tests.unit.training.test_train_fast import SETTLED, adapted, gradients, same, spied
+
+__all__ = ["deterministic"]
 
 TOKENS, PADDING = 320, 30
 #: The lengths of the texts of each batch, all of so many tokens.
@@ -39,8 +42,10 @@ def tapes() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU is lent the products of a GPU, and a few hundred tokens have several blocks."""
-    for module, name in ((windows, "ROUNDED"), (windows, "UNIT"), (block_layout, "UNIT"), (products, "_MOST")):
+    for module, name in ((windows, "ROUNDED"), (windows, "UNIT"), (block_layout, "UNIT")):
         monkeypatch.setattr(module, name, 64)
+    for name in ("_MOST", "_WINDOW", "UNIT"):
+        monkeypatch.setattr(products, name, 64)
     monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cpu": 0})
 
 
@@ -243,12 +248,13 @@ def test_each_text_is_as_by_itself(built: Callable[..., Any], variant: str, grap
     assert off(found) <= TIMES * off(plain)
 
 
-@pytest.mark.usefixtures("tapes")
+@pytest.mark.usefixtures("tapes", "deterministic")
 @pytest.mark.parametrize("graphs", [True, False])
-def test_texts_too_short_for_windows_where_algorithms_are_deterministic(
-    built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, graphs: bool
+@pytest.mark.parametrize("window", [64, TOKENS], ids=["windows", "too short for windows"])
+def test_each_text_where_algorithms_are_deterministic(
+    built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, window: int, graphs: bool
 ) -> None:
-    """Products compute sliding layers as well, and a graph has no kernels that fill new memory."""
+    """Products compute all layers, and a graph has no kernels that fill new memory."""
     import torch
 
     ran: list[Any] = []
@@ -260,18 +266,29 @@ def test_texts_too_short_for_windows_where_algorithms_are_deterministic(
         run(graph, call)
 
     monkeypatch.setattr(Graph, "_run_forward", captured)
-    monkeypatch.setattr(windows, "LEAST", {"cpu": TOKENS + 1})
+    monkeypatch.setattr(products, "_WINDOW", window)
+    monkeypatch.setattr(windows, "_by_windows", spied(ran, "_by_windows", windows._by_windows))
     monkeypatch.setattr(products, "attention", spied(ran, "attention", products.attention))
-    torch.use_deterministic_algorithms(True)
-    try:
-        test_each_text_is_as_by_itself(built, "E2B", graphs)
-        model = only(built("31B"), windows=True, products=True)
-        assert masks(model, lambda: step(model, packed(BATCHES[0]))) == by_text(1, TOKENS)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    test_each_text_is_as_by_itself(built, "E2B", graphs)
+    model = only(built("31B"), windows=True, products=True)
+    assert masks(model, lambda: step(model, packed(BATCHES[0]))) == by_text(1, TOKENS)
+    assert set(ran) == {"attention"}
     assert len(ran) > 2 * len(layers.decoder_layers(model))
     assert filled == ({False} if graphs else set())
     assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.usefixtures("tapes", "deterministic")
+@pytest.mark.parametrize("variant, way", [("E2B", ""), ("E2B", "left"), ("E2B", "two rows"), ("31B", TYPES)])
+def test_one_graph_where_algorithms_are_deterministic(built: Callable[..., Any], variant: str, way: str) -> None:
+    test_one_graph_serves_any_boundaries(built, variant, "AutoModelForCausalLM", way)
+
+
+@pytest.mark.usefixtures("tapes", "deterministic")
+def test_bits_without_graphs_where_algorithms_are_deterministic(
+    built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_bits_without_graphs(built, monkeypatch, {})
 
 
 @pytest.fixture

@@ -30,6 +30,9 @@ from gemma4_compat._plan.training_step import TARGETS
 from gemma4_compat._training.captured import calls, graphs, layers
 from tests.patches.training.parts import only
 from tests.patches.training.test_transformers_chunked_loss import CLASSES, batch, built
+from tests.unit.gemma4.attention.test_products import deterministic
+
+__all__ = ["deterministic"]
 
 #: Steps until every layer is captured, and one more.
 SETTLED = layers.CAPTURED_AT + 1
@@ -301,8 +304,10 @@ def long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, dict[str
     import transformers
 
     monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", windows.ID)
-    for module, name in ((windows, "ROUNDED"), (windows, "UNIT"), (block_layout, "UNIT"), (products, "_MOST")):
+    for module, name in ((windows, "ROUNDED"), (windows, "UNIT"), (block_layout, "UNIT")):
         monkeypatch.setattr(module, name, 64)
+    for name in ("_MOST", "_WINDOW", "UNIT"):
+        monkeypatch.setattr(products, name, 64)
     monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cpu": 0})
     ran: list[str] = []
     for module, name in ((windows, "_by_windows"), (products, "attention")):
@@ -320,12 +325,17 @@ def padded(given: dict[str, Any], tokens: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("padding", [0, 70])
-def test_windows_and_products(long: tuple[Any, dict[str, Any], list[str]], padding: int) -> None:
+@pytest.mark.parametrize("used", [("_by_windows", "attention"), ("attention",)], ids=["as it is", "deterministic"])
+def test_windows_and_products(
+    long: tuple[Any, dict[str, Any], list[str]], request: pytest.FixtureRequest, used: tuple[str, ...], padding: int
+) -> None:
     """A graph serves texts in whose masks attention finds what it found in the first."""
     model, given, ran = long
+    if "_by_windows" not in used:
+        request.getfixturevalue("deterministic")
     text, another = (padded(given, tokens) if tokens else given for tokens in (padding, 130))
     right, other = step(model, text), step(model, another)
-    assert set(ran) == {"_by_windows", "attention"}
+    assert set(ran) == set(used)
     only(model, graphs=True, windows=True, products=True)
     assert all(same(right, step(model, text)) for _ in range(SETTLED + 1))
     found = layers.decoder_layers(model)
@@ -339,6 +349,26 @@ def test_windows_and_products(long: tuple[Any, dict[str, Any], list[str]], paddi
     ran.clear()
     assert same(right, step(model, text))
     assert ran == []
+
+
+def test_products_named_off_where_algorithms_are_deterministic(
+    long: tuple[Any, dict[str, Any], list[str]], request: pytest.FixtureRequest
+) -> None:
+    """Windows as without determinism; so is everything where it is turned off again."""
+    import torch
+
+    model, given, ran = long
+    found = []
+    for named in ({"windows": True}, {"windows": True, "products": True}):
+        found.append(step(only(model, **named), given))
+        assert "_by_windows" in ran
+        ran.clear()
+    request.getfixturevalue("deterministic")
+    assert same(found[0], step(only(model, windows=True), given))
+    assert set(ran) == {"_by_windows"}
+    assert not same(found[1], step(only(model, windows=True, products=True), given))
+    torch.use_deterministic_algorithms(False)
+    assert same(found[1], step(model, given))
 
 
 def test_parts_that_are_named_off(

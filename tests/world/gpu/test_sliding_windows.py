@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from gemma4_compat._gemma4.attention import windows
+from gemma4_compat._gemma4.attention import products, windows
 from tests.unit.gemma4.attention import test_products as products_test
+from tests.unit.gemma4.attention.test_products import deterministic
 from tests.unit.gemma4.attention.test_windows import Gemma4TextAttention, band, enabled, images, padded
 
+__all__ = ["deterministic"]
 LENGTHS = (16_384, 16_500, 20_001)
 
 
@@ -102,3 +104,15 @@ def test_memory() -> None:
 def test_wide_heads(kind: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cuda": 0})
     products_test.is_exact(_sdpa(), kind, dtype, "cuda")
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize("kind", products_test.KINDS)
+def test_narrow_heads_where_algorithms_are_deterministic(
+    kind: str, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    for name in ("_WINDOW", "UNIT"):
+        monkeypatch.setattr(products, name, 32)
+    products_test.windows_are_exact(_sdpa(), kind, groups, "cuda")

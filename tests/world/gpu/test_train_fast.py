@@ -76,19 +76,21 @@ def test_a_loop_that_keeps_its_loss() -> None:
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("padding", [0, 500])
-def test_bits_of_windows_and_products(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("used", ["_by_windows", "attention"])
+def test_bits_of_windows_or_products(padding: int, used: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     for module, name in ((windows, "_by_windows"), (products, "attention")):
         monkeypatch.setattr(module, name, spied(ran, name, getattr(module, name)))
-    model = only(adapted(torch.bfloat16).train(), windows=True, products=True)
+    parts = {"windows": True, "products": used == "attention"}
+    model = only(adapted(torch.bfloat16).train(), **parts)
     ids = torch.randint(3, 1024, (1, windows.LEAST_ON_GPU), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[:, :padding] = 0
     given = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
     right = step(model, given)
     assert all(one.equal(other) for one, other in zip(right, step(model, given), strict=True))
-    assert set(ran) == {"_by_windows", "attention"}
-    only(model, graphs=True, windows=True, products=True, max_tokens=ids.numel())
+    assert set(ran) == {used}
+    only(model, graphs=True, max_tokens=ids.numel(), **parts)
     replays_have_the_bits(model, given, right)
 
 
@@ -106,7 +108,7 @@ def test_packed_texts_share_a_graph(padding: int, monkeypatch: pytest.MonkeyPatc
     only(model, graphs=True, windows=True, products=True, max_tokens=tokens)
     shapes = packed_masks(model, lambda: step(model, batches[0]))
     assert shapes == {(torch.int32, (1, 2, 1, tokens))}
-    assert set(ran) == {"_by_windows", "attention"}
+    assert set(ran) == {"attention"}
     right = [step(model, given) for given in batches]
     for one, other in zip(right, left_out, strict=True):  # other sums, of the same numbers and zeros
         assert sum(float((a - b).norm()) ** 2 for a, b in zip(one, other, strict=True)) <= 0.1**2 * sum(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from gemma4_compat._gemma4.attention import packing, products, windows
+from tests.helpers import pairwise
 from tests.unit.gemma4.attention.test_windows import enabled, whole
 
 __all__ = ["whole"]
@@ -32,11 +34,12 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many scores each block has that is computed by products, by head."""
+    """How many scores are computed at once by products, by head."""
     seen, kept = [], products._Block.shares
 
     def spied(block: Any) -> Any:
-        seen.append(block.shape[1] // 2 * block.shape[2])
+        rows, heads, *_ = block._query.shape
+        seen.append(math.prod(block.shape) // (rows * heads))
         return kept(block)
 
     monkeypatch.setattr(products._Block, "shares", spied)
@@ -166,27 +169,96 @@ Sliding.__name__ = Gemma4TextAttention.__name__
 
 
 def in_window(mask: Any) -> Any:
-    return mask & torch.ones(mask.shape[-2:], dtype=torch.bool).triu(1 - WINDOW)
+    queries, keys = mask.shape[-2:]
+    return mask & torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1 - WINDOW)
 
 
-@pytest.mark.parametrize("kind", ["padded", "packed", "image", "numbers", "every"])
+def by_head() -> Any:
+    """Each head has its own mask, which shows less than the window."""
+    return causal() & (torch.rand(2, 4, QUERIES, QUERIES, generator=torch.Generator().manual_seed(0)) < 0.5)
+
+
+def narrowed(before: int, groups: int) -> list[Any]:
+    """:func:`tensors` of narrow heads, so many of which share one of the keys."""
+    query, key, value, incoming = (one[..., :256] for one in tensors(before))
+    return [query, *(one[:, : 4 // groups] for one in (key, value)), incoming]
+
+
+KINDS = [*(kind for kind in MASKS if kind != "none"), "by head", "numbers"]
+
+
+@pytest.mark.parametrize(
+    "kind, groups, block, scores",
+    [*pairwise(KINDS, [2, 4], [16, 32, 100], [1, 2**17, 2**26]), ("numbers", 4, QUERIES, 2**26)],
+)
 def test_narrow_heads_where_algorithms_are_deterministic(
-    whole: Any, multiplied: list[int], deterministic: None, monkeypatch: pytest.MonkeyPatch, kind: str
+    whole: Any,
+    multiplied: list[int],
+    deterministic: None,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    groups: int,
+    block: int,
+    scores: int,
 ) -> None:
-    """Those of sliding layers too short for windows: as exact as one call, and without the keys outside of windows."""
-    monkeypatch.setattr(windows, "LEAST", {"cpu": QUERIES + 1})
-    mask = in_window(MASKS.get(kind, packed)())
-    given = [one[..., :256] for one in tensors()]
-    right, plain = (step(whole, given, mask, dtype) for dtype in (torch.float64, torch.bfloat16))
+    """As exact as one call, with the same bits each time, and many windows at once, as far as memory allows."""
+    for name, value in (("_WINDOW", block), ("UNIT", block), ("_SCORES", scores)):
+        monkeypatch.setattr(products, name, value)
+    windows_are_exact(whole, kind, groups, "cpu")
+    if block < QUERIES:
+        window = block * (block + math.ceil((WINDOW - 1) / block) * block)  # scores of one, without an image
+        assert max(multiplied) <= max(scores / 8, window * (1 + (kind == "image")))
+        assert len(multiplied) <= 2 * 2 * 2 or scores < 2**26  # runs, passes, windows and a rest
 
-    def narrow(_module: Any, *states: Any, **kwargs: Any) -> Any:
-        if kind == "every":
-            return (products.attention(*states, kwargs["scaling"], window=WINDOW, every=True),)
-        return windows.attention(whole, Sliding(), *states, **kwargs)
 
+def windows_are_exact(whole: Any, kind: str, groups: int, device: str) -> None:
+    mask = in_window({**MASKS, "by head": by_head}.get(kind, packed)()).to(device)
+    given = [one.to(device) for one in narrowed(BEFORE if kind == "cached" else 0, groups)]
+
+    def shared(_module: Any, *states: Any, **kwargs: Any) -> Any:
+        module = Sliding()
+        module.num_key_value_groups = groups
+        return whole(module, *states, **kwargs)
+
+    def multiply(_module: Any, *states: Any, **kwargs: Any) -> Any:
+        return windows.attention(shared, Sliding(), *states, **kwargs)
+
+    right, plain = (step(shared, given, mask, dtype) for dtype in (torch.float64, torch.bfloat16))
+    shown = numbered().to(device) if kind == "numbers" else mask
     with enabled():
-        found = step(narrow, given, numbered() if kind in ("numbers", "every") else mask, torch.bfloat16)
-    assert 0 < sum(multiplied) <= 2 * 0.55 * QUERIES * QUERIES  # once more in the backward pass
+        found, again = (step(multiply, given, shown, torch.bfloat16) for _ in range(2))
+    assert all(map(torch.equal, found, again))
+    for one, other, exact in zip(found, plain, right, strict=True):
+        assert error(one, exact) <= TIMES * error(other, exact)
+    unseen = ~mask.any(dim=-1).expand(2, 4, -1).transpose(1, 2)  # (rows, queries, heads)
+    assert not found[0][unseen].any()
+    assert not found[1].transpose(1, 2)[unseen].any()
+
+
+def test_images_at_other_places_have_the_same_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that one graph serves them."""
+    monkeypatch.setattr(products, "UNIT", 64)
+    masks = [in_window(causal()) for _ in range(3)]
+    for mask, first in zip(masks, (None, 30, 100), strict=True):
+        if first is not None:
+            mask[..., first : first + 60, first : first + 60] = True
+    plain, image, another = (products._layout(mask, WINDOW, 16) for mask in masks)
+    assert image == another
+    assert [one.width for one in (plain, image) if one is not None] == [16 + 128, 16 + 128 + 64]
+
+
+def test_masks_that_show_more_than_windows(whole: Any, multiplied: list[int], deterministic: None) -> None:
+    """Are computed a block at a time, with the keys that it sees."""
+    given = narrowed(0, 2)
+    with enabled():
+        found = step(
+            lambda _, *args, **kwargs: windows.attention(whole, Sliding(), *args, **kwargs),
+            given,
+            causal(),
+            torch.bfloat16,
+        )
+    right, plain = (step(whole, given, causal(), dtype) for dtype in (torch.float64, torch.bfloat16))
+    assert len(multiplied) == 2 * math.ceil(QUERIES / 64)
     for one, other, exact in zip(found, plain, right, strict=True):
         assert error(one, exact) <= TIMES * error(other, exact)
 
