@@ -186,6 +186,11 @@ class Model:
         ms: Data = {way: {"ms": statistics.median(spent), "all": spent} for way, spent in times.items()}
         return {"texts": texts, "tokens": tokens, "equal": equal, **ms}
 
+    def release(self) -> None:
+        """Let the model go."""
+        self.decodings, self._model = {}, None
+        device.forget_peak()
+
     def memory(self, tokens: int) -> Data:
         """GiB of the card that each way takes at most, weights included, by itself."""
         peaks: Data = {}
@@ -235,6 +240,7 @@ def on_host(folder: Path, weights: Data | None) -> Any:
 def host(card: Model, folder: Path, weights: Data | None, tokens: int, texts: int) -> Data:
     """The same texts of a model with its head in host memory."""
     found: Data = {"peak_gib": card.memory(tokens)}
+    card.release()
     loaded = on_host(folder, weights)
     loaded.generation_config.eos_token_id = None
     model = Model(loaded, HOST)
@@ -276,6 +282,7 @@ def main() -> int:
         loaded.generation_config.eos_token_id = None
         with recorders(on_gpu=on_gpu):
             model = Model(loaded, CARD)
+            del loaded
             result |= measured(model, args.tokens, args.texts)
             if args.host:
                 result["host"] = host(model, Path(folder), weights, args.tokens, args.texts)

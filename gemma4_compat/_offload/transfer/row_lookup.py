@@ -186,7 +186,9 @@ def head_for(hook: Any, module: Any, given: Any) -> Lookup | None:
     import torch
 
     found, weight = _left(hook, module), module._parameters["weight"]
-    if given is None or given.numel() > MOST_ROWS * module.in_features or torch.is_grad_enabled():
+    few = given is not None and given.numel() <= MOST_ROWS * module.in_features
+    captured = found is not None and found.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if given is None or torch.is_grad_enabled() or not (few or captured):  # a copy would end a capture
         if found is not None and weight.device.type == "meta":
             found.copied = weight
         return None

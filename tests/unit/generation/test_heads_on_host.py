@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from gemma4_compat._graphs import fused_steps
 from gemma4_compat._kernels.specs import head
 from gemma4_compat._offload.transfer import row_lookup
 from tests.unit.generation import calls
-from tests.unit.generation.test_best_words import SHORT, WAYS, Model, pytestmark, texts
+from tests.unit.generation.test_best_words import SAMPLED, SHORT, WAYS, Model, pytestmark, texts
 from tests.unit.generation.test_best_words import made as made
 from tests.unit.generation.test_best_words import plain as plain
 
@@ -28,13 +29,19 @@ NOT_HERE = "the head is not on the model's device"
 __all__ = ["pytestmark"]
 
 
-def dispatched(model: Any, where: str = "cpu", *, main: str = "cpu", **options: Any) -> Any:
-    """The model with its embedding and its head there; the rest is on a device that computes all of it."""
+def dispatched(
+    model: Any, where: str = "cpu", *, main: str = "cpu", parts: Collection[str] = TIED, **options: Any
+) -> Any:
+    """The model with its embedding and its head, or other ``parts``, there; the rest is on a device that computes all
+    of it.
+    """
     from accelerate import dispatch_model
 
     device = torch.device(main)
-    placement = {f"model.{name}": device for name, _ in model.model.named_children()} | dict.fromkeys(TIED, where)
+    placement = {f"model.{name}": device for name, _ in model.model.named_children() if name != "layers"}
+    placement |= {f"model.layers.{index}": device for index in range(len(model.model.layers))} | {"lm_head": device}
     skip = list(model._skip_keys_device_placement)
+    placement |= dict.fromkeys(parts, where)
     return dispatch_model(model, placement, main_device=device, skip_keys=skip, **options)
 
 
@@ -56,6 +63,25 @@ def test_tokens_are_those_of_a_head_on_the_device(made: Model, monkeypatch: pyte
     assert 0 < counted.head_words < counted.head_tokens * len(stored(model)) // 2
     assert model.lm_head.weight.device.type == "meta"
     assert found == texts(made(whole=True), 2, **WAYS[way])
+
+
+LAYERS = [f"model.layers.{index}" for index in range(6)]
+OTHERS: dict[str, Collection[str]] = {
+    "per-layer embeddings": ["model.embed_tokens_per_layer"],
+    "layers": LAYERS,
+    "layers and head": [*LAYERS, *TIED],
+}
+
+
+@pytest.mark.parametrize("parts", OTHERS)
+def test_two_stages_with_other_parts_on_the_host(made: Model, parts: str) -> None:
+    """The hooks that this package puts on a dispatched model see no logits."""
+    model = dispatched(made(), parts=OTHERS[parts])
+    found = texts(model, **SAMPLED)
+    counted = gemma4_compat.statistics(model).decoding
+    assert (counted.heads_in_two_stages, counted.whole_heads, counted.reasons) == (1, {}, ())
+    assert counted.replayed
+    assert found == texts(made(whole=True), **SAMPLED)
 
 
 def test_the_head_is_not_copied(made: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,3 +216,25 @@ def test_changes_between_two_calls(made: Model, change: Callable[[Any, Any], Any
     assert counted.heads_in_two_stages == (2 if change in (_adapter_on_the_head, _hooks_removed) else 3)
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]
+
+
+def _another_map(model: Any, weight: Any) -> Any:
+    for name in TIED:
+        module_hooks.offload_hook(model.get_submodule(name)).weights_map = {"weight": weight.flip(0)}
+    return model
+
+
+@pytest.mark.parametrize(
+    "change", [*CHANGES[:-1], _another_map], ids=lambda one: one.__name__.strip("_").replace("_", " ")
+)
+def test_graphs_of_the_whole_head_are_those_of_the_model_as_it_is(
+    plain: Any, tapes: Any, change: Callable[[Any, Any], Any]
+) -> None:
+    """A replay reads the memory that it was captured with: each change is noticed."""
+    model = gemma4_compat.decode_fast(dispatched(copy.deepcopy(plain)), exact=True)
+    first = calls.compared(model, calls.ask(model))
+    model = change(model, stored(model))
+    assert calls.differ(first, calls.compared(model, calls.ask(model)))
+    counted = gemma4_compat.statistics(model).decoding
+    assert counted.reasons == ()
+    assert (change is _written_to) == (not counted.recaptures)
