@@ -138,8 +138,10 @@ def skipped(folder: Path) -> list[str]:
     return ["lm_head", *towers, "model.embed_vision", "model.embed_audio"]
 
 
-def load(where: str, folder: Path, weights: dict[str, Any] | None = None) -> Any:
-    """The base model, placed as :data:`WHERE` says: 4-bit with double quantization, experts too, or bf16.
+def load(
+    where: str, folder: Path, weights: dict[str, Any] | None = None, placement: dict[str, Any] | None = None
+) -> Any:
+    """The base model, placed as :data:`WHERE` or a map says: 4-bit with double quantization, experts too, or bf16.
 
     Of the checkpoint in ``folder``, or of ``weights`` in memory.
     """
@@ -149,7 +151,9 @@ def load(where: str, folder: Path, weights: dict[str, Any] | None = None) -> Any
 
     checkpoint, on_cpu = folder / "checkpoint", main_device() == "cpu"
     options: dict[str, Any] = {"device_map": {"": main_device()}}
-    if where.startswith("auto-"):
+    if placement is not None:
+        options = {"device_map": placement}
+    elif where.startswith("auto-"):
         options = {"device_map": "auto", "max_memory": {0: f"{where.removeprefix('auto-')}GiB", "cpu": "100GiB"}}
     elif where in SPLIT and not on_cpu:
         options = {"device_map": device_map(where, folder)}

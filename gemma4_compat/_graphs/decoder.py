@@ -18,7 +18,7 @@ from gemma4_compat._graphs.captured_calls import REMEMBERED, CapturedCalls, Pool
 from gemma4_compat._graphs.guards.model import ModelGuards
 from gemma4_compat._graphs.recording import without_collection
 from gemma4_compat._graphs.statistics import Cause, DecodingStatistics, PromptStatistics, Recapture
-from gemma4_compat._offload.transfer import idle_hooks, streaming
+from gemma4_compat._offload.transfer import idle_hooks, row_lookup, streaming
 
 #: Graphs of steps, and of prompts, that are kept for one model, over all its caches and adapters.
 MAX_GRAPHS, MAX_PROMPTS = 8, 16
@@ -80,9 +80,10 @@ class AdapterStates:
         found = before.guards.reason() if before is not None else self._lost
         self._lost = None
         self.states = [one for one in self.states if one.guards.check_weights() and one.guards.check_all()]
+        modules = unsupported.modules_of_a_step(model)
         groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
         with without_collection():
-            state = State(ModelGuards(unsupported.modules_of_a_step(model), self._forget, groups=groups))
+            state = State(ModelGuards(modules, self._forget, groups=[*groups, *row_lookup.places(modules)]))
         adapters = state.guards.adapters()
         if adapters in self._evicted:
             self._evicted.remove(adapters)

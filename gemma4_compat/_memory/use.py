@@ -10,6 +10,7 @@ from gemma4_compat._kernels.specs import flash, head
 from gemma4_compat._memory import formulas
 from gemma4_compat._memory.blueprint import Block, Blueprint
 from gemma4_compat._memory.formulas import MEASURED, Load, TrainingLoad
+from gemma4_compat._offload.transfer import row_lookup
 
 #: Bytes that stay free where experts are kept: for graphs, and a longer text.
 SPARE = 1 << 29
@@ -28,7 +29,7 @@ class Use:
         assistant: what an assistant takes, in ``prefill`` and ``decode``: its weights, the rows that sliding layers
             have a second time, and what its graphs keep; 0 without one.
         head: the 8-bit copy of the head that fast decoding reads, in ``prefill`` and ``decode``; 0 where none is made,
-            as where not as much again stays free.
+            as where not as much again stays free, with the head itself on the accelerator.
         experts: those of host memory that fast decoding keeps, in ``decode``: as many of the last ones as a share of
             what is left has room for (:func:`room_for_experts`); 0 where it keeps none.
         loading: peak in ``from_pretrained``.
@@ -78,6 +79,11 @@ class Share:
     streamed: Collection[Block] = ()
     evicted: Collection[Block] = ()
     main: bool = True
+
+    @functools.cached_property
+    def head_elsewhere(self) -> bool:
+        """Whether the head is in host memory, where it is read."""
+        return any(block.kind == "head" for block in self.evicted)
 
     @functools.cached_property
     def stays(self) -> list[Block]:
@@ -133,6 +139,7 @@ def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, bud
     graph = formulas.graph(blueprint, layers, streamed, load, head=share.main)
     assistant = formulas.assistant(layers, load, blueprint.item) if share.main else 0
     held = weights + adapter + graph + assistant + (0 if load.weights_only else MEASURED.blas_workspace)
+    held += _whole_head(blueprint, share, load)
     decode = formulas.activations(blueprint, layers, load, prefill=False, head=share.main)
     if few and not load.weights_only:
         decode += max(_rows(blueprint, share, load), default=0)
@@ -150,7 +157,8 @@ def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, bud
         assistant=assistant,
     )
     copy = _head_copy(blueprint, share, load)
-    if copy and max(found.prefill, found.decode + copy) + copy <= budget:
+    spare = 0 if share.head_elsewhere else copy
+    if copy and max(found.prefill, found.decode + spare) + copy <= budget:
         found = replace(found, head=copy, prefill=found.prefill + copy, decode=found.decode + copy)
     kept = _kept_experts(blueprint, share, load, budget - found.decode) if few else 0
     return replace(found, experts=kept, decode=found.decode + kept)
@@ -174,15 +182,22 @@ def _kept_experts(blueprint: Blueprint, share: Share, load: Load, left: int) -> 
 
 
 def _head_copy(blueprint: Blueprint, share: Share, load: Load) -> int:
-    """What the copy of the head takes where fast decoding may make one, of a 16-bit head on this accelerator."""
+    """What the copy of the head takes where fast decoding may make one, of a 16-bit head here or in host memory."""
     if not share.main or not load.fast or load.weights_only or load.assistant or load.batch > head.MAX_ROWS:
         return 0
     words, inputs = blueprint.vocabulary, blueprint.hidden
-    here = {block.name: block for block in share.resident}
+    here = {block.name: block for block in (share.evicted if share.head_elsewhere else share.resident)}
     own = next((block for block in here.values() if block.kind == "head"), None)
     if own is None or own.adapter or own.stored != own.plain or (own.tied is not None and own.tied not in here):
         return 0
     return head.nbytes(words, inputs) if blueprint.item == 2 and words * inputs >= head.LEAST else 0
+
+
+def _whole_head(blueprint: Blueprint, share: Share, load: Load) -> int:
+    """What a head in host memory takes while it is computed, where it has more rows than are computed in place."""
+    if not share.head_elsewhere or load.weights_only or load.batch <= row_lookup.MOST_ROWS:
+        return 0
+    return blueprint.vocabulary * blueprint.hidden * blueprint.item
 
 
 def _shorter(load: Load) -> Iterator[Load]:

@@ -15,6 +15,7 @@ from gemma4_compat._gemma4 import host
 from gemma4_compat._generation.sampling import fast_processors
 from gemma4_compat._graphs import deferred_stop
 from gemma4_compat._graphs.guards import torch_hooks
+from gemma4_compat._offload.transfer import idle_hooks, row_lookup
 
 #: Processors that hide words, and the tensor that names them.
 _HIDING = {
@@ -142,17 +143,18 @@ def _made(decoding: Any, model: Any, rows: int, wanted: int) -> Head | str:
     reason = _seen_by_others(model, linear)
     if reason is None and (len(caps - {None}) > 1 or not 0.0 <= cap < 1e6):
         reason = "an unusual soft cap"
+    weight: Any = None if reason else row_lookup.weight_of(linear)  # in host memory: as the prompt has read it
     if reason is None:
         with torch.no_grad():
-            reason = head.unsupported_reason(linear.weight)
-    if reason is None and linear.weight.device != model.device:
+            reason = head.unsupported_reason(weight)
+    if reason is None and weight.device != model.device:
         reason = "the head is not on the model's device"
-    if reason is None and not custom.computes_best_words(linear.weight):
+    if reason is None and not custom.computes_best_words(weight):
         reason = "this package's kernels do not have the head's bits here"
-    return reason or _copied(decoding, linear.weight, asked, float(cap))
+    return reason or _copied(decoding, weight, asked, float(cap), in_place=weight is not linear.weight)
 
 
-def _copied(decoding: Any, weight: Any, asked: int, cap: float) -> Head | str:
+def _copied(decoding: Any, weight: Any, asked: int, cap: float, *, in_place: bool) -> Head | str:
     import torch
 
     from gemma4_compat._kernels.match import custom
@@ -162,7 +164,8 @@ def _copied(decoding: Any, weight: Any, asked: int, cap: float) -> Head | str:
     if kept is None or not kept.is_of(weight):
         decoding.drop_head()
         left = host.free_memory(weight.device, decoding.prompts.nbytes)
-        if left is not None and left < 2 * head.nbytes(*weight.shape):
+        # Without the copy, a head in host memory crosses the bus for every token.
+        if left is not None and left < (1 if in_place else 2) * head.nbytes(*weight.shape):
             return _SHORT
         try:
             with torch.inference_mode(False):
@@ -181,8 +184,9 @@ def _seen_by_others(model: Any, linear: Any) -> str | None:
     if type(linear) is not torch.nn.Linear or linear.bias is not None:
         return "the head is not a plain linear layer"
     for module in (model, linear):
-        if any(torch_hooks.counted(vars(module)[kind]) for kind in torch_hooks.kinds()):
-            return "a hook sees logits"
+        for hooks in (vars(module)[kind] for kind in torch_hooks.kinds()):
+            if torch_hooks.counted({key: hook for key, hook in hooks.items() if not idle_hooks.is_own(hook)}):
+                return "a hook sees logits"
         if not _has_own_forward(module):
             return "a forward was replaced"
     if any(map(torch_hooks.counted, torch_hooks.on_every_module())):

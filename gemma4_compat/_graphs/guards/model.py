@@ -57,7 +57,7 @@ class ModelGuards:
     Args:
         modules: all of them; the first one is the model.
         on_gone: called with these guards and a module's name, at least once, when one of the modules is deleted.
-        groups: the module groups of streamed layers: their weights are on the host.
+        groups: what has weights on the host: module groups of streamed layers, and places of those read in place.
         swapped: dictionaries and keys that are not looked at: the groups of streamed layers swap what is there.
         trained: whether backward passes are replayed: their hooks matter then, and which weights are trained.
         offloaded: look at offloaded weights; accelerate's hooks make them anew in each forward.

@@ -4,7 +4,8 @@
   (forward) and ``_backward_begins``, through :meth:`copy_stream.CopyStream.wait_for_copy`.
 * :mod:`module_groups`, :mod:`group_weights`: the tensors of one layer, packed into one buffer.
 * :mod:`copy_stream`: the stream for these copies. :mod:`read_ahead`: requests rows of a file before they are copied.
-* :mod:`row_lookup`: an offloaded embedding reads only the rows it needs. :mod:`expert_lookup`: the same for experts.
+* :mod:`row_lookup`: an offloaded embedding reads only the rows it needs, and the head tied to it reads its weight in
+  place. :mod:`expert_lookup`: the former for experts.
 * :mod:`idle_hooks`: bypasses accelerate's hooks that have nothing to do.
 * :mod:`parametrized`: weights that were parametrized while they were offloaded.
 """

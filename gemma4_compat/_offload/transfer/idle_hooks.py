@@ -82,6 +82,12 @@ def put_back(model: Any) -> Iterator[None]:
         bypass.look(-1)
 
 
+def is_own(function: Any) -> bool:
+    """Whether a hook on a model is one of these, which look at no tensor."""
+    method = getattr(function, "__wrapped__", function)  # of torch.compiler.disable
+    return isinstance(getattr(method, "__self__", None), Bypass)
+
+
 def _only_moves_inputs(module: Any) -> bool:
     hook = vars(module)["_hf_hook"]
     return (

@@ -8,27 +8,39 @@ There are two ways. Both are bit-exact, because the embedding's own forward comp
 * *rows*: if the memory cannot be pinned, a weight on disk serves a GPU, or it is stored in another dtype, the tokens
   come to the host. Their distinct rows are gathered into a small weight on the device, and the tokens are renumbered
   to match. Only if the embedding is known to use its weight for nothing else.
+
+A head that is tied to an embedding computes few rows *in place* as well, by the kernels that read a copy of its weight
+otherwise.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from gemma4_compat._gemma4.accelerate import attached, module_hooks
 from gemma4_compat._offload import host_memory
 from gemma4_compat._offload.transfer import read_ahead
 
+#: Rows that a head computes in place at most. A tile of the tensor cores has as many or more, so no kernel reads the
+#: weight twice; more rows may take several tiles, and a copy crosses the bus once.
+MOST_ROWS = 8
+_ALIGNMENT = 16  # bytes
 _STATE, _WARNED = attached.LOOKUP, attached.LOOKUP_WARNED
 _log = logging.getLogger("gemma4_compat")
 
 
 class Lookup:
-    """The lookup of one offloaded ``nn.Embedding``.
+    """The lookup of one offloaded ``nn.Embedding``, or of a head in place.
 
     Args:
-        module: the embedding; its weight, of shape [rows, width], is on meta.
+        module: the embedding or head; its weight, of shape [rows, width], is on meta.
         hook: accelerate's hook that offloads it.
+
+    Attributes:
+        weight: the parameter that is read in place, on the module's device; None if rows are gathered.
+        is_used: whether the last forward of the module used it.
     """
 
     def __init__(self, module: Any, hook: Any) -> None:
@@ -38,8 +50,10 @@ class Lookup:
         self.device = module_hooks.execution_device(module)
         self.dtype = module._parameters["weight"].dtype  # the parameter's: the model may have been cast
         self.meta: Any = None  # the parameter between forwards, while a forward runs
+        self.copied: Any = None  # the same, while a forward runs with a copy that accelerate made
         self._padding: Any = None
-        self._in_place: Any = None
+        self.weight: Any = None
+        self.is_used = False
         # A tensor created in inference mode could not take part in later training.
         with torch.inference_mode(False):
             stored = self._stored = host_memory.stored(hook.weights_map, "weight")
@@ -50,21 +64,30 @@ class Lookup:
                     stored.holder[stored.key] = stored.raw
             if stored.casts or stored.raw.dtype != self.dtype:
                 return
+            if "weight" in hook.tied_params_names and not stored.on_disk:
+                _align(stored)
             if self.device.type == "cpu":
-                self._in_place = _parameter(stored.raw)
+                self.weight = _parameter(stored.raw)
             elif not stored.on_disk:  # pinning a mapped file would use the memory that "disk" saves
                 memory = host_memory.pin(stored.raw, self.device)
                 view = None if memory is None else memory.view_on(self.device)
-                self._in_place = None if view is None else _parameter(view)
+                self.weight = None if view is None else _parameter(view)
 
     @property
     def in_place(self) -> bool:
-        return self._in_place is not None
+        return self.weight is not None
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether its weight is in a file."""
+        return bool(self._stored.on_disk)
 
     def is_current(self, hook: Any, module: Any) -> bool:
         """Whether the stored weight, its dtype and the execution device are still the same."""
+        where = self._stored
         return (
             self.weights_map is hook.weights_map
+            and (where.holder is None or where.holder.get(where.key) is where.raw)
             and self.dtype is module._parameters["weight"].dtype
             and self.device == module_hooks.execution_device(module)
         )
@@ -79,11 +102,12 @@ class Lookup:
         import torch
 
         self.leave(module)
+        self.is_used = True
         meta = module._parameters["weight"]
         # Gradients of the embeddings are available; those of the weight itself are not.
         learns = meta.requires_grad and torch.is_grad_enabled()
         if self.in_place:
-            weight = _parameter(self._in_place, learns=True) if learns else self._in_place
+            weight = _parameter(self.weight, learns=True) if learns else self.weight
         else:
             rows, tokens = gather(self._stored.raw, tokens, self.device, mapped=self._stored.on_disk)
             weight = _parameter(host_memory.cast(rows, (*self._stored.casts, self.dtype)), learns=learns)
@@ -139,17 +163,81 @@ def lookup_for(hook: Any, module: Any) -> Lookup | None:
     """
     import torch
 
-    found: Lookup | None = vars(hook).get(_STATE)
-    if found is not None:
-        found.leave(module)  # a failed forward left its weight in
+    found = _left(hook, module)
     weight = module._parameters.get("weight")
     if weight is None or (weight.requires_grad and module.training and torch.is_grad_enabled()):
         return None
     if module.max_norm is not None or module_hooks.offload_hook(module) is not hook:
         return None
+    return _current(found, hook, module, weight)
+
+
+def head_for(hook: Any, module: Any, given: Any) -> Lookup | None:
+    """The lookup of a head that this hook offloads, which computes ``given`` in place; None if its weight is copied.
+
+    It is copied for more than :data:`MOST_ROWS` rows, where gradients are enabled, from a disk, into another dtype,
+    and where memory cannot be pinned or is not aligned as cuBLAS asks for: another kernel might compute it.
+
+    Args:
+        hook: of the head.
+        module: the head, for which :func:`may_look_up` is true.
+        given: hidden states of any shape, on any device; None for who wants the whole weight.
+    """
+    import torch
+
+    found, weight = _left(hook, module), module._parameters["weight"]
+    few = given is not None and given.numel() <= MOST_ROWS * module.in_features
+    captured = found is not None and found.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if given is None or torch.is_grad_enabled() or not (few or captured):  # a copy would end a capture
+        if found is not None and weight.device.type == "meta":
+            found.copied = weight
+        return None
+    found = None if module_hooks.offload_hook(module) is not hook else _current(found, hook, module, weight)
+    if found is None or not found.in_place or found.on_disk or found.weight.data_ptr() % _ALIGNMENT:
+        return None
+    return found
+
+
+def _align(stored: host_memory.Stored) -> None:
+    """Have the host keep a weight and what is tied to it where a head can read them: files do not align tensors."""
+    import torch
+
+    before, holder = stored.raw, stored.holder
+    if holder is None or not before.data_ptr() % _ALIGNMENT:
+        return
+    where = before.data_ptr(), before.shape, before.dtype
+    tensors = {key: one for key, one in holder.items() if isinstance(one, torch.Tensor)}
+    tied = [key for key, one in tensors.items() if (one.data_ptr(), one.shape, one.dtype) == where]
+    if len(tied) > 1:
+        stored.raw = torch.empty_like(before, memory_format=torch.contiguous_format).copy_(before)
+        holder.update(dict.fromkeys(tied, stored.raw))
+
+
+def may_look_up(hook: Any, module: Any) -> bool:
+    """Whether a module that this hook offloads is an embedding, or a plain linear layer tied to one."""
+    import torch
+
+    return isinstance(module, torch.nn.Embedding) or (
+        type(module) is torch.nn.Linear and "weight" in hook.tied_params_names
+    )
+
+
+def _left(hook: Any, module: Any) -> Lookup | None:
+    """The lookup of a hook, before a forward."""
+    found: Lookup | None = vars(hook).get(_STATE)
+    if found is not None:
+        found.is_used = False
+        found.leave(module)  # a failed forward left its weight in
+    return found
+
+
+def _current(found: Lookup | None, hook: Any, module: Any, weight: Any) -> Lookup | None:
+    """The lookup that was found, or a new one; None if the module needs its whole weight on the device."""
+    import torch
+
     if found is not None and found.is_current(hook, module):
         return found
-    if type(weight) is not torch.nn.Parameter or weight.device.type != "meta" or _is_tied_on_device(hook, weight):
+    if type(weight) is not torch.nn.Parameter or weight.device.type != "meta" or _is_tied_on_device(hook, module):
         return None
     others = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor is not weight]
     if any(tensor.device.type == "meta" for tensor in others):
@@ -158,10 +246,59 @@ def lookup_for(hook: Any, module: Any) -> Lookup | None:
     return found
 
 
+def was_copied(hook: Any, module: Any) -> None:
+    """After accelerate has put a head on meta again: give it the parameter that it had, which guards know."""
+    found: Lookup | None = vars(hook).get(_STATE)
+    if found is not None and found.copied is not None:
+        now, meta = module._parameters["weight"], found.copied
+        if (now.device, now.dtype, now.requires_grad) == (meta.device, meta.dtype, meta.requires_grad):
+            module._parameters["weight"] = meta
+        found.copied = None
+
+
 def known(hook: Any) -> Lookup | None:
     """The lookup that the last forward of this hook's module used; None if it used none."""
     found: Lookup | None = vars(hook).get(_STATE)
-    return found
+    return found if found is not None and found.is_used else None
+
+
+def weight_of(module: Any) -> Any:
+    """The weight of a module as its last forward read it: in place where it is stored, if it is still there."""
+    hook = module_hooks.offload_hook(module)
+    found = None if hook is None else known(hook)
+    if found is None or not found.in_place or not found.is_current(hook, module):
+        return module.weight
+    return found.weight
+
+
+def places(modules: Iterable[Any]) -> list[Place]:
+    """Where modules that may read their weights in place have them."""
+    found = ((module_hooks.offload_hook(module), module) for module in modules)
+    return [
+        Place(hook)
+        for hook, module in found
+        if hook is not None and may_look_up(hook, module) and module._parameters.get("weight") is not None
+    ]
+
+
+class Place:
+    """Where an offloaded module's weight is stored, for guards.
+
+    Args:
+        hook: of the module.
+    """
+
+    def __init__(self, hook: Any) -> None:
+        self._hook = hook
+
+    def host_entries(self) -> list[tuple[dict[Any, Any], Any]]:
+        """As of a :class:`module_groups.ModuleGroup`."""
+        one = host_memory.stored(self._hook.weights_map, "weight")
+        return [] if one.holder is None else [(one.holder, one.key)]
+
+    def hook_entries(self) -> list[tuple[dict[Any, Any], Any]]:
+        """As of a :class:`module_groups.ModuleGroup`."""
+        return [(vars(self._hook), "weights_map")]
 
 
 def current(hook: Any) -> Lookup | None:
@@ -182,7 +319,7 @@ def reads_rows_only(module: Any) -> bool:
     return module_hooks.gemma4_forward(module, "TextScaledWordEmbedding.forward") is not None
 
 
-def _is_tied_on_device(hook: Any, weight: Any) -> bool:
+def _is_tied_on_device(hook: Any, module: Any) -> bool:
     """Whether the weight is tied to one that stays on the hook's device: accelerate then uses that one."""
     if not hook.tied_params_map or "weight" not in hook.tied_params_names:
         return False
@@ -190,8 +327,9 @@ def _is_tied_on_device(hook: Any, weight: Any) -> bool:
     copies = {} if where.on_disk else hook.tied_params_map.get(where.raw.data_ptr(), {})
     if not any(str(key) == str(hook.execution_device) for key in copies):
         return False
-    if not vars(hook).get(_WARNED):
+    if not vars(hook).get(_WARNED) and hasattr(module, "num_embeddings"):
         vars(hook)[_WARNED] = True
+        weight = module._parameters["weight"]
         size = weight.numel() * weight.element_size() / 2**30
         _log.warning(
             "gemma4_compat: an embedding of %s rows is off the accelerator, but the head tied to it computes on %s "

@@ -12,6 +12,9 @@ only the rows travel. The lookup happens in place where possible (pinned host me
 memory-mapped file on the CPU). Otherwise the host gathers the distinct rows and copies those. Both ways are
 bit-exact.
 
+A head that is tied to an embedding reads host memory in place too, for up to eight rows without gradients: those of a
+token, or the last one of a prompt. Nothing is copied to the GPU, and the bits are those of the same kernel.
+
 An embedding weight that is being trained is onloaded as before. The same holds for a quantized embedding, one with
 ``max_norm``, and one that is tied to a weight on the device.
 
@@ -40,21 +43,26 @@ PATCH = Patch(
 def pre_forward(original: Original, self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     if self.offload and "parametrizations" in module._modules:
         _outside_graphs(parametrized.settle)(module, self)
-    if not self.offload or not _is_embedding(module):
+    if not self.offload or not row_lookup.may_look_up(self, module):
         return original(self, module, *args, **kwargs)
     return _outside_graphs(_pre_forward)(original, self, module, *args, **kwargs)
 
 
 @PATCH.replaces("accelerate.hooks", "AlignDevicesHook.post_forward")
 def post_forward(original: Original, self: Any, module: Any, output: Any) -> Any:
-    if not self.offload or not _is_embedding(module):
+    if not self.offload or not row_lookup.may_look_up(self, module):
         return original(self, module, output)
     return _outside_graphs(_post_forward)(original, self, module, output)
 
 
 def _pre_forward(original: Original, self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    lookup = row_lookup.lookup_for(self, module)
+    import torch
+
     given = bool(args) or "input" in kwargs
+    if isinstance(module, torch.nn.Embedding):
+        lookup = row_lookup.lookup_for(self, module)
+    else:
+        lookup = row_lookup.head_for(self, module, args[0] if args else kwargs.get("input"))
     by_rows = given and row_lookup.reads_rows_only(module)  # without tokens the caller wants the whole weight
     if lookup is None or not (lookup.in_place or by_rows):
         return original(self, module, *args, **kwargs)
@@ -75,7 +83,9 @@ def _post_forward(original: Original, self: Any, module: Any, output: Any) -> An
     if lookup is None:
         # Unset if, in nested calls, only our pre_forward ran.
         vars(self).setdefault("tied_pointers_to_remove", set())
-        return original(self, module, output)
+        output = original(self, module, output)
+        row_lookup.was_copied(self, module)
+        return output
     lookup.leave(module)
     self.offload = False
     try:
@@ -94,12 +104,6 @@ def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _disabled: dict[Any, Callable[..., Any]] = {}  # not functools.cache, about which torch.compile warns
-
-
-def _is_embedding(module: Any) -> bool:
-    import torch
-
-    return isinstance(module, torch.nn.Embedding)
 
 
 def reproduce(workspace: Workspace) -> Outcome:

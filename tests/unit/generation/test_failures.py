@@ -203,7 +203,7 @@ def test_rows_that_the_host_gathers(models: Models, tapes: Any) -> None:
     generate(model, text(model), EAGER)
     lookup = row_lookup.known(module_hooks.offload_hook(model.get_submodule(TABLE)))
     assert lookup is not None
-    lookup._in_place = None  # as on a GPU whose host cannot pin more memory
+    lookup.weight = None  # as on a GPU whose host cannot pin more memory
     compared(model, ask(model), replays=False)
     (reason,) = steps(model).reasons
     assert reason == f"the rows of {TABLE} are gathered by the host, since its memory is not pinned"

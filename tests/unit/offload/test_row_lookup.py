@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._offload import host_memory
 from gemma4_compat._offload.transfer import row_lookup
 from gemma4_compat._offload.transfer.row_lookup import Lookup
 from gemma4_compat.patches.offload.accelerate_embedding_lookup import largest_tensor
@@ -289,3 +291,91 @@ def test_a_weight_that_a_file_holds_in_another_dtype_is_not_converted_as_a_whole
     assert largest_tensor(lambda: module(ids)) <= 12
     assert output.dtype == torch.bfloat16
     assert torch.equal(output, whole.bfloat16()(ids))
+
+
+class Tied(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """An embedding, and the head that is tied to it."""
+
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(*weight.shape), torch.nn.Linear(*weight.shape[::-1], bias=False)
+        self.embed.weight = self.head.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.norm = torch.nn.LayerNorm(weight.shape[1])
+
+
+def tied(weight: Any, where: str = "cpu", **options: Any) -> Any:
+    """Both of them on the host, computing on the CPU."""
+    from accelerate import dispatch_model
+
+    main = torch.device("cpu")
+    placement = {"embed": where, "head": where, "norm": main}
+    return dispatch_model(Tied(weight), placement, main_device=main, **options)
+
+
+def in_place(model: Any) -> bool:
+    """Whether the last forward of the head read its weight in place."""
+    return row_lookup.known(module_hooks.offload_hook(model.head)) is not None
+
+
+def states(rows: int) -> Any:
+    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(rows))
+
+
+def test_a_tied_head_computes_few_rows_in_place() -> None:
+    weight = torch.randn(600, 16)
+    model, linear = tied(weight.clone()), torch.nn.functional.linear
+    meta = model.head.weight
+    for rows, expected in ((1, True), (row_lookup.MOST_ROWS, True), (row_lookup.MOST_ROWS + 1, False), (2, True)):
+        given = states(rows)
+        with torch.no_grad():
+            assert torch.equal(model.head(given), linear(given, weight))
+            assert torch.equal(model.head(input=given), linear(given, weight))
+        assert in_place(model) == expected
+        assert model.head.weight is meta  # else graphs would be captured anew
+    model.head(states(1))
+    assert not in_place(model)  # a backward pass might follow
+    with torch.no_grad():
+        where = host_memory.stored(module_hooks.offload_hook(model.head).weights_map, "weight")
+        where.raw.mul_(2)
+        assert torch.equal(model.head(states(1)), linear(states(1), 2 * weight))
+        where.holder[where.key] = weight * 3
+        assert torch.equal(model.head(states(1)), linear(states(1), 3 * weight))
+
+
+def test_heads_that_are_copied(tmp_path: Any) -> None:
+    """Also by who onloads one by itself, as the loss in chunks does."""
+    model, weight = tied(torch.randn(600, 16)), torch.randn(600, 16)
+    hook = module_hooks.offload_hook(model.head)
+    hook.pre_forward(model.head)
+    assert not in_place(model)
+    assert model.head.weight.device.type == "cpu"
+    hook.post_forward(model.head, None)
+    untied = torch.nn.Linear(16, 600, bias=False)
+    untied, own = offloaded(untied)
+    on_disk = tied(weight, "disk", offload_dir=tmp_path)
+    cast = tied(weight).half()
+    with torch.no_grad():
+        untied(states(1))
+        assert row_lookup.known(own) is None
+        for one in (on_disk, cast):
+            given = states(1).to(one.head.weight.dtype)
+            expected = torch.nn.functional.linear(given, weight.to(given.dtype))
+            assert torch.equal(one.head(given), expected)
+            assert not in_place(one)
+
+
+def test_a_weight_that_a_file_has_not_aligned_moves_with_what_is_tied_to_it() -> None:
+    memory = torch.zeros(600 * 16 + 1)
+    weight = memory[1:].view(600, 16).normal_()
+    assert weight.data_ptr() % 16
+    model, given = tied(weight), states(3)
+    with torch.no_grad():
+        assert torch.equal(model.embed(torch.tensor([5])), weight[5:6])
+        assert torch.equal(model.head(given), torch.nn.functional.linear(given, weight))
+    assert in_place(model)
+    first, second = (
+        host_memory.stored(module_hooks.offload_hook(one).weights_map, "weight").raw
+        for one in (model.embed, model.head)
+    )
+    assert first is second
+    assert not first.data_ptr() % 16

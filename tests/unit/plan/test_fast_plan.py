@@ -18,6 +18,7 @@ from gemma4_compat._lab import tiny_configs
 from gemma4_compat._memory import formulas, layout
 from gemma4_compat._memory.blueprint import Blueprint, describe, rounded
 from gemma4_compat._memory.formulas import MEASURED, Load
+from gemma4_compat._memory.use import Share, Use, use_of
 from gemma4_compat._plan import code, speed
 from gemma4_compat._plan import plan as _plan
 from gemma4_compat._plan import text as _plan_text
@@ -387,3 +388,28 @@ def test_a_plan_has_no_copy_of_the_head_where_none_is_made(options: dict[str, An
     (use,) = plan.use.values()
     assert use.head == 0
     assert "copy of the head" not in _plan_text.plan_text(plan)
+
+
+def test_a_head_in_host_memory_counts_as_its_copy() -> None:
+    """Steps and prompts of up to eight texts read the head there; more rows bring all of it to the accelerator."""
+    described = planned(real_text("E2B"), None)
+    tied = {block.name: block for block in described.blocks if block.kind in ("embedding", "head")}
+    size = sum(block.stored.allocated for block in tied.values())
+
+    def used(budget: int = WIDE, **load: Any) -> tuple[Use, Use]:
+        asked = replace(FAST, **load)
+        resident = [block for block in described.blocks if block.name not in tied]
+        shares = Share(resident=described.blocks), Share(resident=resident, evicted=list(tied.values()))
+        card, host = (use_of(described, share, asked, budget=budget) for share in shares)
+        assert card.weights - host.weights == size
+        return card, host
+
+    card, host = used()
+    assert host.head == card.head > 0
+    assert card.decode - host.decode == pytest.approx(size, rel=0.02)
+    more = used(batch=9)[1]
+    assert more.head == 0
+    assert more.decode - used(batch=8)[1].decode > size - host.head
+    least = max(host.prefill, host.decode)
+    assert used(least)[1].head == host.head
+    assert used(least - 1)[1].head == 0
