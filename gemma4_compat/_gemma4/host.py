@@ -39,3 +39,11 @@ def free_memory(device: Any, kept: int = 0) -> int | None:
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - kept
     return int(torch.cuda.mem_get_info(device)[0] + max(unused, 0))
+
+
+def give_back_unused(device: Any) -> None:
+    """Have PyTorch give back memory that it keeps and no tensor has. Waits for the device; not inside a capture."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

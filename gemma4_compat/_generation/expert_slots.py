@@ -144,16 +144,16 @@ def of(decoding: decoder.Decoding, model: Any, rows: int) -> Kept | None:
     if not found or custom.unsupported_reason(model.device) or not custom.brings_experts(model.device):
         return None
     most = number(decoding, model, rows, found)
-    if kept is None or not kept.is_of(found) or not (kept.is_there or 8 * most >= 7 * kept.number):
-        decoding.drop_experts()
-        try:
-            with torch.inference_mode(False):
-                decoding.experts = _made(decoding, model, rows, found, most)
-        except RuntimeError as error:
-            _say(str(error))
-        if decoding.experts is None:
-            return None
-    return taken(decoding, model.device)
+    is_known = kept is not None and kept.is_of(found) and (kept.is_there or 8 * most >= 7 * kept.number)
+    if is_known and (again := taken(decoding, model.device)) is not None:
+        return again
+    decoding.drop_experts()
+    try:
+        with torch.inference_mode(False):
+            decoding.experts = _made(decoding, model, rows, found, most)
+    except RuntimeError as error:
+        _say(str(error))
+    return None if decoding.experts is None else taken(decoding, model.device)
 
 
 def _made(decoding: decoder.Decoding, model: Any, rows: int, found: Any, most: int) -> Kept | None:
@@ -174,7 +174,10 @@ def taken(decoding: decoder.Decoding, device: Any) -> Kept | None:
     kept: Kept = decoding.experts
     if device.type == "cuda":
         decoding.follow_stream(device)  # of a step that reads them
-    return kept if kept.take() else None
+    if not kept.take():
+        host.give_back_unused(device)  # a prompt's memory
+        return kept if kept.take() else None
+    return kept
 
 
 @functools.cache

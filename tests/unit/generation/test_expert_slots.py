@@ -54,7 +54,7 @@ def made(workspace: Any, checkpoint: Path, kernels_on_host: None, monkeypatch: p
     def make(slots: int | None, quantization: str | None = "4bit-double", *, exact: bool = False) -> Any:
         model = loaded(workspace, checkpoint, quantization, **OPTIONS)
         if slots is not None:
-            monkeypatch.setattr(expert_slots, "number", lambda *_: slots)
+            monkeypatch.setattr(expert_slots, "number", lambda *_, **__: slots)
             model = placed(workspace, model, "experts", "memory")
         return gemma4_compat.decode_fast(model, exact=exact)
 
@@ -350,6 +350,38 @@ def test_memory_that_pytorch_cannot_give_back(made: Make, monkeypatch: pytest.Mo
     monkeypatch.setattr(HostMemory, "size", one)
     calls.assert_equal(said(model), expected)
     assert decoder.of(model).experts is None
+
+
+@pytest.mark.parametrize(("given_back", "slots"), [(13, 12), (6, 5)], ids=["given back", "kept"])
+def test_memory_that_pytorch_has_cached_meanwhile(
+    made: Make, monkeypatch: pytest.MonkeyPatch, given_back: int, slots: int
+) -> None:
+    """A prompt needed it, and nothing does any more. What PyTorch cannot give back leaves fewer slots from then on."""
+    model, asked = made(6), list[Any]()
+    expected = said(model)
+    one, spare = sizes(model)
+    decoder.of(model).clear()
+    monkeypatch.setattr(expert_slots, "number", NUMBER)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0, raising=False)
+    free, cached = spare + 12 * one, 0
+    monkeypatch.setattr(host, "free_memory", lambda _device, kept=0: free - cached + max(cached - kept, 0))
+
+    def give_back(device: Any) -> None:
+        asked.append(device)
+        monkeypatch.setattr(HostMemory, "size", given_back * one)
+
+    monkeypatch.setattr(host, "give_back_unused", give_back)
+    calls.assert_equal(said(model), expected)
+    assert decoder.of(model).experts.number == 12
+    assert asked == []
+    cached, taken, take = 7 * one, list[bool](), HostMemory.take
+    monkeypatch.setattr(HostMemory, "size", 6 * one)
+    monkeypatch.setattr(HostMemory, "take", lambda self: taken.append(take(self)) or taken[-1])
+    calls.assert_equal(said(model), expected)
+    assert len(asked) == 1
+    assert decoder.of(model).experts.number == slots
+    assert taken[0] is False
+    assert taken[-1] is True
 
 
 def test_memory_is_short(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
