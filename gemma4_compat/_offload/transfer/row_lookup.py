@@ -77,11 +77,6 @@ class Lookup:
     def in_place(self) -> bool:
         return self.weight is not None
 
-    @property
-    def on_disk(self) -> bool:
-        """Whether its weight is in a file."""
-        return bool(self._stored.on_disk)
-
     def is_current(self, hook: Any, module: Any) -> bool:
         """Whether the stored weight, its dtype and the execution device are still the same."""
         where = self._stored
@@ -193,7 +188,7 @@ def head_for(hook: Any, module: Any, given: Any) -> Lookup | None:
             found.copied = weight
         return None
     found = None if module_hooks.offload_hook(module) is not hook else _current(found, hook, module, weight)
-    if found is None or not found.in_place or found.on_disk or found.weight.data_ptr() % _ALIGNMENT:
+    if found is None or not found.in_place or found._stored.on_disk or found.weight.data_ptr() % _ALIGNMENT:
         return None
     return found
 
@@ -266,9 +261,8 @@ def weight_of(module: Any) -> Any:
     """The weight of a module as its last forward read it: in place where it is stored, if it is still there."""
     hook = module_hooks.offload_hook(module)
     found = None if hook is None else known(hook)
-    if found is None or not found.in_place or not found.is_current(hook, module):
-        return module.weight
-    return found.weight
+    is_current = found is not None and found.in_place and found.is_current(hook, module)
+    return found.weight if found is not None and is_current else module.weight
 
 
 def places(modules: Iterable[Any]) -> list[Place]:
