@@ -212,9 +212,8 @@ def may_look_up(hook: Any, module: Any) -> bool:
     """Whether a module that this hook offloads is an embedding, or a plain linear layer tied to one."""
     import torch
 
-    return isinstance(module, torch.nn.Embedding) or (
-        type(module) is torch.nn.Linear and "weight" in hook.tied_params_names
-    )
+    is_tied = type(module) is torch.nn.Linear and "weight" in hook.tied_params_names
+    return is_tied or isinstance(module, torch.nn.Embedding)
 
 
 def _left(hook: Any, module: Any) -> Lookup | None:
@@ -267,12 +266,9 @@ def weight_of(module: Any) -> Any:
 
 def places(modules: Iterable[Any]) -> list[Place]:
     """Where modules that may read their weights in place have them."""
-    found = ((module_hooks.offload_hook(module), module) for module in modules)
-    return [
-        Place(hook)
-        for hook, module in found
-        if hook is not None and may_look_up(hook, module) and module._parameters.get("weight") is not None
-    ]
+    pairs = ((module_hooks.offload_hook(module), module) for module in modules)
+    found = [(hook, module) for hook, module in pairs if hook is not None and may_look_up(hook, module)]
+    return [Place(hook) for hook, module in found if module._parameters.get("weight") is not None]
 
 
 class Place:
