@@ -253,7 +253,7 @@ def _is_better(found: tuple[Layout, Load, str], other: tuple[Layout, Load, str])
     if _NO_ROOM in (found[2], other[2]) and found[2] != other[2]:
         return found[2] == _NO_ROOM
     if not found[0].streamed:
-        return not _leaves(other[0])
+        return _leaves(found[0]) and not _leaves(other[0])
     forwards = [-(-load.prompt_tokens // load.prefill) for _, load, _ in (found, other)]
     less = len(found[0].streamed) - len(other[0].streamed)
     return less * _ANSWER > (forwards[1] - forwards[0]) * len(other[0].streamed)
