@@ -65,7 +65,7 @@ class Lookup:
             if stored.casts or stored.raw.dtype != self.dtype:
                 return
             if "weight" in hook.tied_params_names and not stored.on_disk:
-                _align(stored)
+                _align(stored, hook.tied_params_map)
             if self.device.type == "cpu":
                 self.weight = _parameter(stored.raw)
             elif not stored.on_disk:  # pinning a mapped file would use the memory that "disk" saves
@@ -193,7 +193,7 @@ def head_for(hook: Any, module: Any, given: Any) -> Lookup | None:
     return found
 
 
-def _align(stored: host_memory.Stored) -> None:
+def _align(stored: host_memory.Stored, addresses: dict[int, Any]) -> None:
     """Have the host keep a weight and what is tied to it where a head can read them: files do not align tensors."""
     import torch
 
@@ -206,6 +206,7 @@ def _align(stored: host_memory.Stored) -> None:
     if len(tied) > 1:
         stored.raw = torch.empty_like(before, memory_format=torch.contiguous_format).copy_(before)
         holder.update(dict.fromkeys(tied, stored.raw))
+        addresses.pop(before.data_ptr(), None)  # accelerate's, of tied weights; it may soon be another tensor's
 
 
 def may_look_up(hook: Any, module: Any) -> bool:
