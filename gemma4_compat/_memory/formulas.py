@@ -70,6 +70,7 @@ class Load:
         own_attention: with ``fast``, kernels of this package compute the attention of prompts that has a mask, without
             copies, where the cache is long enough (``flash.POSITIONS``). They serve its heads.
         own_in_chunks: the same, where the prompt is read in chunks.
+        head_away: with ``fast``, the head and the embedding tied to it may be in host memory.
         weights_only: reserve nothing for the KV cache and the temporaries, like upstream's maps.
     """
 
@@ -85,6 +86,7 @@ class Load:
     fast: bool = False
     own_attention: bool = False
     own_in_chunks: bool = False
+    head_away: bool = False
     weights_only: bool = False
 
     @property

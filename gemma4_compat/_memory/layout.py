@@ -2,9 +2,10 @@
 
 Eviction is an ordered list of choices, each of which needs less accelerator memory than the one before: everything on
 the accelerator; the per-layer embeddings in host memory (rows are looked up there, which costs nothing); the towers as
-well, unused ones first; then the experts of as few decoder layers as needed (each token fetches only the experts it is
-routed to); then as few streamed decoder layers as needed. The first choice that fits is taken: more memory never
-streams more layers. Streamed layers are copied to the accelerator while the layers before them compute.
+well, unused ones first; then, where fast decoding reads a copy of it in 8 bits, the head and the embedding tied to it;
+then the experts of as few decoder layers as needed (each token fetches only the experts it is routed to); then as few
+streamed decoder layers as needed. The first choice that fits is taken: more memory never streams more layers. Streamed
+layers are copied to the accelerator while the layers before them compute.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from gemma4_compat._engine.io.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._memory.blueprint import Block, Blueprint
 from gemma4_compat._memory.formulas import MEASURED, Load, TrainingLoad
-from gemma4_compat._memory.use import Share, Use, use_of
+from gemma4_compat._memory.use import Share, Use, head_copy, use_of
 
 #: Fewer streamed layers than this free nothing: their buffers take the room of :attr:`Measured.slots` layers.
 _FEWEST_STREAMED = MEASURED.slots + 1
+#: What leaves host memory first.
+_LEAVES_MEMORY = ("per_layer_embedding", "embedding", "tower", "head")
 #: Suggested tokens per chunk of a prompt. For the 26B-A4B, chunks of 512 took twice the time and saved another 0.16
 #: GiB (benchmarks/results/2026-11-24-h200-experts-short).
 PREFILL_CHUNK = 1024
@@ -94,6 +97,8 @@ def layout(
     """
     load = load or Load()
     check(budgets, load)
+    if cpu is not None and isinstance(load, Load) and cpu < blueprint.vocabulary * blueprint.hidden * blueprint.item:
+        load = replace(load, head_away=False)  # it is not read on a disk
     found = _first_that_fits(blueprint, budgets, load)
     if found is None:
         raise Gemma4CompatError(_refusal(blueprint, budgets, load))
@@ -162,6 +167,11 @@ def _choices(blueprint: Blueprint, load: Load | TrainingLoad) -> Iterator[_Choic
     towers = [block for block in blueprint.blocks if block.kind == "tower"]
     for block in sorted(towers, key=lambda block: (block.modality in used, -block.stored.allocated)):
         evicted.append(block.name)
+        yield _Choice(frozenset(evicted), 0)
+    pair = [block for block in blueprint.blocks if block.tied is not None or block.name in tied]
+    share = Share(resident=(), evicted=pair)
+    if pair and isinstance(load, Load) and load.head_away and head_copy(blueprint, share, load):
+        evicted += [block.name for block in pair]
         yield _Choice(frozenset(evicted), 0)
     apart = sum(layer.experts_stored is not None for layer in blueprint.layers)
     for count in range(_FEWEST_STREAMED, apart + 1):
@@ -294,11 +304,13 @@ def _balance(found: _Placement) -> _Placement:
 def _stored(found: _Placement, *, cpu: int | None, disk: int | None) -> Layout:
     """Host memory for what left the accelerators; if that is short, the disk, per-layer embeddings first."""
     largest = max((block.away.allocated for block in found.streamed), default=0)
-    away = sorted(found.evicted, key=lambda block: ("per_layer_embedding", "embedding", "tower").index(block.kind))
+    away = sorted(found.evicted, key=lambda block: _LEAVES_MEMORY.index(block.kind))
     needs = {block.name: block.away.nbytes for block in away}
     needs |= {block.name: largest for block in reversed(found.streamed)}
     apart = {block.name: block for block in found.looked_up}
     needs |= {block.experts_name: block.experts_away.nbytes for block in reversed(found.looked_up)}
+    if any(block.kind == "head" for block in away):  # it is read where it is, with the embedding, so both stay longest
+        needs |= {block.name: needs.pop(block.name) for block in away if block.kind in ("embedding", "head")}
     on_disk: list[str] = []
     in_host = dict(needs)
     while cpu is not None and sum(in_host.values()) > cpu:

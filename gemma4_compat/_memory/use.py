@@ -29,7 +29,8 @@ class Use:
         assistant: what an assistant takes, in ``prefill`` and ``decode``: its weights, the rows that sliding layers
             have a second time, and what its graphs keep; 0 without one.
         head: the 8-bit copy of the head that fast decoding reads, in ``prefill`` and ``decode``; 0 where none is made,
-            as where not as much again stays free, with the head itself on the accelerator.
+            as where not as much again stays free.
+        head_away: the head itself is in host memory: the copy has to fit.
         experts: those of host memory that fast decoding keeps, in ``decode``: as many of the last ones as a share of
             what is left has room for (:func:`room_for_experts`); 0 where it keeps none.
         loading: peak in ``from_pretrained``.
@@ -49,6 +50,7 @@ class Use:
     graph: int = 0
     assistant: int = 0
     head: int = 0
+    head_away: bool = False
     experts: int = 0
 
     @property
@@ -59,7 +61,8 @@ class Use:
     @property
     def least(self) -> int:
         """The same without copies of the head and of experts, which are made only if they fit."""
-        return max(self.loading, self.prefill - self.head, self.decode - self.head - self.experts)
+        optional = 0 if self.head_away else self.head
+        return max(self.loading, self.prefill - optional, self.decode - optional - self.experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,7 @@ class Share:
     main: bool = True
 
     @functools.cached_property
-    def head_elsewhere(self) -> bool:
+    def head_away(self) -> bool:
         """Whether the head is in host memory, where it is read."""
         return any(block.kind == "head" for block in self.evicted)
 
@@ -156,10 +159,10 @@ def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, bud
         graph=graph,
         assistant=assistant,
     )
-    copy = _head_copy(blueprint, share, load)
-    spare = 0 if share.head_elsewhere else copy
-    if copy and max(found.prefill, found.decode + spare) + copy <= budget:
-        found = replace(found, head=copy, prefill=found.prefill + copy, decode=found.decode + copy)
+    copy = head_copy(blueprint, share, load)
+    if copy and (share.head_away or max(found.prefill, found.decode + copy) + copy <= budget):
+        copied = {"prefill": found.prefill + copy, "decode": found.decode + copy}
+        found = replace(found, head=copy, head_away=share.head_away, **copied)
     kept = _kept_experts(blueprint, share, load, budget - found.decode) if few else 0
     return replace(found, experts=kept, decode=found.decode + kept)
 
@@ -181,12 +184,12 @@ def _kept_experts(blueprint: Blueprint, share: Share, load: Load, left: int) -> 
     return away // number * slots if slots >= taken else 0
 
 
-def _head_copy(blueprint: Blueprint, share: Share, load: Load) -> int:
+def head_copy(blueprint: Blueprint, share: Share, load: Load) -> int:
     """What the copy of the head takes where fast decoding may make one, of a 16-bit head here or in host memory."""
     if not share.main or not load.fast or load.weights_only or load.assistant or load.batch > head.MAX_ROWS:
         return 0
     words, inputs = blueprint.vocabulary, blueprint.hidden
-    here = {block.name: block for block in (share.evicted if share.head_elsewhere else share.resident)}
+    here = {block.name: block for block in (share.evicted if share.head_away else share.resident)}
     own = next((block for block in here.values() if block.kind == "head"), None)
     if own is None or own.adapter or own.stored != own.plain or (own.tied is not None and own.tied not in here):
         return 0
@@ -195,7 +198,7 @@ def _head_copy(blueprint: Blueprint, share: Share, load: Load) -> int:
 
 def _whole_head(blueprint: Blueprint, share: Share, load: Load) -> int:
     """What a head in host memory takes while it is computed, where it has more rows than are computed in place."""
-    if not share.head_elsewhere or load.weights_only or load.batch <= row_lookup.MOST_ROWS:
+    if not share.head_away or load.weights_only or load.batch <= row_lookup.MOST_ROWS:
         return 0
     return blueprint.vocabulary * blueprint.hidden * blueprint.item
 

@@ -74,8 +74,9 @@ def plan_device_map(
     'cpu'
 
     Needs torch and transformers, no weights and no accelerator. Whatever costs least leaves the accelerator first: the
-    per-layer embeddings, the towers, the experts of as many decoder layers as necessary (each token fetches only the
-    experts it is routed to), then as many whole layers as necessary, which are streamed.
+    per-layer embeddings, the towers, the head and the embedding tied to it (with ``fast``, and a card of compute
+    capability 8.0 or newer; a copy in 8 bits stays), the experts of as many decoder layers as necessary (each token
+    fetches only the experts it is routed to), then as many whole layers as necessary, which are streamed.
 
     Args:
         model: a folder with a ``config.json``, the id of a cached model, a variant ("E2B", "E4B", "12B", "26B-A4B",
@@ -139,6 +140,7 @@ def planned(request: Request) -> Plan:
         load = request.load
         load = assistants.beside(load, cut) if request.assistant else load
         why = prompt_kernels.unsupported_reason(cut, load, capability)
+        load = replace(load, head_away=prompt_kernels.reads_best_words(capability))
         try:
             return cut, *_read_as_fits(cut, given, replace(load, own_in_chunks=not why), options, fast=request.fast)
         except Gemma4CompatError as error:
@@ -227,7 +229,7 @@ def _read_as_fits(
     found, asked = placed(load), load.prefill_chunk is not None or load.vision or load.audio
     for size in () if asked else _CHUNKS:
         chunked = replace(load, prefill_chunk=size)
-        if not chunked.chunked or (found is not None and found[2] != _NO_ROOM and not found[0].streamed):
+        if not chunked.chunked or (found is not None and found[2] != _NO_ROOM and not _leaves(found[0])):
             break
         other = placed(chunked)
         if other is not None and (found is None or _is_better(found, other)):
@@ -245,12 +247,21 @@ def _read_as_fits(
 
 
 def _is_better(found: tuple[Layout, Load, str], other: tuple[Layout, Load, str]) -> bool:
-    """Whether smaller chunks make up for bringing streamed layers once each, within :data:`_ANSWER` tokens."""
+    """Whether smaller chunks make up for bringing streamed layers once each, within :data:`_ANSWER` tokens, or keep
+    the head on the accelerator.
+    """
     if _NO_ROOM in (found[2], other[2]) and found[2] != other[2]:
         return found[2] == _NO_ROOM
+    if not found[0].streamed:
+        return _leaves(found[0]) and not _leaves(other[0])
     forwards = [-(-load.prompt_tokens // load.prefill) for _, load, _ in (found, other)]
     less = len(found[0].streamed) - len(other[0].streamed)
     return less * _ANSWER > (forwards[1] - forwards[0]) * len(other[0].streamed)
+
+
+def _leaves(placed: Layout) -> bool:
+    """Whether decoder layers leave the accelerator, or its head."""
+    return bool(placed.streamed) or any(use.head_away for use in placed.use.values())
 
 
 def _with_larger_chunks(

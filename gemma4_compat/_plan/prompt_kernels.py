@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gemma4_compat._engine import dormant
+from gemma4_compat._engine import dormant, versions
 from gemma4_compat._gemma4 import host
 from gemma4_compat._gemma4.attention import windows
 from gemma4_compat._kernels.specs import flash
@@ -77,6 +77,12 @@ def unsupported_reason(blueprint: Blueprint, load: Load, found: _Capability | No
     if found < LEAST:
         return f"this package's kernels need compute capability {_text(LEAST)}, and the card has {_text(found)}"
     return ""
+
+
+def reads_best_words(found: _Capability | None) -> bool:
+    """Whether fast decoding is known to read a copy of the head in 8 bits on a card with this compute capability."""
+    current = versions.current("transformers") or ""
+    return found is not None and found >= LEAST and versions.admits(">=5.17", current)
 
 
 def fits(blueprint: Blueprint, budgets: Mapping[int | str, int], load: Load, chunk: int) -> bool:

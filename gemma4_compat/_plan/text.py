@@ -139,6 +139,10 @@ def _streamed(plan: Plan, width: int) -> Iterator[str]:
     if plan.streamed:
         streamed = f"{len(plan.streamed)} decoder layers are streamed: copied to the accelerator while others compute."
         yield from textwrap.wrap(streamed, width)
+    if any(use.head_away for use in plan.use.values()):
+        head = "The head and the embedding tied to it are in host memory. Where all logits matter (without top-k, or "
+        head += "with exact=True, say), each token reads all of the head over the bus."
+        yield from textwrap.wrap(head, width)
 
 
 def _peaks(plan: Plan, width: int) -> Iterator[str]:

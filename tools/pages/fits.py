@@ -38,6 +38,7 @@ def away(found: Plan) -> str:
     total = len({int(index) for name in found.device_map for index in re.findall(r"\.layers\.(\d+)", name)})
     parts = (
         ("table", any("per_layer" in name for name in names)),
+        ("head", "lm_head" in names),
         ("towers", any(name.endswith(_TOWERS) for name in names)),
         (f"experts of {len(experts)} of {total} layers", experts),
         (f"{len(layers)} of {total} layers", layers),

@@ -65,7 +65,7 @@ class Lookup:
             if stored.casts or stored.raw.dtype != self.dtype:
                 return
             if "weight" in hook.tied_params_names and not stored.on_disk:
-                _align(stored)
+                _align(stored, hook.tied_params_map)
             if self.device.type == "cpu":
                 self.weight = _parameter(stored.raw)
             elif not stored.on_disk:  # pinning a mapped file would use the memory that "disk" saves
@@ -76,11 +76,6 @@ class Lookup:
     @property
     def in_place(self) -> bool:
         return self.weight is not None
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether its weight is in a file."""
-        return bool(self._stored.on_disk)
 
     def is_current(self, hook: Any, module: Any) -> bool:
         """Whether the stored weight, its dtype and the execution device are still the same."""
@@ -193,12 +188,12 @@ def head_for(hook: Any, module: Any, given: Any) -> Lookup | None:
             found.copied = weight
         return None
     found = None if module_hooks.offload_hook(module) is not hook else _current(found, hook, module, weight)
-    if found is None or not found.in_place or found.on_disk or found.weight.data_ptr() % _ALIGNMENT:
+    if found is None or not found.in_place or found._stored.on_disk or found.weight.data_ptr() % _ALIGNMENT:
         return None
     return found
 
 
-def _align(stored: host_memory.Stored) -> None:
+def _align(stored: host_memory.Stored, addresses: dict[int, Any]) -> None:
     """Have the host keep a weight and what is tied to it where a head can read them: files do not align tensors."""
     import torch
 
@@ -211,15 +206,15 @@ def _align(stored: host_memory.Stored) -> None:
     if len(tied) > 1:
         stored.raw = torch.empty_like(before, memory_format=torch.contiguous_format).copy_(before)
         holder.update(dict.fromkeys(tied, stored.raw))
+        addresses.pop(before.data_ptr(), None)  # accelerate's, of tied weights; it may soon be another tensor's
 
 
 def may_look_up(hook: Any, module: Any) -> bool:
     """Whether a module that this hook offloads is an embedding, or a plain linear layer tied to one."""
     import torch
 
-    return isinstance(module, torch.nn.Embedding) or (
-        type(module) is torch.nn.Linear and "weight" in hook.tied_params_names
-    )
+    is_tied = type(module) is torch.nn.Linear and "weight" in hook.tied_params_names
+    return is_tied or isinstance(module, torch.nn.Embedding)
 
 
 def _left(hook: Any, module: Any) -> Lookup | None:
@@ -266,19 +261,15 @@ def weight_of(module: Any) -> Any:
     """The weight of a module as its last forward read it: in place where it is stored, if it is still there."""
     hook = module_hooks.offload_hook(module)
     found = None if hook is None else known(hook)
-    if found is None or not found.in_place or not found.is_current(hook, module):
-        return module.weight
-    return found.weight
+    is_current = found is not None and found.in_place and found.is_current(hook, module)
+    return found.weight if found is not None and is_current else module.weight
 
 
 def places(modules: Iterable[Any]) -> list[Place]:
     """Where modules that may read their weights in place have them."""
-    found = ((module_hooks.offload_hook(module), module) for module in modules)
-    return [
-        Place(hook)
-        for hook, module in found
-        if hook is not None and may_look_up(hook, module) and module._parameters.get("weight") is not None
-    ]
+    pairs = ((module_hooks.offload_hook(module), module) for module in modules)
+    found = [(hook, module) for hook, module in pairs if hook is not None and may_look_up(hook, module)]
+    return [Place(hook) for hook, module in found if module._parameters.get("weight") is not None]
 
 
 class Place:

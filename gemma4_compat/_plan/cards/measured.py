@@ -137,4 +137,4 @@ def _part(name: str) -> str:
         return "layers"
     if name.endswith("embed_tokens_per_layer"):
         return "per_layer_embeddings"
-    return "embeddings" if name.endswith("embed_tokens") else "towers"
+    return "embeddings" if name.endswith(("embed_tokens", "lm_head")) else "towers"

@@ -174,6 +174,41 @@ def test_a_forward_reads_no_offloaded_embedding_as_a_whole(
     assert not [key for key in read if "embed_tokens" in key]
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_tied_head_reads_few_positions_in_place(
+    workspace: Any, monkeypatch: pytest.MonkeyPatch, adapter: bool
+) -> None:
+    """Also with a LoRA on it. All positions of a prompt, and gradients, have it brought as before."""
+    import torch
+    from accelerate import dispatch_model
+    from accelerate.utils import OffloadedWeightsLoader
+    from peft import LoraConfig, get_peft_model
+
+    read: list[str] = []
+    original = OffloadedWeightsLoader.__getitem__
+
+    def get(self: Any, key: str) -> Any:
+        read.append(key)
+        return original(self, key)
+
+    models, main = [workspace.load(), workspace.load()], torch.device(workspace.main)
+    placement = tiny.device_map(models[1], "none", main=main, offloaded="cpu") | dict.fromkeys(WEIGHTS["all"], "cpu")
+    dispatch_model(models[1], placement, main_device=main, skip_keys=tiny.skip_keys(models[1]))
+    if adapter:
+        config = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+        for index, model in enumerate(models):
+            torch.manual_seed(3)
+            models[index] = get_peft_model(model, config, autocast_adapter_dtype=False).eval()
+    monkeypatch.setattr(OffloadedWeightsLoader, "__getitem__", get)
+    batch = tiny.inputs(workspace.main, text_only=True)
+    for keep, gradients, brought in ((1, False, 0), (8, False, 0), (9, False, 1), (0, False, 1), (1, True, 1)):
+        read.clear()
+        with torch.set_grad_enabled(gradients):
+            whole, found = (model(**batch, logits_to_keep=keep).logits for model in models)
+        assert torch.equal(whole, found)
+        assert read.count("lm_head.weight") == brought
+
+
 def test_compiled(workspace: Any, way: str) -> None:
     import torch
 

@@ -378,4 +378,5 @@ def test_a_weight_that_a_file_has_not_aligned_moves_with_what_is_tied_to_it() ->
         for one in (model.embed, model.head)
     )
     assert first is second
+    assert weight.data_ptr() not in module_hooks.offload_hook(model.head).tied_params_map
     assert not first.data_ptr() % 16

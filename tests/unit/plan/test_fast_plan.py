@@ -19,7 +19,7 @@ from gemma4_compat._memory import formulas, layout
 from gemma4_compat._memory.blueprint import Blueprint, describe, rounded
 from gemma4_compat._memory.formulas import MEASURED, Load
 from gemma4_compat._memory.use import Share, Use, use_of
-from gemma4_compat._plan import code, speed
+from gemma4_compat._plan import code, prompt_kernels, speed
 from gemma4_compat._plan import plan as _plan
 from gemma4_compat._plan import text as _plan_text
 from tests.unit.memory.measured import cached, storages, watched
@@ -410,6 +410,55 @@ def test_a_head_in_host_memory_counts_as_its_copy() -> None:
     more = used(batch=9)[1]
     assert more.head == 0
     assert more.decode - used(batch=8)[1].decode > size - host.head
-    least = max(host.prefill, host.decode)
-    assert used(least)[1].head == host.head
-    assert used(least - 1)[1].head == 0
+    assert used(host.peak - 1)[1].peak == host.least == host.peak
+    assert card.least == max(card.loading, card.prefill - card.head)
+
+
+PAIR = ["model.language_model.embed_tokens", "lm_head"]
+SMALL: dict[str, Any] = {"vram": "1.9GiB", "context": 2048, "card": "RTX 3060"}
+
+
+def test_the_head_leaves_a_small_card_before_layers() -> None:
+    if not prompt_kernels.reads_best_words((8, 6)):
+        pytest.skip("this transformers does not say which words matter")
+    plan = gemma4_compat.plan_device_map("E2B", **SMALL)
+    (use,) = plan.use.values()
+    assert [plan.device_map[name] for name in PAIR] == ["cpu", "cpu"]
+    assert plan.streamed == ()
+    assert use.head
+    assert use.peak <= use.budget
+    assert "The head and the embedding tied to it are in host memory." in _plan_text.plan_text(plan, width=100)
+    assert '    "lm_head": "cpu",' in plan.code
+    more = gemma4_compat.plan_device_map("E2B", **{**SMALL, "vram": "2.05GiB"})
+    assert [more.device_map[name] for name in PAIR] == [0, 0]
+    assert more.chosen_chunk  # which keep it there
+    assert "tied to it" not in _plan_text.plan_text(more)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"card": None}, {"fast": False}, {"batch": 9, "context": 256}, {"cpu": "500MiB"}, {"card": "RTX 2070"}],
+    ids=lambda given: " ".join(given),
+)
+def test_the_head_stays_where_all_of_it_would_be_read(options: dict[str, Any]) -> None:
+    """Or where nobody knows that it is not; and it is not read on a disk."""
+    plan = gemma4_compat.plan_device_map("E2B", **{**SMALL, **options})
+    assert [plan.device_map[name] for name in PAIR] == [0, 0]
+
+
+def test_more_memory_brings_the_head_back_before_towers_and_after_layers() -> None:
+    described, load = planned(real_text("E2B"), None), replace(FAST, head_away=True)
+    least = layout.smallest_budget(described, load)
+    assert least < layout.smallest_budget(described, FAST)
+    with pytest.raises(gemma4_compat.Gemma4CompatError, match="does not fit"):
+        layout.layout(described, {0: least - 1}, load)
+    gone = []
+    for budget in range(least, 12 << 30, 97 << 20):
+        placed = layout.layout(described, {0: budget}, load)
+        assert placed.use[0].peak <= budget
+        pair = {placed.device_map[name] for name in ("model.embed_tokens", "lm_head")}
+        assert len(pair) == 1
+        gone.append((len(placed.streamed), pair == {"cpu"}, len(away(placed, "per_layer_embedding", described))))
+        assert not placed.streamed or gone[-1][1:] == (True, 1)
+    assert gone == sorted(gone, reverse=True)
+    assert [(0, True, 1) in gone, gone[-1]] == [True, (0, False, 0)]

@@ -230,9 +230,9 @@ def test_so_does_that_of_intels_and_apples_gpus(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_the_bus_counts_where_something_comes_over_it() -> None:
-    given = GIVEN | {"quantize_experts": True, "vram": "8GiB"}
+    given, capable = GIVEN | {"quantize_experts": True, "vram": "8GiB"}, "compute capability 8.9"
     slow, fast = (
-        gemma4_compat.plan_device_map("26B-A4B", card=f"46 SMs, 2.48 GHz, 504 GB/s, {bus}/s", **given)
+        gemma4_compat.plan_device_map("26B-A4B", card=f"46 SMs, 2.48 GHz, 504 GB/s, {bus}/s, {capable}", **given)
         for bus in ("6GiB", "24GiB")
     )
     assert next(iter(slow.modelled.values())) < next(iter(fast.modelled.values()))
