@@ -167,6 +167,7 @@ def memory(process: int) -> dict[str, float | None]:
     }
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        query += [f"--id={ids}"] if (ids := os.environ.get("CUDA_VISIBLE_DEVICES")) else []
         found["gpu_mib"] = sum(map(float, subprocess.run(query, capture_output=True, check=True).stdout.split()))
     return found
 

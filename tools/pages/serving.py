@@ -28,7 +28,7 @@ def section() -> str:
 
 
 def table(run: dict[str, Any]) -> str:
-    """Tokens a second and seconds to the first text by the number of clients, llama.cpp's if the run has them."""
+    """Tokens a second and milliseconds to the first text by the number of clients, llama.cpp's if the run has them."""
     columns = [f"{clients} client{'s' * (clients > 1)}" for clients in CLIENTS]
     head = ["server", f"tokens a second, {columns[0]}", *columns[1:], f"first text, {columns[0]}", *columns[1:]]
     rows = [f"| {' | '.join(head)} |", f"|---|{2 * len(CLIENTS) * '---:|'}"]
@@ -36,7 +36,7 @@ def table(run: dict[str, Any]) -> str:
     for server in sorted(servers, key=lambda server: [*_NAMES].index(server.get("sampling"))):
         loads = [[load for load in server["loads"] if load["clients"] == clients] for clients in CLIENTS]
         speeds = [f"{statistics.mean(load['tokens_s'] for load in each):,.0f}" for each in loads]
-        firsts = [f"{statistics.mean(load['first_ms']['median'] for load in each) / 1000:.2f} s" for each in loads]
+        firsts = [f"{statistics.mean(load['first_ms']['median'] for load in each):,.0f} ms" for each in loads]
         name = f"{_NAMES[server.get('sampling')]}, `--parallel {server['parallel']}`"
         rows.append(f"| {' | '.join([name, *speeds, *firsts])} |")
     if "llama_cpp" in run:

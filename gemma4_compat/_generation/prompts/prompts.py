@@ -106,8 +106,10 @@ class Prompt(steps.Step):
         return self.unsupported_model()
 
     def has_room(self, known: Known) -> bool:
-        """Copies of the masks are new."""
-        return has_room(self.decoding, self.model, self.device, *_asked(self.inputs))
+        """Copies of the masks are new, and a graph keeps its memory, which experts that stay on the card need."""
+        experts = self.decoding.experts
+        beside = 0 if experts is None or experts.is_there else experts.nbytes
+        return has_room(self.decoding, self.model, self.device, *_asked(self.inputs), beside=beside)
 
     def note(self, reason: str | BaseException) -> None:
         if isinstance(reason, str):
@@ -255,14 +257,22 @@ def _read(inputs: dict[str, Any]) -> Any:
 
 
 def has_room(
-    decoding: Decoding, model: Any, device: Any, rows: int, tokens: int, cache: Any, *, masks: bool = True
+    decoding: Decoding,
+    model: Any,
+    device: Any,
+    rows: int,
+    tokens: int,
+    cache: Any,
+    *,
+    masks: bool = True,
+    beside: int = 0,
 ) -> bool:
-    """Whether a forward fits twice into the memory that is free: see :func:`activations`."""
+    """Whether a forward fits twice into the memory that is free, ``beside`` so many bytes: see :func:`activations`."""
     left = host.free_memory(device, decoding.prompts.nbytes)
     if left is None:
         return True
     copies = not computes_attention(decoding, model, cache)
-    return 2 * activations(model, rows, tokens, cache, masks=masks, copies=copies) <= left
+    return 2 * activations(model, rows, tokens, cache, masks=masks, copies=copies) + beside <= left
 
 
 def computes_attention(

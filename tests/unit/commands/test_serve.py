@@ -714,6 +714,20 @@ def test_replayed_answers_are_the_same(trained: Trained, monkeypatch: pytest.Mon
         gemma4_compat.decode_fast(served.model, enabled=False)
 
 
+def test_what_a_warm_server_has_is_not_searched_for_garbage(capsys: pytest.CaptureFixture[str]) -> None:
+    import gc
+
+    from gemma4_compat.cli.serving import server
+
+    before = gc.get_freeze_count()
+    try:
+        server._settled("warmed up")
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
+    assert "warmed up" in capsys.readouterr().err
+
+
 def test_a_plan_counts_every_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest that it can read by its shapes, the others by twice their files: PEFT makes float32 of them."""
     from gemma4_compat.cli.serving import loading

@@ -21,6 +21,7 @@ from packaging.version import Version
 import gemma4_compat
 from gemma4_compat._gemma4 import host
 from gemma4_compat._generation import call, expert_slots
+from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._graphs import decoder, fused_steps
 from gemma4_compat._lab import tiny_models
 from gemma4_compat._memory import use
@@ -382,6 +383,19 @@ def test_memory_that_pytorch_has_cached_meanwhile(
     assert decoder.of(model).experts.number == slots
     assert taken[0] is False
     assert taken[-1] is True
+
+
+def test_a_prompt_whose_graph_would_take_their_memory_has_none(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, counts = made(6), gemma4_compat.statistics
+    expected = said(model)
+    monkeypatch.setattr(prompts, "activations", lambda *_, **__: 1000)
+    for short, replays in ((1, False), (0, True)):
+        left = 2000 + decoder.of(model).experts.nbytes - short
+        monkeypatch.setattr(host, "free_memory", lambda *_, left=left: left)
+        for _ in range(3):
+            calls.assert_equal(said(model), expected)
+        assert bool(counts(model).decoding.prompts_replayed) == replays
+        assert decoder.of(model).experts.number == 6
 
 
 def test_memory_is_short(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
