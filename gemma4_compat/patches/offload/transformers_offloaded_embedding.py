@@ -28,6 +28,7 @@ from gemma4_compat._gemma4.accelerate import hooked
 from gemma4_compat._gemma4.accelerate.module_hooks import execution_device, hook_device, hooks_off, offload_hook
 from gemma4_compat._gemma4.models import padding_row, walk
 from gemma4_compat._offload import host_memory
+from gemma4_compat._offload.transfer import row_lookup
 from gemma4_compat.patches.api import MODELING_DIFFUSION, MODELING_GEMMA4, Original, Outcome, Patch, Workspace
 
 PATCH = Patch(
@@ -79,10 +80,12 @@ def decoder_forward(original: Original, self: Any, *args: Any, **kwargs: Any) ->
 
 
 def _padding_row(embedding: Any, token: int) -> Any:
-    """The row of ``token``, read from where it is stored, on the compute device."""
-    stored = host_memory.stored(
-        offload_hook(embedding).weights_map, "weight"
-    )  # the map itself would read the whole weight
+    """The row of ``token`` on the compute device: in place, if rows are looked up so. A copy ends a capture."""
+    hook = offload_hook(embedding)
+    lookup = row_lookup.known(hook)
+    if lookup is not None and lookup.in_place and lookup.is_current(hook, embedding):
+        return lookup.weight[token]
+    stored = host_memory.stored(hook.weights_map, "weight")  # the map itself would read the whole weight
     return host_memory.cast(stored.raw[token], (*stored.casts, embedding.weight.dtype)).to(execution_device(embedding))
 
 

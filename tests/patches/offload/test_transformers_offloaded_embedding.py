@@ -10,6 +10,7 @@ import pytest
 
 from gemma4_compat._lab import tiny, tiny_adapters
 from gemma4_compat._lab.workspace import difference
+from gemma4_compat._offload import host_memory
 from gemma4_compat.patches.offload.transformers_offloaded_embedding import PATCH
 from tests.patches.promise import Promise
 
@@ -39,6 +40,18 @@ def test_inputs_embeds_are_recognized_in_the_whole_table(workspace: Any) -> None
             seen[-1].append(model(input_ids=ids).logits)
     whole, other = seen
     assert all(torch.equal(a, b) for a, b in zip(whole, other))
+
+
+def test_the_padding_row_is_read_where_rows_are_looked_up(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from host memory ends the capture of a step."""
+    model = split(workspace, EMBEDDING, "lm_head")
+    expected = workspace.outputs(model)
+
+    def refused(*_: Any) -> None:
+        raise AssertionError("it is copied")
+
+    monkeypatch.setattr(host_memory, "cast", refused)
+    assert difference(expected, workspace.outputs(model)) == 0.0
 
 
 @pytest.mark.parametrize("adapter", ["language", "all"])
