@@ -349,7 +349,8 @@ def test_implementations_of_experts_are_switched_and_restored(models: Models, mo
 def test_submodels_are_found_once_until_modules_change(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     model, walks = models.fresh(), []
     walked = step_inputs.walk.modules
-    monkeypatch.setattr(step_inputs.walk, "modules", lambda root: walks.append(root) or walked(root))
+    own = SimpleNamespace(modules=lambda root: walks.append(root) or walked(root))  # others walk as well
+    monkeypatch.setattr(step_inputs, "walk", own)
     decoding, cache = decoder.of(model), static_cache(model)
 
     def submodels() -> list[Any]:
