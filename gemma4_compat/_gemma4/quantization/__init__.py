@@ -6,7 +6,8 @@
 * :mod:`experts`, :mod:`expert_storage`, :mod:`expert_forward`: experts in 4 bits.
 * :mod:`scale_loading`: scales in ``load_state_dict``.
 * :mod:`plain_layers`: PEFT's layers over plain ones.
-* :mod:`qat`, :mod:`other_quantizers`: layers of other quantizers. :mod:`packed_linear`: those that stay packed.
+* :mod:`qat`, :mod:`other_quantizers`: layers of other quantizers. :mod:`packed_linear`: those that stay packed,
+  and experts.
 """
 
 from __future__ import annotations

@@ -63,16 +63,16 @@ def is_multiplied(module: Any, weights: Mapping[str, Any], hidden_states: Any, t
     parameters = [weights[name] for name in NAMES]
     if getattr(module, "_is_expert_parallel", False) or not all(hasattr(one, "quant_state") for one in parameters):
         return False
-    from gemma4_compat._gemma4.quantization import packed_experts
+    from gemma4_compat._gemma4.quantization import packed_linear
 
-    return bool(packed_experts.multiplies(hidden_states, top_k_index.flatten(), parameters))
+    return bool(packed_linear.multiplies_experts(hidden_states, top_k_index.flatten(), parameters))
 
 
 def packed_forward(*args: Any) -> Any:
-    """See :func:`packed_experts.forward`."""
-    from gemma4_compat._gemma4.quantization import packed_experts
+    """See :func:`packed_linear.experts_forward`."""
+    from gemma4_compat._gemma4.quantization import packed_linear
 
-    return packed_experts.forward(*args)
+    return packed_linear.experts_forward(*args)
 
 
 def with_values(

@@ -3,20 +3,25 @@
 The format is ``pack-quantized`` of compressed-tensors with symmetric integers: an int32 holds eight values of 4 bits
 or four of 8 bits, the first lowest, with zero in the middle of the range. A scale belongs to a group of columns, to a
 row or to the whole weight.
+
+Experts in 4 bits of bitsandbytes are multiplied as they are packed where a kernel does that: :func:`experts_forward`.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.overrides import wrap_torch_function
 
 from gemma4_compat._engine.io.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._gemma4 import host
-from gemma4_compat._gemma4.quantization import opt_in
+from gemma4_compat._gemma4.quantization import expert_storage, opt_in
+from gemma4_compat._gemma4.quantization.experts import NAMES
 from gemma4_compat._gemma4.quantization.other_quantizers import DEQUANTIZE, is_compressed
 
 _LOGGER = logging.getLogger("gemma4_compat")
@@ -140,7 +145,7 @@ def unpacked(packed: Any, scale: Any, columns: int, bits: int, stored: Any) -> A
     return values.unflatten(1, (scale.shape[-1], -1)).mul_(scale.unsqueeze(-1)).flatten(1).to(dtype)
 
 
-@torch.overrides.wrap_torch_function(lambda input, *_: (input,))  # type: ignore[untyped-decorator]
+@wrap_torch_function(lambda input, *_: (input,))  # type: ignore[untyped-decorator]
 def product(input: Any, packed: Any, scale: Any, bias: Any) -> Any:
     """A product with a weight of 4 bits, if a ``TorchFunctionMode`` computes it from the integers; else None."""
     return None
@@ -214,3 +219,42 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
         weight = ctx.unpack(packed, scale, *ctx.settings).to(gradient.dtype)  # another under autocast
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
         return gradient @ weight, None, None, bias, None, None, None
+
+
+@wrap_torch_function(lambda given, *_: (given,))  # type: ignore[untyped-decorator]
+def multiplies_experts(given: Any, chosen: Any, parameters: Any) -> bool:
+    """Whether a ``TorchFunctionMode`` computes :func:`expert_product` for all of these parameters.
+
+    Args:
+        given: ``[tokens, hidden size]``.
+        chosen: int64, ``[products]``: the experts, equally many for each token.
+        parameters: the 4-bit weights of all experts, in memory that the device can read.
+    """
+    return False
+
+
+@wrap_torch_function(lambda given, *_: (given,))  # type: ignore[untyped-decorator]
+def expert_product(given: Any, chosen: Any, parameter: Any) -> Any:
+    """The products of rows, ``[rows, inputs]``, with an expert's weights each: ``[products, rows of a weight]``."""
+    each = given.repeat_interleave(len(chosen) // len(given), dim=0)
+    return torch.bmm(expert_storage.dequantized(parameter, chosen), each.unsqueeze(2)).squeeze(2)
+
+
+def experts_forward(
+    module: Any, weights: Mapping[str, Any], hidden_states: Any, chosen: Any, top_k_weights: Any
+) -> Any:
+    """What an experts module returns, ``[tokens, hidden size]``.
+
+    Args:
+        module: the experts.
+        weights: their 4-bit parameters by name, in memory of the device.
+        hidden_states: ``[tokens, hidden size]``.
+        chosen: int64, ``[tokens * k]``: where the experts of each token are in the weights.
+        top_k_weights: ``[tokens, k]``.
+    """
+    up, down = (weights[name] for name in NAMES)
+    gate, value = expert_product(hidden_states, chosen, up).chunk(2, dim=-1)
+    found = expert_product(module.act_fn(gate) * value, chosen, down)
+    weighted = (found * top_k_weights.reshape(-1, 1)).float().unflatten(0, top_k_weights.shape)
+    # One after the other: the order of PyTorch's sums depends on how many tokens there are.
+    return functools.reduce(torch.add, weighted.unbind(1)).to(hidden_states.dtype)

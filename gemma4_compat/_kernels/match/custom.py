@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from gemma4_compat._gemma4.quantization import packed_experts, packed_linear
+from gemma4_compat._gemma4.quantization import packed_linear
 from gemma4_compat._gemma4.state import contents
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
@@ -138,9 +138,9 @@ class CustomKernels(Repeats):
             found = self._product(*args, **kwargs)
         elif func is packed_linear.product:
             found = self._packed(*args)
-        elif func is packed_experts.multiplies:
+        elif func is packed_linear.multiplies_experts:
             found = self._multiplies(*args)
-        elif func is packed_experts.product:
+        elif func is packed_linear.expert_product:
             found = self._computed(torch.ops.gemma4_compat.experts, *args[:2], *expert_products.arguments(args[2]))
         elif func is torch.nn.functional.scaled_dot_product_attention:
             found = self._attention(*args, **kwargs)

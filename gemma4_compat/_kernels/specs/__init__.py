@@ -5,7 +5,7 @@
   :mod:`nf4_exact`: 4-bit weights, with bitsandbytes' bits. :mod:`products`: what these three have in common.
 * :mod:`head`: the best words of a head, from a copy of it in 8 bits.
 * :mod:`nf4_dequantize`, :mod:`expert_rows`: dequantized weights, and those of the experts that a token hits.
-  :mod:`expert_slots`: rows of experts in host memory that stay on the card.
+  :mod:`expert_products`: products with experts. :mod:`expert_slots`: those of the host that stay on the card.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ pytest.importorskip("bitsandbytes")
 import torch
 
 import gemma4_compat
-from gemma4_compat._gemma4.quantization import expert_storage, packed_experts
+from gemma4_compat._gemma4.quantization import expert_storage, packed_linear
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.match import custom
 from gemma4_compat._kernels.specs import expert_products
@@ -57,10 +57,10 @@ def test_each_product_has_the_bits_of_its_expert_alone(name: str, tokens: int, e
     given = torch.randn((tokens, weights.quant_state.shape[2]), generator=generator).to(dtype)
     chosen = torch.randint(0, 5, (tokens * each,), generator=generator)
     with torch.no_grad(), custom.CustomKernels(CPU):
-        assert packed_experts.multiplies(given, chosen, [weights])
-        found = packed_experts.product(given, chosen, weights)
+        assert packed_linear.multiplies_experts(given, chosen, [weights])
+        found = packed_linear.expert_product(given, chosen, weights)
         alone = [
-            packed_experts.product(given[place // each][None], one[None], weights)[0]
+            packed_linear.expert_product(given[place // each][None], one[None], weights)[0]
             for place, one in enumerate(chosen)
         ]
     assert torch.equal(found, torch.stack(alone))
