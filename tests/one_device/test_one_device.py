@@ -155,7 +155,9 @@ print(json.dumps([on, token(), sum(packed)]))
 def test_a_token_of_a_whole_model_has_twelve_calls_in_a_thousand_more(
     tmp_path: Path, warm_child: Callable[..., Finished], layers: int, quantization: str
 ) -> None:
-    """36 layers are one more than an E2B has. A 4-bit linear on a CPU is asked whether it trains: two calls more."""
+    """36 layers are one more than an E2B has. A 4-bit linear on a CPU is asked whether it trains, or is to be packed:
+    six calls more.
+    """
     from gemma4_compat._lab import tiny_models
 
     if quantization:
@@ -163,7 +165,7 @@ def test_a_token_of_a_whole_model_has_twelve_calls_in_a_thousand_more(
     checkpoint = tiny_models.build_checkpoint(tmp_path / "checkpoint", layers=layers)
     on, off, packed = warm_child("-c", COUNT, str(checkpoint), quantization).data
     assert packed == 0 or quantization
-    assert off < on <= 1.012 * off + 2 * packed, (on, off, packed)
+    assert off < on <= 1.012 * off + 6 * packed, (on, off, packed)
 
 
 #: Functions of ``_offload`` that only ask whether something is offloaded.

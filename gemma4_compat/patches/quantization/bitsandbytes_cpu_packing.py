@@ -82,7 +82,8 @@ def params4bit_to(original: Original, self: Any, *args: Any, **kwargs: Any) -> A
 @PATCH.replaces("bitsandbytes.nn.modules", "Linear4bit.forward")
 def linear4bit_forward(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     # FSDP2 gives the layer a plain parameter; the original function makes it a Params4bit again.
-    weight, state = self.weight, getattr(self.weight, "quant_state", None)
+    weight = self.weight
+    state = getattr(weight, "quant_state", None)
     if self.training or x.requires_grad:
         if quant_states.is_packed(state):
             _unpack_parameter(weight)

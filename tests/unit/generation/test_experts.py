@@ -43,7 +43,7 @@ def test_the_same_answers(workspace: Any, checkpoint: Path, quantization: str | 
     assert_equal(other, generate(plain, text(plain, 9, seed=3), {"disable_compile": True}, new=6))
 
 
-@pytest.mark.parametrize("where", ["card", "nested"])
+@pytest.mark.parametrize("where", ["card", pytest.param("nested", marks=pytest.mark.full)])
 @pytest.mark.parametrize(("batch", "length"), [(6, 4), (12, 4), (1, 12)], ids=["6 rows", "12 rows", "a short prompt"])
 def test_several_tokens_that_hit_some_of_the_experts(
     workspace: Any, checkpoint: Path, where: str, batch: int, length: int

@@ -50,6 +50,7 @@ def stored(model: Any) -> Any:
     return module_hooks.offload_hook(model.lm_head).weights_map["weight"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_those_of_a_head_on_the_device(made: Model, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     if way == "greedy":
@@ -73,7 +74,9 @@ OTHERS: dict[str, Collection[str]] = {
 }
 
 
-@pytest.mark.parametrize("parts", OTHERS)
+@pytest.mark.parametrize(
+    "parts", [one if one == "layers and head" else pytest.param(one, marks=pytest.mark.full) for one in OTHERS]
+)
 def test_two_stages_with_other_parts_on_the_host(made: Model, parts: str) -> None:
     """The hooks that this package puts on a dispatched model see no logits."""
     model = dispatched(made(), parts=OTHERS[parts])
@@ -108,6 +111,7 @@ def test_the_head_is_not_copied(made: Model, monkeypatch: pytest.MonkeyPatch) ->
     assert found == [(tokens, 0), (tokens, 0), (tokens, SHORT["max_new_tokens"])]
 
 
+@pytest.mark.full
 def test_more_rows_than_are_read_in_place_are_as_before(made: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row_lookup.MOST_ROWS == head.MAX_ROWS
     monkeypatch.setattr(row_lookup, "MOST_ROWS", 1)
@@ -123,16 +127,19 @@ def test_more_rows_than_are_read_in_place_are_as_before(made: Model, monkeypatch
     assert found == [texts(whole, batch=batch, **SHORT) for batch in (2, 1)]
 
 
+@pytest.mark.full
 def test_who_wants_all_logits_gets_them(made: Model) -> None:
     asked = {**SHORT, "return_dict_in_generate": True, "output_logits": True}
     found = [model.generate(**calls.text(model), **asked) for model in (dispatched(made()), made())]
     calls.assert_equal(*found)
 
 
+@pytest.mark.full
 def test_on_disk_is_as_before(made: Model, tmp_path: Path) -> None:
     as_before(made, dispatched(made(), "disk", offload_dir=tmp_path))
 
 
+@pytest.mark.full
 def test_where_memory_cannot_be_read_in_place_is_as_before(made: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_lookup, "_ALIGNMENT", 1 << 62)
     as_before(made, dispatched(made()))
@@ -201,6 +208,7 @@ CHANGES = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", CHANGES, ids=lambda one: one.__name__.strip("_").replace("_", " "))
 def test_changes_between_two_calls(made: Model, change: Callable[[Any, Any], Any]) -> None:
     found, counted = [], None

@@ -99,7 +99,7 @@ def checkpoint(workspace: Any) -> Path:
 
 
 @pytest.mark.usefixtures("tapes")
-@pytest.mark.parametrize("where", ["nested", "layers"])
+@pytest.mark.parametrize("where", ["nested", pytest.param("layers", marks=pytest.mark.full)])
 def test_the_same_tokens_and_logits_wherever_the_experts_are(
     workspace: Any, checkpoint: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
