@@ -181,9 +181,7 @@ def _block(values: Any, targets: Any, soft_cap: float | None, gradient: bool) ->
     losses = -log_probabilities.gather(1, targets[:, None])[:, 0]
     if gradient:
         found = log_probabilities.exp_()
-        if (
-            found.is_cuda and torch.are_deterministic_algorithms_enabled()
-        ):  # then CUDA sorts indices, in twenty kernels
+        if torch.are_deterministic_algorithms_enabled():  # for indices CUDA then sorts, in twenty kernels
             found -= torch.zeros_like(found, dtype=torch.uint8).scatter_(1, targets[:, None], 1)
         else:
             found[torch.arange(len(targets), device=targets.device), targets] -= 1

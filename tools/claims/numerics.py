@@ -330,10 +330,10 @@ CLAIMS = (
         lambda: tuple(re.findall(r"--tokens (\d+)", result("*-h200/first_text-E2B.json")["command"])),
     ),
     Claim(_PAGE, "later texts take {} s", lambda: first_texts()[3:]),
-    Claim(_PAGE, "in host memory and {} GiB of an H200 keeps {} of {} experts of a layer", lambda: kept_experts()[:3]),
+    Claim(_PAGE, "in host memory and {} GiB of an H200 kept {} of {} experts of a layer", lambda: kept_experts()[:3]),
     Claim(
         _PAGE,
-        "With {} % of what a token needs among them it takes {} ms, and {} without; with {} %, {} and {}",
+        "With {} % of what a token needed among them it took {} ms, and {} without; with {} %, {} and {}",
         lambda: kept_experts()[3:],
     ),
     Claim(_PAGE, "took {} ms without a streamer, {} with transformers'", lambda: streamed("greedy")[:2]),

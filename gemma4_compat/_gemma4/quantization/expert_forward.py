@@ -34,8 +34,9 @@ def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_i
         refuse_packed(self)
         return original(self, hidden_states, top_k_index, top_k_weights)
     added = getattr(self, _ADDED, {})
-    if is_multiplied(self, self._parameters, hidden_states, top_k_index):
-        return packed_forward(self, self._parameters, hidden_states, top_k_index.flatten(), top_k_weights)
+    multiply = multiplier(self, self._parameters, hidden_states, top_k_index)
+    if multiply is not None:
+        return multiply(self, self._parameters, hidden_states, top_k_index.flatten(), top_k_weights)
     chosen = hit(self, top_k_index) if can_choose(self) else None
     plain, make = {}, {}
     for name in NAMES:
@@ -54,25 +55,21 @@ def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_i
     return with_values(run, self, number, make, plain)
 
 
-def is_multiplied(module: Any, weights: Mapping[str, Any], hidden_states: Any, top_k_index: Any) -> bool:
-    """Whether kernels multiply by the packed weights of these experts, and nothing is added to them."""
+def multiplier(module: Any, weights: Mapping[str, Any], hidden_states: Any, top_k_index: Any) -> Any:
+    """What computes these experts from their packed weights, :func:`packed_linear.experts_forward`; None if no kernel
+    multiplies by them, or something is added to them.
+    """
     import torch
 
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or added_to(module):
-        return False
+        return None
     parameters = [weights[name] for name in NAMES]
     if getattr(module, "_is_expert_parallel", False) or not all(hasattr(one, "quant_state") for one in parameters):
-        return False
+        return None
     from gemma4_compat._gemma4.quantization import packed_linear
 
-    return bool(packed_linear.multiplies_experts(hidden_states, top_k_index.flatten(), parameters))
-
-
-def packed_forward(*args: Any) -> Any:
-    """See :func:`packed_linear.experts_forward`."""
-    from gemma4_compat._gemma4.quantization import packed_linear
-
-    return packed_linear.experts_forward(*args)
+    multiplies = packed_linear.multiplies_experts(hidden_states, top_k_index.flatten(), parameters)
+    return packed_linear.experts_forward if multiplies else None
 
 
 def with_values(

@@ -15,7 +15,7 @@ from gemma4_compat._kernels.specs import nf4_gemv, products
 
 #: Products of a launch at most: of :data:`products.MAX_ROWS` tokens, with eight experts each.
 MOST = 8 * products.MAX_ROWS
-#: Scales of a nested one; the kernel shifts by it.
+#: Scales of a nested one, by which the kernel shifts, and values that a quantized scale may have.
 _NESTED = 256
 
 
@@ -63,11 +63,13 @@ def kernel_of(
 
     count, height, width = shape
     scales, is_nested = height * width // blocksize, absmax_8bit is not None
-    tensors = [given, chosen, packed, absmax]
-    tensors += [absmax_8bit, absmax_code, absmax_offset] if is_nested else [absmax] * 3
+    of_scales = [absmax_8bit, absmax_code, absmax_offset] if is_nested else [absmax] * 3
+    tensors = [given, chosen, packed, absmax, *of_scales]
+    expected = [torch.int64, packed.dtype, torch.float32, torch.uint8 if is_nested else torch.float32]
     if (
         given.dtype not in (torch.bfloat16, torch.float16)
-        or chosen.dtype != torch.int64
+        # The kernel reads them as these dtypes.
+        or [tensor.dtype for tensor in tensors[1:]] != [*expected, torch.float32, torch.float32]
         or given.ndim != 2
         or given.shape[1] != width
         or len(chosen) % max(len(given), 1)
@@ -76,7 +78,7 @@ def kernel_of(
         or blocksize % nf4_gemv.CHUNK
         or quant_type not in ("nf4", "fp4")
         or absmax.numel() != count * (-(-scales // _NESTED) if is_nested else scales)
-        or (is_nested and absmax_8bit.numel() != count * scales)
+        or (is_nested and [one.numel() for one in of_scales] != [count * scales, _NESTED, count])
         or packed.numel() * packed.element_size() * 2 != count * height * width
         or packed.data_ptr() % 16
         or given.data_ptr() % 16

@@ -118,13 +118,14 @@ class ExpertLookup:
         weights: Mapping[str, Any] = self.weights
         if slots is not None and len(chosen) <= slots.number:
             weights, at = slots.weights, slots.bring(chosen, self.memory)
-        if not self._mapped and expert_forward.is_multiplied(self.module, self.weights, hidden_states, top_k_index):
+        multiply = expert_forward.multiplier(self.module, self.weights, hidden_states, top_k_index)
+        if multiply is not None:
             own = found.flatten()
             if weights is self.weights:
                 weights = {name: self._copied(one, chosen) for name, one in weights.items()}
             else:
                 own = at[own]
-            return expert_forward.packed_forward(self.module, weights, hidden_states, own, top_k_weights)
+            return multiply(self.module, weights, hidden_states, own, top_k_weights)
         values = {name: self._values(weight, chosen, added.get(name, ()), at) for name, weight in weights.items()}
         substitute = PlainView(self.module, num_experts=len(chosen), **values)
         return self._forward(substitute, hidden_states, found, top_k_weights)

@@ -14,23 +14,14 @@ import torch
 
 import gemma4_compat
 from gemma4_compat._gemma4.quantization import expert_storage, packed_linear
-from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.match import custom
 from gemma4_compat._kernels.specs import expert_products
 from gemma4_compat._lab import tiny_models
 from tests.unit.generation import calls
-from tests.unit.kernels.host_kernels import HostCompiler
 from tests.unit.offload.test_expert_lookup import loaded, placed
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(
-    HostCompiler.unsupported_reason() is not None, reason=str(HostCompiler.unsupported_reason())
-)
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
+pytestmark = pytest.mark.usefixtures("kernels_on_host")
 
 
 def experts(
@@ -82,8 +73,13 @@ def test_each_product_has_the_bits_of_its_expert_alone(name: str, tokens: int, e
         lambda one: setattr(
             one["weights"].quant_state.state2, "absmax", one["weights"].quant_state.state2.absmax[:, :0]
         ),
+        lambda one: setattr(one["weights"].quant_state, "offset", one["weights"].quant_state.offset.bfloat16()),
+        lambda one: setattr(one["weights"].quant_state, "offset", one["weights"].quant_state.offset[:2]),
     ],
-    ids=["float32", "int32", "fewer inputs", "too many", "not equally many", "another type", "other nested scales"],
+    ids=[
+        *("float32", "int32", "fewer inputs", "too many", "not equally many", "another type", "other nested scales"),
+        *("offsets in another dtype", "offsets of fewer experts"),
+    ],
 )
 def test_what_does_not_suit_is_not_multiplied(change: Any) -> None:
     one = {"given": torch.ones(2, 128, dtype=torch.bfloat16), "chosen": torch.zeros(4, dtype=torch.long)}
@@ -98,7 +94,6 @@ def checkpoint(workspace: Any) -> Path:
     return workspace.cached(tiny_models.build_moe_checkpoint)
 
 
-@pytest.mark.usefixtures("tapes")
 @pytest.mark.parametrize("where", ["nested", pytest.param("layers", marks=pytest.mark.full)])
 def test_the_same_tokens_and_logits_wherever_the_experts_are(
     workspace: Any, checkpoint: Path, where: str, monkeypatch: pytest.MonkeyPatch

@@ -85,6 +85,22 @@ def test_bfloat16_is_no_further_from_float64_than_the_plain_loss(soft_cap: float
     assert weight_off <= 3 * weight_upstream  # the sum of 8 chunks' gradients, in bfloat16
 
 
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_deterministic_algorithms_change_no_bit(soft_cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nothing is written by indices, which CUDA would sort."""
+    written: list[Any] = []
+    write = torch.Tensor.__setitem__
+    monkeypatch.setattr(
+        torch.Tensor, "__setitem__", lambda self, at, value: written.append(at) or write(self, at, value)
+    )
+    expected = step(chunked, torch.bfloat16, soft_cap)
+    assert any(isinstance(at, tuple) for at in written)
+    written.clear()
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert all(map(torch.equal, step(chunked, torch.bfloat16, soft_cap), expected))
+    assert not any(isinstance(at, tuple) for at in written)
+
+
 def test_the_head_runs_once_a_chunk_and_sees_a_chunk() -> None:
     linear, states, targets = data(torch.bfloat16)
     shapes: list[Any] = []
