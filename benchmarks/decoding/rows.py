@@ -4,6 +4,7 @@ python benchmarks/decoding/rows.py --shape E2B [--out FILE.json] [--rows 1,2,4,8
     [--rounds 3] [--checked 24] [--limit SECONDS] [--own ROWS] [--profile]
 
 Random weights in the real shape, 4-bit with double quantization unless `--where bf16`, after `decode_fast`, greedy.
+`--where experts` has those of every layer in host memory; with room on the card they all come to stay there.
 Batches of more than eight rows are also measured "before": PyTorch and bitsandbytes compute their products. Each case
 keeps its own graphs, and they take turns. A speed is that of the tokens between the 32nd and the last of a call: the
 difference of two calls.
@@ -37,8 +38,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Data
 from benchmarks.decoding import kernel_times, measure, models, rounds
+from benchmarks.experts import models as experts_models
 from benchmarks.small_card import device as small_card_device
 
+#: Where only the experts of each layer are in host memory.
+EXPERTS = "experts"
 PROMPT = 64
 #: Tokens of the shorter call.
 SETTLED = 32
@@ -247,11 +251,12 @@ def run(model: Any, options: Any, write: Callable[[str, Any], None]) -> Data:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=models.SHAPES, default="tiny")
-    parser.add_argument("--where", default="gpu")
+    parser.add_argument("--where", default="gpu", help=f"of {', '.join([*models.WHERE, EXPERTS])}")
     parser.add_argument("--rows", type=rounds.numbers(int), default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--tokens", type=int, default=128, help="of the longer call, beyond those of the shorter one")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--checked", type=int, default=24, help="tokens of the rows that are decoded alone")
+    parser.add_argument("--gib", type=float, help="of the card, for this process; all without")
     parser.add_argument("--limit", type=float, default=0.0, help="seconds; no limit without")
     parser.add_argument("--own", type=int, default=8, help="rows of which each block turns the input into float16")
     parser.add_argument("--profile", action="store_true", help="list kernels")
@@ -265,16 +270,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=models.work_folder(options.shape)) as name:
         folder: Path = Path(name)
         weights: dict[str, Any] = {}
-        found: Data = {"options": given, "built": models.build(options.shape, folder, weights)}
+        found: Data = {"options": given}
         begun = time.perf_counter()
-        model = models.load(options.where, folder, weights)
-        weights.clear()
+        if options.where == EXPERTS:
+            hosted = experts_models.hosted_experts(options.shape)
+            model = experts_models.placed(options.shape, hosted, EXPERTS)
+        else:
+            found["built"] = models.build(options.shape, folder, weights)
+            model = models.load(options.where, folder, weights)
+            weights.clear()
         found["load_s"] = time.perf_counter() - begun
-        write("built, loaded", (found["built"]["build_s"], found["load_s"]))
+        write("built and loaded, s", found["load_s"])
         from gemma4_compat._kernels.specs import nf4_gemv
 
         nf4_gemv.OWN_ROWS = options.own
-        with rounds.stand_in():  # transformers has been imported
+        with rounds.stand_in(), small_card_device.ballast(options.gib):  # transformers has been imported
             found |= run(model, options, write)
     found["memory"] = small_card_device.memory()
     if options.out:

@@ -183,6 +183,7 @@ class Model:
                 times[way].append(1e3 * spent / tokens)
             first, self.found[kind, number] = (found[way] for way in self.ways)
             equal += first == self.found[kind, number]
+            print(f"{kind} {number}: " + ", ".join(f"{way} {times[way][-1]:.2f} ms" for way in self.ways), flush=True)
         ms: Data = {way: {"ms": statistics.median(spent), "all": spent} for way, spent in times.items()}
         return {"texts": texts, "tokens": tokens, "equal": equal, **ms}
 

@@ -125,6 +125,12 @@ class Decoding:
         said = self.generate(COMPARED, keeps=keeps, return_dict_in_generate=True, output_logits=True)
         return torch.stack(said.logits)
 
+    @property
+    def slots(self) -> int:
+        """Experts of a layer that stay."""
+        found = decoder.of(self.model).experts
+        return 0 if found is None else int(found.number)
+
     def counted(self) -> tuple[int, int]:
         """Experts that were there, and that were brought."""
         found = gemma4_compat.statistics(self.model).decoding
@@ -176,10 +182,13 @@ def main() -> int:
         numbers |= {id(layer.router): place for place, layer in enumerate(model.get_decoder().layers)}
         with rounds.stand_in(), device.ballast(options.gib):
             decoding = Decoding(gemma4_compat.decode_fast(model))
+            for keeps in (True, False, True):  # what is measured takes memory, and PyTorch keeps some of it
+                decoding.generate(WARM, keeps=keeps)
+                decoding.logits(keeps=keeps)
             decoding.generate(WARM, keeps=True)
-            slots = decoder.of(model).experts
-            number = 0 if slots is None else slots.number
+            number = decoding.slots
             result |= {"slots": number, "experts": text.num_experts}
+            slots = decoder.of(model).experts
             result["slots_gib"] = 0 if slots is None else slots.nbytes / device.GIB
             for rate in options.rates.split(",") if number else ():
                 if time.monotonic() - begun > 60 * options.minutes:
@@ -190,6 +199,8 @@ def main() -> int:
                 print(rate, common.rounded(found), flush=True)
                 if not found["same_logits"]:
                     result["problems"].append(f"{rate}: logits differ")
+                if decoding.slots != number:
+                    result["problems"].append(f"{rate}: {decoding.slots} slots, not {number}")
                 if abs(found["hits"] - float(rate)) > _NEAR:
                     result["problems"].append(f"{rate}: {found['hits']:.2f} of the experts were there")
                 common.write(result, options.out)

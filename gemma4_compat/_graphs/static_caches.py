@@ -233,7 +233,7 @@ class Snapshot:
         self._copies = self._copied()
 
     def _copied(self) -> list[Any]:
-        return [view.cpu().clone() for view in self._views]
+        return [view.to("cpu", copy=True) for view in self._views]
 
     def again(self) -> Snapshot:
         """The same tensors as they are now."""

@@ -205,7 +205,8 @@ class Step(Call):
     def unsupported_model(self) -> str | None:
         """What of the model is in the way."""
         found = RECORDERS[self.device.type].unsupported_reason()
-        return found or unsupported.unsupported_reason(self.model, unsupported.modules_of_a_step(self.model))
+        rows = len(self.inputs[self.reads]) * (self.tokens if self.decodes else 1)  # of a prompt, the last tokens
+        return found or unsupported.unsupported_reason(self.model, unsupported.modules_of_a_step(self.model), rows)
 
     def note(self, reason: str | BaseException) -> None:
         """In the statistics and the log."""

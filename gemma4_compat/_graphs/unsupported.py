@@ -36,17 +36,18 @@ def modules_of_a_step(model: Any) -> list[Any]:
     return list(dict.fromkeys(found))
 
 
-def unsupported_reason(model: Any, modules: list[Any]) -> str | None:
+def unsupported_reason(model: Any, modules: list[Any], rows: int = 0) -> str | None:
     """The first reason why this model cannot replay its steps; None if nothing is known to be in the way.
 
     Args:
         model: a transformers model that has run a forward.
         modules: from :func:`modules_of_a_step`.
+        rows: that the head computes, if that is known.
     """
     found = (
         training_reasons(model, modules),
         _lasting_reasons(modules),
-        _offload_reasons(model, modules),
+        _offload_reasons(model, modules, rows),
         hook_reasons(model, modules),
     )
     return next(itertools.chain(*found), None)
@@ -179,7 +180,7 @@ def _reads_disk(model: Any, module: Any) -> str:
     return f"{_name(model, module)} is on disk, and the host reads it for every token"
 
 
-def _offload_reasons(model: Any, modules: list[Any]) -> Iterator[str]:
+def _offload_reasons(model: Any, modules: list[Any], rows: int) -> Iterator[str]:
     streamed = streaming.streamed_modules(model)
     for module in modules:
         if not _are_there(module._parameters):
@@ -189,7 +190,7 @@ def _offload_reasons(model: Any, modules: list[Any]) -> Iterator[str]:
         if hook is None or not any(tensor is not None for tensor in module._parameters.values()):
             continue
         where = streamed.get(module)
-        lookup = row_lookup.known(hook)
+        lookup = row_lookup.known(hook, rows)
         if where is None and lookup is not None:
             where = "in place" if lookup.in_place else "rows"
         if where == "disk":

@@ -143,7 +143,7 @@ def _made(decoding: Any, model: Any, rows: int, wanted: int) -> Head | str:
     reason = _seen_by_others(model, linear)
     if reason is None and (len(caps - {None}) > 1 or not 0.0 <= cap < 1e6):
         reason = "an unusual soft cap"
-    weight: Any = None if reason else row_lookup.weight_of(linear)  # in host memory: as the prompt has read it
+    weight: Any = None if reason else row_lookup.weight_of(linear, rows)
     if reason is None:
         with torch.no_grad():
             reason = head.unsupported_reason(weight)

@@ -41,6 +41,7 @@ class Lookup:
     Attributes:
         weight: the parameter that is read in place, on the module's device; None if rows are gathered.
         is_used: whether the last forward of the module used it.
+        has_rows: whether the last forward of a head gave it hidden states, and did not ask for the whole weight.
     """
 
     def __init__(self, module: Any, hook: Any) -> None:
@@ -53,7 +54,7 @@ class Lookup:
         self.copied: Any = None  # the same, while a forward runs with a copy that accelerate made
         self._padding: Any = None
         self.weight: Any = None
-        self.is_used = False
+        self.is_used = self.has_rows = False
         # A tensor created in inference mode could not take part in later training.
         with torch.inference_mode(False):
             stored = self._stored = host_memory.stored(hook.weights_map, "weight")
@@ -76,6 +77,11 @@ class Lookup:
     @property
     def in_place(self) -> bool:
         return self.weight is not None
+
+    @property
+    def computes(self) -> bool:
+        """Whether a head may read it."""
+        return self.weight is not None and not self._stored.on_disk and not self.weight.data_ptr() % _ALIGNMENT
 
     def is_current(self, hook: Any, module: Any) -> bool:
         """Whether the stored weight, its dtype and the execution device are still the same."""
@@ -183,13 +189,16 @@ def head_for(hook: Any, module: Any, given: Any) -> Lookup | None:
     found, weight = _left(hook, module), module._parameters["weight"]
     few = given is not None and given.numel() <= MOST_ROWS * module.in_features
     captured = found is not None and found.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if found is not None:
+        found.has_rows = given is not None
     if given is None or torch.is_grad_enabled() or not (few or captured):  # a copy would end a capture
         if found is not None and weight.device.type == "meta":
             found.copied = weight
         return None
     found = None if module_hooks.offload_hook(module) is not hook else _current(found, hook, module, weight)
-    if found is None or not found.in_place or found._stored.on_disk or found.weight.data_ptr() % _ALIGNMENT:
+    if found is None or not found.computes:
         return None
+    found.has_rows = True
     return found
 
 
@@ -251,16 +260,22 @@ def was_copied(hook: Any, module: Any) -> None:
         found.copied = None
 
 
-def known(hook: Any) -> Lookup | None:
-    """The lookup that the last forward of this hook's module used; None if it used none."""
+def known(hook: Any, rows: int = 0) -> Lookup | None:
+    """The lookup that the last forward of this hook's module used; None if it used none.
+
+    ``rows``: of the next forward of a head, without gradients. It may be in place though the last one was not, which
+    had more rows or gradients; a replayed forward is not seen here.
+    """
     found: Lookup | None = vars(hook).get(_STATE)
-    return found if found is not None and found.is_used else None
+    if found is None or found.is_used:
+        return found
+    return found if found.has_rows and found.computes and 0 < rows <= MOST_ROWS else None
 
 
-def weight_of(module: Any) -> Any:
-    """The weight of a module as its last forward read it: in place where it is stored, if it is still there."""
+def weight_of(module: Any, rows: int) -> Any:
+    """The weight of a head as a forward with so many rows reads it: in place where it is stored, if it is there."""
     hook = module_hooks.offload_hook(module)
-    found = None if hook is None else known(hook)
+    found = None if hook is None else known(hook, rows)
     is_current = found is not None and found.in_place and found.is_current(hook, module)
     return found.weight if found is not None and is_current else module.weight
 

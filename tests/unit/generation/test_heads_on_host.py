@@ -128,6 +128,20 @@ def test_more_rows_than_are_read_in_place_are_as_before(made: Model, monkeypatch
 
 
 @pytest.mark.full
+def test_the_next_text_is_in_place_after_a_copy(made: Model) -> None:
+    """A backward pass has the head copied. The next prompt is replayed, which tells nothing about the head."""
+    model = dispatched(made())
+    counted = gemma4_compat.statistics(model).decoding
+    *found, _ = texts(model, 3, **SHORT)  # the prompt is captured
+    model(**calls.text(model)).logits.sum().backward()
+    before = counted.prompts_replayed, counted.eager
+    found += texts(model, **SHORT)[:1]
+    assert (counted.prompts_replayed, counted.eager) == (before[0] + 1, before[1])
+    assert (counted.heads_in_two_stages, counted.whole_heads, counted.reasons) == (4, {}, ())
+    assert found[3] == found[0]
+
+
+@pytest.mark.full
 def test_who_wants_all_logits_gets_them(made: Model) -> None:
     asked = {**SHORT, "return_dict_in_generate": True, "output_logits": True}
     found = [model.generate(**calls.text(model), **asked) for model in (dispatched(made()), made())]
