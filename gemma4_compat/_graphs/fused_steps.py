@@ -11,8 +11,9 @@ then captured once, with them (:func:`fused_at_once`), and compared with a forwa
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -152,13 +153,15 @@ class Step:
         capture: captures it.
         shapes: of its model (:func:`noted.shapes_of`).
         kind: what else decides which kernels it needs, in words.
+        trained: of a layer of a training step (:mod:`on_demand`): the weights that are trained.
     """
 
     device: Any
     changes: Changes
     capture: Capture
-    shapes: str
-    kind: str
+    shapes: str = ""
+    kind: str = ""
+    trained: Sequence[Any] | None = None
 
 
 def fused(step: Step, plain: Recording, outputs: Any, progress: Progress) -> tuple[Recording, Any] | None:
@@ -226,6 +229,25 @@ def fused_at_once(step: Step, run: Callable[[], Any]) -> tuple[Recording, Any] |
     return recording, found
 
 
+def recorded(
+    device: Any, capture: Callable[[Within], Recording], trained: Sequence[Any]
+) -> tuple[Recording, list[str]]:
+    """The fused recording of a pass through a layer of a training step, not compared yet, and its kernels' texts.
+
+    Args:
+        device: ``torch.device`` with an index.
+        capture: captures it.
+        trained: weights of the layer.
+
+    Raises:
+        StillCompiling: kernels are being compiled.
+        NotFused: it cannot be done.
+    """
+    step = Step(device, list, lambda within: (capture(within), None), trained=trained)
+    recording, _, texts = _captured(step, wait=False)
+    return recording, texts
+
+
 def _captured(step: Step, *, wait: bool) -> tuple[Recording, Any, list[str]]:
     """The fused recording, its output, and the texts of its kernels.
 
@@ -234,9 +256,10 @@ def _captured(step: Step, *, wait: bool) -> tuple[Recording, Any, list[str]]:
     """
     kernels = kernels_of(step.device)
     expert_rows.prepare(step.device)
+    fusing = _fusing if step.trained is None else functools.partial(_fusing_on_demand, weights=step.trained)
     for _ in range(_CAPTURES):
         launches = _Launches(kernels)
-        recording, found = step.capture(lambda: _fusing(step.device, launches))  # noqa: B023 (it is called here)
+        recording, found = step.capture(lambda: fusing(step.device, launches))  # noqa: B023 (it is called here)
         if not launches.texts:
             return recording, found, list(launches.launched)
         if not kernels.prepare(list(launches.texts), list(launches.signatures), wait=wait):
@@ -267,6 +290,16 @@ def _fusing(device: Any, sink: Any) -> Iterator[Callable[[], None]]:
 
     mode = Fusing(device, sink, kernels_of(device).layouts)
     with mode, expert_storage.read_by(mode.rows):
+        yield mode.flush
+        mode.flush()
+
+
+@contextlib.contextmanager
+def _fusing_on_demand(device: Any, sink: Any, weights: Sequence[Any]) -> Iterator[Callable[[], None]]:
+    from gemma4_compat._kernels.match.on_demand import OnDemand
+
+    mode = OnDemand(device, sink, kernels_of(device).layouts, weights)
+    with mode:
         yield mode.flush
         mode.flush()
 

@@ -109,7 +109,12 @@ class TrainingStatistics(Statistics):
         eager: forwards that ran without a graph.
         capture_seconds: time that captures took.
         reasons: why layers ran without a graph, other than before their kind of call was captured.
+        fused: graphs with fused kernels: each layer has one of its forward pass and one of its backward pass.
+        not_fused: why others have PyTorch's kernels.
     """
+
+    fused: int = 0
+    not_fused: tuple[str, ...] = ()
 
 
 @dataclass

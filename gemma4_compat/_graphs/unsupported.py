@@ -8,6 +8,7 @@ from typing import Any
 
 from gemma4_compat._engine.runtime import in_place
 from gemma4_compat._gemma4.accelerate import module_hooks
+from gemma4_compat._gemma4.attention import flash
 from gemma4_compat._gemma4.models import walk
 from gemma4_compat._gemma4.state import checkpointing
 from gemma4_compat._graphs.guards import torch_hooks
@@ -217,6 +218,19 @@ def has_own_forward(module: Any) -> bool:
     own = in_place.own(module, "forward")
     found = [*in_place.replacements(vars(module).get("forward")), *([] if own is in_place.ABSENT else [own])]
     return not all(map(_is_of_a_library, found))
+
+
+def foreign_reason(layer: Any) -> str | None:
+    """Why kernels may read tensors of a layer unseen, by their addresses, in training; None if only libraries' Python
+    computes it.
+    """
+    implementation = layer.self_attn.config._attn_implementation
+    if implementation not in flash.PLAIN:
+        return f"kernels of {implementation} attention read tensors unseen"
+    for module in layer.modules():
+        if not _is_of_a_library(type(module).forward):
+            return f"{_text(type(module).forward)} is not of a library"
+    return None
 
 
 def _is_of_a_library(forward: Any) -> bool:

@@ -212,8 +212,8 @@ class Kernels:
                 kernel, found, expected = module.trial(signature, self._device)
                 return [kernel], found, expected
         name, kinds, dtype = signature
-        if name == pointwise.MEAN:
-            return self._trial_of_mean(*kinds)
+        if name in pointwise.OF_ROWS:
+            return self._trial_of_rows(name, *kinds)
         generator = torch.Generator(self._device).manual_seed(0)
         tensors = [kind for kind in kinds if not isinstance(kind, float)]
         elements = _SIXTEEN if len(tensors) == 1 and tensors[0].itemsize == 2 else _TRIED
@@ -226,19 +226,21 @@ class Kernels:
         value = Value(name, operands, (elements,), dtype, memory=torch.empty_like(expected))
         return [writer.kernel_of([value])], value.memory, expected
 
-    def _trial_of_mean(self, rows: int, columns: int) -> tuple[list[Kernel], Any, Any]:
+    def _trial_of_rows(self, name: str, rows: int, columns: int) -> tuple[list[Kernel], Any, Any]:
         """One row may have the right bits by chance: so many that it does not."""
         import torch
 
         generator = torch.Generator(self._device).manual_seed(0)
         count = min(_MEANS, max(1, _ROWS // rows))
         given = torch.randn((count, rows, columns), generator=generator, device=self._device)
-        expected = torch.stack([one.mean(-1, keepdim=True) for one in given])
+        reference = pointwise.operations()[name].reference
+        assert reference is not None
+        expected = torch.stack([reference(one) for one in given])
         found = torch.empty_like(expected)
         kernels = []
         for one, memory in zip(given, found, strict=True):
             operands = (Load(one, (columns, 1)),)
-            value = Value(pointwise.MEAN, operands, (rows, 1), given.dtype, columns=columns, memory=memory)
+            value = Value(name, operands, (rows, 1), given.dtype, columns=columns, memory=memory)
             kernels += row_kernels.kernels_of([value])
         return kernels, found, expected
 

@@ -11,7 +11,7 @@ Each file says who launches its kernels, and which test proves them.
 * ``expert_products.cuh``: products with experts' weights. ``expert_slots.cuh``: experts of the host that are kept on
   the card.
 * ``dense.cuh``: products with weights that are not quantized. ``head.cuh``: the best words of a head.
-* ``pointwise.cuh``, ``rows.cuh``: what fused kernels call, whose bodies :mod:`fuse` writes.
+* ``pointwise.cuh``, ``rows.cuh``, ``runs.cuh``: what fused kernels call, whose bodies :mod:`fuse` writes.
 * ``shifting.cuh``: rows of a sliding cache. ``top_tokens.cuh``: top-k and top-p.
 """
 

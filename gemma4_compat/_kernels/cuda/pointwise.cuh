@@ -13,6 +13,23 @@ __device__ __forceinline__ float gelu_tanh(float x) {
   return 0.5f * x * (1.0f + tanhf(inner));
 }
 
+// GeluBackwardCUDAKernelImpl's.
+__device__ __forceinline__ float gelu_tanh_backward(float dy, float x) {
+  const float beta = 1.41421356237309504880168872420969808f * 1.12837916709551257389615890312154517f * 0.5f;
+  const float kappa = 0.044715f;
+  float square = x * x;
+  float cube = square * x;
+  float inner = beta * (x + kappa * cube);
+  float tanh_inner = tanhf(inner);
+  float left = 0.5f * x;
+  float right = 1.0f + tanh_inner;
+  float left_derivative = 0.5f * right;
+  float tanh_derivative = 1.0f - tanh_inner * tanh_inner;
+  float inner_derivative = beta * (1.0f + 3.0f * kappa * square);
+  float right_derivative = left * tanh_derivative * inner_derivative;
+  return dy * (left_derivative + right_derivative);
+}
+
 // The sum of products over the inputs, in order.
 template <typename X, typename W, int COLUMNS>
 __device__ __forceinline__ float dot(const typename X::Stored* inputs, const typename W::Stored* weights) {

@@ -1,4 +1,4 @@
-// Means of rows in fused kernels, in the order in which PyTorch's CUDA kernel adds (ATen/native/cuda/Reduce.cuh). A
+// Means and sums of rows in fused kernels, in the order in which PyTorch's CUDA kernel adds (ATen/native/cuda/Reduce.cuh). A
 // block has a row. Called by kernels that fuse/row_writer.py writes; proved by tests/unit/kernels/test_rows.py.
 #pragma once
 #include "pointwise.cuh"
@@ -48,10 +48,10 @@ __device__ __forceinline__ void down_the_warp(float& sum) {
   if constexpr (OFFSET > 1) down_the_warp<OFFSET / 2>(sum);
 }
 
-// The mean of a row, from the four sums of each of these threads. `shared` is memory for a number of each, if they are
+// The sum of a row, from the four sums of each of these threads. `shared` is memory for a number of each, if they are
 // more than a warp: each warp adds halves to halves for itself, without a further barrier.
-template <int COLUMNS, int THREADS>
-__device__ __forceinline__ float mean_of(const float (&parts)[4], float* shared) {
+template <int THREADS>
+__device__ __forceinline__ float sum_of(const float (&parts)[4], float* shared) {
   float whole = __fadd_rn(__fadd_rn(__fadd_rn(parts[0], parts[1]), parts[2]), parts[3]);
   if constexpr (THREADS > 32) {
     if (threadIdx.x < THREADS) shared[threadIdx.x] = whole;
@@ -59,6 +59,9 @@ __device__ __forceinline__ float mean_of(const float (&parts)[4], float* shared)
     whole = halves<THREADS>(shared);
   }
   down_the_warp(whole);
-  whole = __shfl_sync(0xffffffffu, whole, 0);
-  return __fmul_rn(whole, __fdiv_rn(1.0f, (float)COLUMNS));
+  return __shfl_sync(0xffffffffu, whole, 0);
+}
+template <int COLUMNS, int THREADS>
+__device__ __forceinline__ float mean_of(const float (&parts)[4], float* shared) {
+  return __fmul_rn(sum_of<THREADS>(parts, shared), __fdiv_rn(1.0f, (float)COLUMNS));
 }

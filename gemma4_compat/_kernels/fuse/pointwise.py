@@ -1,4 +1,4 @@
-"""Operations that compute each element of their result on its own, or the mean of a row, with the bits of CUDA.
+"""Operations that compute each element of their result on its own, or the mean or sum of a row, with the bits of CUDA.
 
 Each operation is one C expression of ``float`` operands. PyTorch also computes 16-bit dtypes in ``float`` and rounds
 once, at the end of each operation (``opmath_t`` in ATen/OpMathType.h); so do the fused kernels. ``__fmul_rn`` and its
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-#: The name of a mean over the last dimension.
-MEAN = "mean"
+#: The name of a mean over the last dimension, and of a sum.
+MEAN, SUM = OF_ROWS = "mean", "sum"
 #: The name of a product with few inputs (:mod:`dense`): each element is a sum over them, in order.
 DOT = "dot"
 #: An operation on more elements needs no small kernel.
@@ -60,10 +60,15 @@ def operations() -> dict[str, Operation]:
         "square": Operation("__fmul_rn({0}, {0})", lambda x: torch.pow(x, 2)),
         "reciprocal_root": Operation("rsqrtf({0})", torch.rsqrt),
         "power_of_minus_half": Operation("rsqrtf({0})", lambda x: torch.pow(x, -0.5)),
+        "power_of_minus_three_halves": Operation("powf({0}, -1.5f)", lambda x: torch.pow(x, -1.5)),
         "tanh": Operation("tanhf({0})", torch.tanh),
         "gelu_tanh": Operation("gelu_tanh({0})", lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+        "gelu_tanh_backward": Operation(
+            "gelu_tanh_backward({0}, {1})", lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
+        ),
         "where": Operation("({0} ? {1} : {2})", torch.where, rounds=False),
         MEAN: Operation("", lambda x: x.mean(-1, keepdim=True), rounds=False),
+        SUM: Operation("", lambda x: x.sum(-1, keepdim=True), rounds=False),
         DOT: Operation("", None),
     }
 
@@ -116,13 +121,14 @@ class Value:
 
     Attributes:
         name: of the operation.
-        operands: in its order; for "concatenate", "mean" and "dot", each with the strides of its own shape.
+        operands: in its order; for "concatenate", "mean", "sum" and "dot", each with the strides of its own shape.
         shape: of the result.
         dtype: of the result, a ``torch.dtype``.
         sizes: for "concatenate", the length of each operand along ``dim``.
-        columns: for "mean" and "dot", how many numbers each element is the mean, or a sum, of.
+        columns: for "mean", "sum" and "dot", how many numbers each element is the mean, or a sum, of.
         parts: for "mean", in how many calls PyTorch would compute these means: its order of additions depends on it.
         memory: a tensor on the memory that receives the result.
+        is_there: whether its numbers are in memory.
     """
 
     name: str
@@ -134,20 +140,21 @@ class Value:
     columns: int = 0
     parts: int = 1
     memory: Any = None
+    is_there: bool = False
     elements: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.elements = math.prod(self.shape)
 
     @property
-    def is_mean(self) -> bool:
-        """Whether each element is the mean of a row."""
-        return self.name == MEAN
+    def is_of_rows(self) -> bool:
+        """Whether each element is the mean or the sum of a row."""
+        return self.name in OF_ROWS
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """What decides its bits, apart from the operands' values: the name, and the dtypes, numbers or sizes."""
-        if self.is_mean:
+        if self.is_of_rows:
             return self.name, (self.elements // self.parts, self.columns), self.dtype
         kinds = tuple(operand.value if isinstance(operand, Number) else operand.dtype for operand in self.operands)
         return self.name, kinds, self.dtype
@@ -155,13 +162,16 @@ class Value:
 
 @dataclass(frozen=True)
 class Call:
-    """What an ATen call computes: an operation and its operands, numbers and tensors."""
+    """What an ATen call computes: an operation and its operands, numbers and tensors; ``sizes`` and the others are as
+    in a :class:`Value`.
+    """
 
     name: str
     operands: tuple[Any, ...]
     dim: int = 0
     in_place: bool = False
     parts: int = 1
+    sizes: tuple[int, ...] = ()
 
 
 def match(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
@@ -189,19 +199,24 @@ def _rules() -> dict[Any, _Rule]:
         aten.clone.default: _clone,
         aten.neg.default: _plain("negate"),
         aten.mul.Tensor: _plain("multiply"),
+        aten.mul.Scalar: _plain("multiply"),
         aten.mul_.Tensor: _plain("multiply", in_place=True),
         aten.add.Tensor: _plain("add"),
         aten.add_.Tensor: _plain("add", in_place=True),
         aten.sub.Tensor: _plain("subtract"),
         aten.div.Tensor: _divide,
+        aten.div.Scalar: _divide,
         aten.pow.Tensor_Scalar: _power,
         aten.rsqrt.default: _plain("reciprocal_root"),
         aten.tanh.default: _plain("tanh"),
-        aten.gelu.default: _gelu,
+        aten.gelu.default: _gelu("gelu_tanh"),
+        aten.gelu_backward.default: _gelu("gelu_tanh_backward"),
         aten.where.self: _plain("where"),
         aten.cat.default: _concatenate,
+        aten.slice_backward.default: _pad,
         aten.scalar_tensor.default: _constant,
-        aten.mean.dim: _mean,
+        aten.mean.dim: _of_rows(MEAN),
+        aten.sum.dim_IntList: _of_rows(SUM),
     }
 
 
@@ -241,13 +256,20 @@ def _divide(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
     return None if kwargs or _is_number(args[0]) else Call(name, tuple(args))
 
 
+#: A power of 1 copies.
+_POWERS = {1: "move", 2: "square", -0.5: "power_of_minus_half", -1.5: "power_of_minus_three_halves"}
+
+
 def _power(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
-    name = {2: "square", -0.5: "power_of_minus_half"}.get(args[1])
+    name = _POWERS.get(args[1])
     return None if kwargs or name is None else Call(name, (args[0],))
 
 
-def _gelu(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
-    return Call("gelu_tanh", tuple(args)) if kwargs == {"approximate": "tanh"} else None
+def _gelu(name: str) -> _Rule:
+    def rule(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+        return Call(name, tuple(args)) if kwargs == {"approximate": "tanh"} else None
+
+    return rule
 
 
 def _concatenate(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
@@ -255,23 +277,52 @@ def _concatenate(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if not 1 <= len(tensors) <= 4 or any(tensor.ndim != tensors[0].ndim or not tensor.ndim for tensor in tensors):
         return None
-    return Call("concatenate", tensors, dim % tensors[0].ndim)
+    return _concatenated(tensors, dim % tensors[0].ndim)
 
 
-def _mean(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
-    tensor, dims, *more = args
-    keeps = more == [True] or (not more and kwargs.get("keepdim") is True)
-    if not keeps or kwargs.get("dtype") is not None or dims not in ([-1], [tensor.ndim - 1]):
+def _concatenated(operands: Sequence[Any], dim: int, sizes: Sequence[int] = ()) -> Call:
+    return Call("concatenate", tuple(operands), dim, sizes=tuple(sizes or [one.shape[dim] for one in operands]))
+
+
+def _pad(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+    """The gradient of a slice: zeros around that of the part that was taken."""
+    tensor, shape, dim, start, end, step = args
+    dim %= tensor.ndim
+    whole, size = shape[dim], tensor.shape[dim]
+    if kwargs or step != 1 or not 0 <= start < start + size == min(end, whole):
         return None
-    return mean(tensor)
+    parts = [part for part in ((0.0, start), (tensor, size), (0.0, whole - start - size)) if part[1]]
+    return _concatenated([one for one, _ in parts], dim, [length for _, length in parts])
 
 
-def mean(tensor: Any, parts: int = 1) -> Call | None:
-    """The means of the rows of a tensor, as PyTorch computes them in so many calls."""
+def _of_rows(name: str) -> _Rule:
+    def rule(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+        tensor, dims, *more = args
+        keeps = more == [True] or (not more and kwargs.get("keepdim") is True)
+        if not keeps or kwargs.get("dtype") is not None or dims not in ([-1], [tensor.ndim - 1]):
+            return None
+        return of_rows(tensor, name)
+
+    return rule
+
+
+def of_rows(tensor: Any, name: str = MEAN, parts: int = 1) -> Call | None:
+    """The means, or sums, of the rows of a tensor, as PyTorch computes them in so many calls."""
     columns = tensor.shape[-1]
-    if not tensor.is_contiguous() or order(tensor.numel() // columns // parts, columns) is None:
+    if not _is_dense(tensor) or order(tensor.numel() // columns // parts, columns) is None:
         return None
-    return Call(MEAN, (tensor,), parts=parts)
+    return Call(name, (tensor,), parts=parts)
+
+
+def _is_dense(tensor: Any) -> bool:
+    """Whether rows lie one after another, in any order."""
+    outer = sorted((stride, size) for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1]) if size > 1)
+    expected = tensor.shape[-1]
+    for stride, size in outer:
+        if stride != expected:
+            return False
+        expected *= size
+    return bool(tensor.stride(-1) == 1 or tensor.shape[-1] == 1)
 
 
 def _constant(args: Sequence[Any], _kwargs: dict[str, Any]) -> Call | None:
@@ -303,7 +354,7 @@ def supports(call: Call, dtype: Any, device: Any) -> bool:
             return False
         elif operand.dtype != dtype and call.name != "cast" and dtype != torch.float32:
             return False  # PyTorch rounds the operand first
-        elif operand.dtype != dtype and call.name in ("concatenate", MEAN):
+        elif operand.dtype != dtype and call.name in ("concatenate", *OF_ROWS):
             return False
     return True
 
@@ -388,13 +439,36 @@ def index_in(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, at: 
     return " + ".join(terms)
 
 
+def in_order(values: Sequence[Value], done: Sequence[Value] = ()) -> list[Value]:
+    """The values, and those that they are computed from, each after those that it needs; without those that are
+    ``done``, or in memory.
+    """
+    found: dict[int, Value] = {}
+    seen = set(map(id, done))
+    for value in values:
+        _visit(value, seen, found)
+    return list(found.values())
+
+
+def _visit(value: Value, seen: set[int], found: dict[int, Value]) -> None:
+    """No function inside another, which would be a cycle: a capture collects no garbage, and values hold memory."""
+    if value.is_there or id(value) in seen:
+        return
+    seen.add(id(value))
+    for operand in value.operands:
+        if isinstance(operand, Part):
+            _visit(operand.value, seen, found)
+    found[id(value)] = value
+
+
 def everything(values: Sequence[Value]) -> Iterator[Value]:
-    """Each value once, including those it is computed from."""
+    """Each value once, including those it is computed from, unless their numbers are in memory."""
     seen: set[int] = set()
     waiting = list(values)
     while waiting:
         value = waiting.pop()
         if id(value) not in seen:
             seen.add(id(value))
-            waiting += [operand.value for operand in value.operands if isinstance(operand, Part)]
+            parts = [operand.value for operand in value.operands if isinstance(operand, Part)]
+            waiting += [part for part in parts if not part.is_there]
             yield value

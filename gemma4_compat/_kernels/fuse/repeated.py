@@ -7,11 +7,11 @@ shapes and strides, and on which tensors share memory. It does not depend on whe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gemma4_compat._kernels.fuse import row_kernels
-from gemma4_compat._kernels.fuse.pointwise import DOT, Number, Operand, Part, Value
+from gemma4_compat._kernels.fuse.pointwise import Number, Operand, Part, Value
 from gemma4_compat._kernels.programs import Kernel
 
 _MOST_KNOWN = 1 << 10
@@ -19,17 +19,20 @@ _MOST_KNOWN = 1 << 10
 _known: dict[Any, tuple[list[Kernel], list[tuple[Any, ...]]]] = {}
 
 
-def kernels_of(values: Sequence[Value]) -> tuple[list[Kernel], list[tuple[Any, ...]]]:
+def kernels_of(
+    values: Sequence[Value], written_by: Callable[[Sequence[Value]], list[Kernel]] = row_kernels.kernels_of
+) -> tuple[list[Kernel], list[tuple[Any, ...]]]:
     """The kernels that compute these values into their memory, in order, and the signatures of all operations."""
     alike = _Alike(values)
-    found = _known.get(alike.key)
+    key = written_by, alike.key
+    found = _known.get(key)
     if found is not None:
         kernels, signatures = found
         return [_reading(one, [alike.tensors[place] for place in one.tensors]) for one in kernels], signatures
-    kernels, signatures = row_kernels.kernels_of(values), [value.signature for value in alike.values]
+    kernels, signatures = written_by(values), [value.signature for value in alike.values]
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
-    _known[alike.key] = [_reading(one, map(alike.place, one.tensors)) for one in kernels], signatures
+    _known[key] = [_reading(one, map(alike.place, one.tensors)) for one in kernels], signatures
     return kernels, signatures
 
 
@@ -67,7 +70,7 @@ class _Alike:
     def _number(self, value: Value) -> int:
         found = self._numbers.get(id(value))
         if found is None:
-            operands = tuple([self._operand(operand, value) for operand in value.operands])
+            operands = tuple([self._operand(operand) for operand in value.operands])
             memory = None if value.memory is None else self.place(value.memory)
             shape = value.shape, value.sizes, value.dim, value.columns, value.parts
             found = self._numbers[id(value)] = len(self.values)
@@ -75,8 +78,10 @@ class _Alike:
             self._found.append((value.name, value.dtype, shape, operands, memory))
         return found
 
-    def _operand(self, operand: Operand, value: Value) -> Any:
+    def _operand(self, operand: Operand) -> Any:
         if isinstance(operand, Part):
+            if operand.value.is_there:
+                return self.place(operand.value.memory), operand.dtype, operand.offset, operand.strides
             return self._number(operand.value), operand.offset, operand.strides
         if isinstance(operand, Number):
             return repr(operand.value)  # 0.0 is not -0.0
@@ -84,6 +89,4 @@ class _Alike:
         more: Any = None
         if operand.constant:
             more = tensor.numel(), tensor.is_contiguous()
-        if value.name == DOT:
-            more = more, tensor.data_ptr() % 16
-        return self.place(tensor), operand.dtype, operand.strides, more
+        return self.place(tensor), operand.dtype, operand.strides, tensor.data_ptr() % 16, more

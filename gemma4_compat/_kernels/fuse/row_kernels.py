@@ -100,7 +100,7 @@ def _before_norms(values: Sequence[Value]) -> list[Value]:
         for part in parts:
             visit(part)
         has_dot[id(value)] = value.name == DOT or any(has_dot[id(part)] for part in parts)
-        has_mean[id(value)] = value.is_mean or any(has_mean[id(part)] for part in parts)
+        has_mean[id(value)] = value.is_of_rows or any(has_mean[id(part)] for part in parts)
 
     found: dict[int, Value] = {}
     for value in values:
@@ -135,7 +135,7 @@ def _is_by_rows(value: Value, rows: int, columns: int, done: Sequence[Value], st
             return True
         if any(value is other for other in staged):
             return value.elements == rows * columns and bool((at // columns == own).all())
-        if value.is_mean:
+        if value.is_of_rows:
             return bool((at == own).all()) and mean_holds(value)
         for operand, where, whose in _read_by(value, at, own):
             if isinstance(operand, Part) and not holds(operand.value, where, whose):
@@ -174,7 +174,7 @@ def _structure(value: Value, done: Sequence[Value], staged: Sequence[Value]) -> 
                     (visit(operand.value), operand.offset, operand.strides) if isinstance(operand, Part) else None
                     for operand in value.operands
                 ]
-                one = value.is_mean, value.shape, value.sizes, value.dim, tuple(operands)
+                one = value.is_of_rows, value.shape, value.sizes, value.dim, tuple(operands)
             numbers[id(value)] = len(found)
             found.append(one)
         return numbers[id(value)]

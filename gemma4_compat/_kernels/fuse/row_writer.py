@@ -6,7 +6,7 @@ from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gemma4_compat._kernels.fuse.pointwise import WARP, Order, Part, Value, everything, order, turns
+from gemma4_compat._kernels.fuse.pointwise import SUM, WARP, Order, Value, everything, in_order, order, turns
 from gemma4_compat._kernels.fuse.writer import Scope, Writer, words_of
 from gemma4_compat._kernels.programs import Kernel
 
@@ -64,22 +64,12 @@ def words_ahead(segment: Segment, staged: Sequence[Value]) -> int:
 
 def means_of(values: Sequence[Value], done: Sequence[Value]) -> list[Value]:
     """The means that these values need, and those among them, each after the ones it needs itself."""
-    order: dict[int, Value] = {}
+    return [one for one in in_order(values, done) if one.is_of_rows]
 
-    def visit(value: Value) -> None:
-        if any(value is other for other in done) or id(value) in seen:
-            return
-        seen.add(id(value))
-        for operand in value.operands:
-            if isinstance(operand, Part):
-                visit(operand.value)
-        if value.is_mean:
-            order[id(value)] = value
 
-    seen: set[int] = set()
-    for value in values:
-        visit(value)
-    return list(order.values())
+def reduction(value: Value, threads: int) -> str:
+    """The function of ``rows.cuh`` that ends a mean, or a sum."""
+    return f"sum_of<{threads}>" if value.name == SUM else f"mean_of<{value.columns}, {threads}>"
 
 
 class RowWriter(Writer):
@@ -236,7 +226,7 @@ class RowWriter(Writer):
         if found.threads > WARP:
             shared = f"shared{name}"
             self._line(f"__shared__ float {shared}[{found.threads}];")
-        self._line(f"m = mean_of<{of}>(parts, {shared});")
+        self._line(f"m = {reduction(mean, found.threads)}(parts, {shared});")
         if self._block and found.threads == WARP:  # the other warps do not know it
             self._line(f"__shared__ float known{name};")
             self._line(f"if (threadIdx.x == 0u) known{name} = m;")
@@ -248,7 +238,7 @@ class RowWriter(Writer):
 
     def _value(self, value: Value, at: str, scope: Scope) -> str:
         """As in other kernels; a mean is that of the block's row."""
-        if value.is_mean:
+        if value.is_of_rows:
             return scope[id(value), ""]
         if id(value) in self._staged:
             key = (id(value), at)

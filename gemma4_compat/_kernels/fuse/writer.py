@@ -230,11 +230,11 @@ class Writer:
 
     def _operand(self, operand: Operand, shape: tuple[int, ...], at: str, scope: Scope) -> str:
         if isinstance(operand, Number):
-            return _literal(operand.value)
+            return literal(operand.value)
         offset = operand.offset if isinstance(operand, Part) else 0
         index = self._index(index_in(shape, operand.strides, offset, at), scope)
         if isinstance(operand, Part):
-            if id(operand.value) not in self._done:
+            if id(operand.value) not in self._done and not operand.value.is_there:
                 return self._value(operand.value, index, scope)
             operand = Load(operand.value.memory, operand.strides)
         return self._loaded(operand, index, scope)
@@ -262,7 +262,7 @@ class Writer:
         return scope[key]
 
 
-def _literal(value: float) -> str:
-    """A number as PyTorch passes it to a kernel: rounded to ``float``."""
+def literal(value: float) -> str:
+    """A number in C, as PyTorch passes it to a kernel: rounded to ``float``."""
     bits = struct.pack("<f", ctypes.c_float(value).value)  # a large one is infinite
     return f"__uint_as_float(0x{int.from_bytes(bits, 'little'):08x}u)"

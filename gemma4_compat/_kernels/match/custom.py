@@ -361,7 +361,7 @@ def _shifted_by_kernel(*args: Any) -> bool:
 
 
 def _means(given: Any, parts: int) -> Any:
-    if given.device.type in kernels.COMPILERS and pointwise.mean(given, parts) is not None:
+    if given.device.type in kernels.COMPILERS and pointwise.of_rows(given, parts=parts) is not None:
         memory = given.new_empty((*given.shape[:-1], 1))
         operand, shape = Load(given, given.stride()), tuple(memory.shape)
         value = Value(pointwise.MEAN, (operand,), shape, given.dtype, columns=given.shape[-1], parts=parts)

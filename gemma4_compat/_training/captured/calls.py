@@ -118,12 +118,16 @@ class LayerCall(Call):
         memory, weights = self._training.memory(self), self._training.weights[self.place]
         role, is_read = getattr(self._layer.self_attn, "is_sliding", None), self._training.is_read
         given: list[Any] = [self.run, self._layer, self.tensors, weights, memory, role, self.signature]
-        with contextlib.ExitStack() as stack:
-            if self.group is not None:
-                place = memory.weights(self.group.nbytes)
-                stack.enter_context(self.group.computing_in(place))
-                given.append(functools.partial(self.group.copy_to, place))
-            return graphs.Graph(*given, is_read=is_read)
+        if self.group is not None:
+            given.append(functools.partial(self.group.copy_to, memory.weights(self.group.nbytes)))
+        with self._computing(memory):
+            return graphs.Graph(*given, is_read=is_read, fusing=self._training.fusing)
+
+    def _computing(self, memory: graphs.Memory) -> contextlib.AbstractContextManager[Any]:
+        """Inside, a streamed layer finds its weights where graphs do."""
+        if self.group is None:
+            return contextlib.nullcontext()
+        return self.group.computing_in(memory.weights(self.group.nbytes))
 
     def was_captured(self, known: Known) -> None:
         """Other layouts of its masks are counted anew."""
@@ -135,6 +139,9 @@ class LayerCall(Call):
         if state is None:
             return None
         self.graph, self._state, self._weights = graph, state, weights[self.place]
+        if not graph.is_settled:
+            with self._computing(self._training.memory(self)):
+                graph.fuse(self.run, self._layer, self._weights)
         tensors, self.tensors = self.tensors, []  # autograd saves them, through any hooks on saved tensors
         outputs = graphs.replayed().apply(self, len(tensors), *tensors, *self._weights)
         found, handed_on, cached = graphs.with_tensors(graph.form, iter(outputs))

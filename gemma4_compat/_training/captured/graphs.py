@@ -9,10 +9,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from gemma4_compat._engine.io.bits import same_bits
 from gemma4_compat._gemma4.attention import tracing
 from gemma4_compat._gemma4.state import contents
+from gemma4_compat._graphs.fused_steps import Within
 from gemma4_compat._graphs.recording import Recording, capturing
 from gemma4_compat._training import modules
+from gemma4_compat._training.captured.fusing import Fusing, Pass
 
 _PLAIN = (bool, int, float, str)
 #: Held while a graph's inputs are filled, it is launched, and its results are copied: layers share this memory.
@@ -46,7 +49,7 @@ class Buffer:
             self._source, self._stamp = weakref.ref(source), stamp
 
 
-def _nothing() -> None:
+def _nothing(*_: Any) -> None:
     return None
 
 
@@ -170,6 +173,7 @@ class Graph:
         signature: of the calls that it serves.
         bring: copies the layer's weights to where the graphs find them; does nothing if they stay there.
         is_read: whether a later layer reads what this one hands on.
+        fusing: of the model.
 
     Attributes:
         reads: what the layer has found in masks. The graph serves calls in whose masks it finds the same.
@@ -193,6 +197,7 @@ class Graph:
         bring: Callable[[], None] = _nothing,
         *,
         is_read: bool,
+        fusing: Fusing,
     ) -> None:
         import torch
 
@@ -218,11 +223,50 @@ class Graph:
         self._gradients = [
             None if one is None else memory.like(("gradient", index), one) for index, one in enumerate(found)
         ]
+        right = [one.detach() for one in tried.outputs], [one for one in found if one is not None]
         del tried, found, leaves
-        self._forward, self._backward = (memory.recorder(memory.device, memory.pool) for _ in range(2))
+        self._memory, self._fusing = memory, fusing
+        self._forward, self._backward = (
+            fusing.captured(memory.device, one, functools.partial(self._has_the_bits, tensors, incoming, one, bits))
+            for one, bits in zip(self._passes(run, layer, weights), right)
+        )
+
+    def _has_the_bits(
+        self, tensors: Sequence[Any], incoming: Sequence[Any], one: Pass, right: Sequence[Any], recording: Recording
+    ) -> bool:
+        with _launching, _without_filling():
+            self._fill(tensors, incoming)
+            recording.replay()
+            return all(map(same_bits, one.written, right))
+
+    def _passes(self, run: Run, layer: Any, weights: Sequence[Any]) -> tuple[Pass, Pass]:
+        """Forward and backward."""
+        forward = functools.partial(self._captured, functools.partial(self._run_forward, run))
+        backward = functools.partial(self._captured, functools.partial(self._run_backward, run, layer, weights))
+        outputs, gradients = (
+            [one.tensor for one in several if one is not None] for several in (self._outputs, self._gradients)
+        )
+        return Pass(forward, outputs, layer, weights), Pass(backward, gradients, layer, weights)
+
+    def _captured(self, run: Callable[[], None], within: Within) -> Recording:
+        def run_within() -> None:
+            with within():
+                run()
+
+        recording = self._memory.recorder(self._memory.device, self._memory.pool)
         with capturing.held(), _without_filling():
-            self._forward.capture(functools.partial(self._run_forward, run))
-            self._backward.capture(functools.partial(self._run_backward, run, layer, weights))
+            recording.capture(run_within)
+        return recording
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether both passes are fused, or stay as they are."""
+        return self._forward.is_settled and self._backward.is_settled
+
+    def fuse(self, run: Run, layer: Any, weights: Sequence[Any]) -> None:
+        """Have both passes of the layer captured again with fused kernels, unless these are still being compiled."""
+        both = self._forward, self._backward
+        self._fusing.attempt(self._memory.device, [*zip(both, self._passes(run, layer, weights))])
 
     def _leaves(self, tensors: Sequence[Any]) -> list[Any]:
         return [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(tensors, self._asked)]
@@ -232,7 +276,12 @@ class Graph:
             return Forward.of(run, self._leaves([buffer.tensor for buffer in self._inputs]), self._autocast)
 
     def _run_forward(self, run: Run) -> None:
-        for buffer, one in zip(self._outputs, self._again(run).outputs):
+        """It keeps nothing for a backward pass."""
+        import torch
+
+        with torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing):
+            outputs = self._again(run).outputs
+        for buffer, one in zip(self._outputs, outputs):
             buffer.tensor.copy_(one.detach())
 
     def _run_backward(self, run: Run, layer: Any, weights: Sequence[Any]) -> None:
@@ -254,10 +303,7 @@ class Graph:
     def gradients(self, tensors: Sequence[Any], incoming: Sequence[Any]) -> list[Any]:
         """Those of the tensors of a call and of the weights, for these gradients of the outputs."""
         with _launching, _without_filling():
-            self._fill(tensors)
-            for buffer, gradient in zip(self._incoming, incoming):
-                if gradient is not None:
-                    buffer.tensor.copy_(gradient)
+            self._fill(tensors, incoming)
             self._backward.replay()
             return [None if buffer is None else buffer.tensor.clone() for buffer in self._gradients]
 
@@ -275,10 +321,13 @@ class Graph:
         with modules.as_views(layer, weights) as views:
             return Forward.of(run, inputs, self._autocast).gradients(incoming, views, recorded=True)
 
-    def _fill(self, tensors: Sequence[Any]) -> None:
+    def _fill(self, tensors: Sequence[Any], incoming: Sequence[Any] = ()) -> None:
         self._bring()
         for buffer, tensor in zip(self._inputs, tensors):
             buffer.fill(tensor)
+        for buffer, gradient in zip(self._incoming, incoming):
+            if gradient is not None:
+                buffer.tensor.copy_(gradient)
 
 
 @functools.cache

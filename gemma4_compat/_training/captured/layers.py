@@ -19,7 +19,7 @@ from gemma4_compat._graphs.recording import RECORDERS, Recording
 from gemma4_compat._graphs.statistics import TrainingStatistics
 from gemma4_compat._offload.transfer import streaming
 from gemma4_compat._training import modules
-from gemma4_compat._training.captured import calls, graphs
+from gemma4_compat._training.captured import calls, fusing, graphs
 from gemma4_compat._training.captured.calls import LayerCall
 
 #: Tokens of a call, over all rows of a batch, unless more are asked for.
@@ -55,6 +55,7 @@ class Training:
         capture_at: int = CAPTURED_AT,
     ) -> None:
         self.statistics = TrainingStatistics()
+        self.fusing = fusing.Fusing(self.statistics)
         self.states: list[State] = []
         self.weights: list[list[Any]] = []
         self.is_read = any(getattr(layer.self_attn, "is_kv_shared_layer", False) for layer in layers)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gemma4_compat._kernels.compiling import Nvrtc
-from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
+from gemma4_compat._kernels.fuse import pointwise, row_kernels, run_writer, writer
 from gemma4_compat._kernels.fuse.pointwise import Load, Number, Part, Value
 from gemma4_compat._kernels.match import custom, top_tokens
 from gemma4_compat._kernels.programs import Kernel
@@ -68,6 +68,30 @@ def _rows() -> Iterator[Kernel]:
         (torch.float32, 4, 1, 5376),
     ):
         yield from row_kernels.kernels_of([_normed(Part(_adapted(dtype, rank, rows, columns), 0, (columns, 1)))])
+
+
+def _runs() -> Iterator[Kernel]:
+    """Every operation on its own, in runs of each dtype, and the kernels of a layer's forward and backward pass."""
+    from tests.unit.kernels.test_runs import CPU, Launching, Layer, OnDemand
+
+    class Noting(Launching):
+        def kernel(self, kernel: Kernel, _signatures: Any) -> None:
+            self.kernels.append(kernel)
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        rows, column = Load(torch.zeros(6, 8, dtype=dtype), (8, 1)), Load(torch.zeros(8, dtype=dtype), (0, 1))
+        for name, how in sorted(pointwise.operations().items()):
+            if how.source and name not in ("where", "constant", "divide_by_number"):
+                operands = (rows, column)[: how.source.count("{1}") + 1]
+                memory = torch.zeros(6, 8, dtype=dtype)
+                yield run_writer.kernel_of([Value(name, operands, (6, 8), dtype, memory=memory)])
+    for hidden in (256, 1536, 2560):
+        sink, layer = Noting(None), Layer(hidden=hidden)
+        with OnDemand(CPU, sink, {}, layer.trained) as mode:
+            kept = [torch.empty(one.shape, dtype=one.dtype).copy_(one.detach()) for one in layer.passes()]
+            mode.flush()
+        assert kept
+        yield from sink.kernels
 
 
 def _normed(given: Load | Part) -> Value:
@@ -263,6 +287,7 @@ def _top_tokens() -> Iterator[Kernel]:
 EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "writer": _pointwise,
     "row_writer": _rows,
+    "run_writer": _runs,
     "nf4_exact": _nf4_exact,
     "nf4_gemv": _nf4_gemv,
     "dense": _dense,

@@ -184,7 +184,7 @@ def test_only_what_no_kernel_writes_is_taken_for_constant(name: str) -> None:
         for text in programs.included(kernel.text):
             assert {one for each in parameters(text) for one in constants(each)} <= CONSTANT
         for own in parameters(kernel.text):  # written here, not a template of a file
-            if name in ("writer", "row_writer"):
+            if name in ("writer", "row_writer", "run_writer"):
                 weights = {
                     one.split()[-1] for one, it in zip(own, kernel.tensors) if isinstance(it, torch.nn.Parameter)
                 }

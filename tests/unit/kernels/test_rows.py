@@ -22,6 +22,11 @@ CPU = torch.device("cpu")
 
 
 def mean(given: Any) -> Any:
+    """Row by row as CUDA does it: the sum, times the reciprocal."""
+    return total(given) * (torch.tensor(1.0) / given.shape[-1])
+
+
+def total(given: Any) -> Any:
     """Row by row as ``Reduce.cuh`` adds: four sums a thread, then halves of the threads, then a warp."""
     rows, columns = given.reshape(-1, given.shape[-1]).shape
     found = pointwise.order(rows, columns)
@@ -41,7 +46,7 @@ def mean(given: Any) -> Any:
     while whole.shape[1] > 1:
         half = whole.shape[1] // 2
         whole = whole[:, :half] + whole[:, half:]
-    return (whole * (torch.tensor(1.0) / columns)).reshape(*given.shape[:-1], 1)
+    return whole.reshape(*given.shape[:-1], 1)
 
 
 #: Rows and columns: fewer threads than a warp's worth of columns, vectors, several warps, 12 rows of heads; rows of
@@ -50,15 +55,24 @@ SHAPES = [(1, 32), (3, 96), (1, 128), (12, 256), (8, 512), (1, 1536), (2, 2560),
 SHAPES += [(9, 1536), (64, 1536), (17, 2560), (40, 5376), (64, 768)]
 
 
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_a_mean_is_added_in_cudas_order(on_host: kernels.Kernels, rows: int, columns: int) -> None:
-    given = torch.randn(rows, columns, generator=torch.Generator().manual_seed(columns))
-    value = Value(pointwise.MEAN, (Load(given, (columns, 1)),), (rows, 1), torch.float32, columns=columns)
+def of_rows(name: str, given: Any) -> Value:
+    """Their means, or sums."""
+    rows, columns = given.shape
+    value = Value(name, (Load(given, (columns, 1)),), (rows, 1), torch.float32, columns=columns)
     value.memory = torch.empty(rows, 1)
-    (kernel,) = row_kernels.kernels_of([value])
-    on_host.prepare([kernel.text], [])
-    on_host.launch(kernel)
-    assert torch.equal(value.memory, mean(given))
+    return value
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_means_and_sums_are_added_in_cudas_order(on_host: kernels.Kernels, rows: int, columns: int) -> None:
+    given = torch.randn(rows, columns, generator=torch.Generator().manual_seed(columns))
+    values = [of_rows(name, given) for name in pointwise.OF_ROWS]
+    several = [kernel for value in values for kernel in row_kernels.kernels_of([value])]
+    on_host.prepare([kernel.text for kernel in several], [])
+    for kernel in several:
+        on_host.launch(kernel)
+    assert torch.equal(values[0].memory, mean(given))
+    assert torch.equal(values[1].memory, total(given))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 16), (1, 130), (64, 20000)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,27 @@ def replays_have_the_bits(model: Any, given: dict[str, Any], right: list[Any]) -
     counted = gemma4_compat.statistics(model).training
     assert counted.captured == len(layers.decoder_layers(model))
     assert counted.reasons == ()
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_layers_have_the_bits(dtype: Any) -> None:
+    """While kernels are being compiled, and afterwards."""
+    model = adapted(dtype).train()
+    ids = torch.randint(3, 1024, (2, 256), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    given = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    right = step(model, given)
+    only(model, graphs=True)
+    counted = gemma4_compat.statistics(model).training
+    for _ in range(300):
+        assert all(one.equal(other) for one, other in zip(right, step(model, given), strict=True))
+        counted = gemma4_compat.statistics(model).training
+        if counted.captured and counted.fused == 2 * counted.captured:
+            break
+        time.sleep(0.1)
+    assert counted.not_fused == ()
+    assert counted.fused == 2 * counted.captured > 0
+    assert all(one.equal(other) for one, other in zip(right, step(model, given), strict=True))
 
 
 @pytest.mark.usefixtures("deterministic")
