@@ -1,8 +1,8 @@
 """What do deterministic algorithms cost a step with `train_fast`, are two runs the same, and what does packing save?
 
 python benchmarks/training/reproducible.py --shape E2B --out FILE.json
-    [--parts deterministic,packed,streamed] [--where streamed] [--sequences 512,2048,8192] [--rows 2048,8192]
-    [--turns 2] [--minutes 2.5]
+    [--parts deterministic,packed,streamed,fused] [--where streamed] [--sequences 512,2048,8192] [--rows 2048,8192]
+    [--turns 2] [--minutes 2.5] [--kernels]
 
 QLoRA of rank 16 on every linear layer of the decoder, random weights in the real shape, 4-bit with double
 quantization, checkpointing, bf16 autocast, AdamW, one process, with what `train_fast` turns on in a GPU with room: the
@@ -18,12 +18,17 @@ packed          texts of `--shortest` to `--longest` tokens, which together fill
 streamed        one text a step, unfilled; for `--where half` or `streamed`, and only where it is named
   eager           with everything but graphs
   replayed        with graphs
+fused           one text a step, unfilled; only where it is named
+  unfused         graphs of PyTorch's kernels
+  fused           graphs with fused kernels, once they are compiled
+                  `--kernels`: of a step of both, the kernels that take longest; of each fused kernel, GB a second
 
 For each way: seconds of steps after the first six, in which `train_fast` captures; tokens that are not padding a
 second; PyTorch's peaks; and losses and adapter of one turn against those of the others. CUBLAS_WORKSPACE_CONFIG is set
 for all ways. A part starts nothing that ends later than `--minutes` after its begin; the file is written after every
 turn. Exit code 1: something raised, a loss is not finite, nothing was replayed, two turns with deterministic
-algorithms differ, also eager and replayed ones, or the first losses of packed and padded texts by over a percent.
+algorithms differ, also eager and replayed ones, or unfused and fused ones, or the first losses of packed and padded
+texts by over a percent.
 """
 
 from __future__ import annotations
@@ -35,26 +40,38 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import gemma4_compat  # noqa: F401  (before the others)
+import gemma4_compat
 from benchmarks import common
 from benchmarks.common import Data
 from benchmarks.decoding import models
 from benchmarks.training import long_steps, short_steps
 from gemma4_compat._graphs import recording
+from gemma4_compat._kernels import programs
+from gemma4_compat._kernels.kernels import Kernels
+from gemma4_compat._kernels.kernels import of as kernels_of
+from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._lab.stand_ins.tape import standing_in
+from gemma4_compat._training.captured import fusing, layers
 
 #: Whether algorithms are deterministic, and whether new memory is then filled.
 DETERMINISTIC = {"free": (False, True), "filled": (True, True), "unfilled": (True, False)}
 PACKED = ("packed", "padded")
 #: Of `short_steps.WAYS`.
 STREAMED = {"eager": "windows", "replayed": "fast-windows"}
-PARTS = {"deterministic": tuple(DETERMINISTIC), "packed": PACKED, "streamed": tuple(STREAMED)}
+#: Whether graphs are fused.
+FUSED = {"unfused": False, "fused": True}
+PARTS = {"deterministic": tuple(DETERMINISTIC), "packed": PACKED, "streamed": tuple(STREAMED), "fused": tuple(FUSED)}
+#: Ways that are compared with each other.
+COMPARED = (*STREAMED, *FUSED)
+#: Steps until kernels are compiled, at most; kernels of a step that are shown; launches of a kernel that is timed.
+COMPILED, SHOWN, LAUNCHES = 200, 20, 50
 #: Different batches of packed texts.
 BATCHES = 4
 #: Padded batches have a multiple of so many tokens.
@@ -68,7 +85,7 @@ def determinism(way: str) -> Iterator[None]:
     """Inside, algorithms are as this way has them."""
     import torch
 
-    enabled, filled = DETERMINISTIC["unfilled" if way in STREAMED else way if way in DETERMINISTIC else "free"]
+    enabled, filled = DETERMINISTIC["unfilled" if way in COMPARED else way if way in DETERMINISTIC else "free"]
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(enabled)
     torch.utils.deterministic.fill_uninitialized_memory = filled
@@ -144,6 +161,59 @@ class Parts:
             text = self.steps.text(sequence)
             self.turns(f"{sequence} streamed", sequence, {way: [text] for way in STREAMED})
 
+    def fused(self) -> None:
+        """Without and with fused kernels, and what the kernels of a step take."""
+        for sequence in self.arguments.sequences:
+            text = self.steps.text(sequence)
+            self.run.attempt(f"{sequence} compiled", 0, lambda text=text: self.compiled(text))
+            for way in FUSED if self.arguments.kernels else ():
+                self.run.attempt(f"{sequence} kernels", 0, lambda text=text, way=way: self.kernels(text, way))
+            self.turns(f"{sequence} fused", sequence, {way: [text] for way in FUSED})
+
+    def compiled(self, text: Data) -> None:
+        """Have the kernels of a text compiled."""
+        with determinism("fused"), short_steps.switched(self.steps, "fast-windows"):
+            self.settle(text, "fused")
+
+    def settle(self, text: Data, way: str) -> None:
+        """Run steps until graphs are captured, and fused if they are to be."""
+        for number in range(COMPILED):
+            self.steps.loss(text)
+            found = gemma4_compat.statistics(self.steps.model).training
+            is_fused = found.fused == 2 * found.captured or found.not_fused
+            if number >= layers.CAPTURED_AT and (is_fused or not FUSED[way]):
+                return
+
+    def kernels(self, text: Data, way: str) -> None:
+        """The kernels of a step, and what those of ours move."""
+        import torch
+
+        launched: dict[str, Kernel] = {}
+        launch = Kernels.launch
+
+        def noted(kernels: Kernels, kernel: Kernel) -> None:
+            if torch.cuda.is_current_stream_capturing():
+                launched.setdefault(kernel.text, kernel)
+            launch(kernels, kernel)
+
+        with (
+            determinism(way),
+            mock.patch.object(fusing, "ENABLED", FUSED[way]),
+            mock.patch.object(Kernels, "launch", noted),
+            short_steps.switched(self.steps, "fast-windows"),
+        ):
+            self.settle(text, way)
+            found: Data = {"kernels": profiled(lambda: self.steps.loss(text))}
+            found["moved"] = [moved(kernel) for kernel in launched.values() if not kernel.shared]
+        case = f"{text['input_ids'].numel()} {way}"
+        self.run.result.setdefault("kernels", {})[case] = found
+        whole = sum(one["ms"] for one in found["kernels"])
+        lines = [f"kernels of {case}: {whole:.1f} ms, {sum(one['count'] for one in found['kernels'])} launches"]
+        lines += ["{ms:8.2f} ms {count:5d} x {name:.100}".format(**one) for one in found["kernels"][:SHOWN]]
+        for one in sorted(found["moved"], key=lambda one: -one["mb"])[:SHOWN]:
+            lines.append("{us:8.1f} us {mb:7.2f} MB {gb_s:6.0f} GB/s {name} {sizes} writes {written}".format(**one))
+        self.run.keep("\n".join(lines))
+
     def packed(self) -> None:
         """Texts that fill a row of each length."""
         for row in self.arguments.rows:
@@ -166,14 +236,18 @@ class Parts:
                 continue
             cell, adapter = found
             cell |= {"case": case, "tokens": tokens, "way": way, "turn": turn, "shape": list(shape(batches[way]))}
-            cell["apart"] = self.apart(case if way in STREAMED else f"{case}, {way}", adapter)
+            cell["apart"] = self.apart(case if way in COMPARED else f"{case}, {way}", adapter)
             self.run.result["cells"][title] = cell
-            speed = tokens / statistics.median(cell["seconds"])
-            self.run.keep(f"{title}: {speed:.0f} tokens a second, {cell['memory']['peak_reserved_gib']} GiB reserved")
+            seconds, reserved = statistics.median(cell["seconds"]), cell["memory"]["peak_reserved_gib"]
+            speed = f"{seconds * 1e3:.1f} ms, {tokens / seconds:.0f} tokens a second"
+            graphs = (
+                f"captured in {cell['capture_s']:.1f} s, {cell['fused']} fused" if "fused" in cell else "no graphs"
+            )
+            self.run.keep(f"{title}: {speed}, {reserved} GiB reserved, {graphs}")
 
     def turn(self, way: str, batches: list[Data]) -> tuple[Data, dict[str, Any]]:
         """Times, peaks and losses of a turn, and the adapter after it."""
-        with determinism(way):
+        with determinism(way), mock.patch.object(fusing, "ENABLED", FUSED.get(way, True)):
             fast = STREAMED.get(way, STREAMED["replayed"])
             found = short_steps.measured(self.steps, fast, batches, self.arguments.steps)
         return found, {name: weight.detach().cpu() for name, weight in self.steps.sorted()}
@@ -191,6 +265,40 @@ class Parts:
         return apart / changed
 
 
+def profiled(step: Callable[[], Any]) -> list[Data]:
+    """The kernels of a step by name, those that take longest first: milliseconds, and how often they ran."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found.setdefault(event.name, []).append(event.device_time_total / 1000)
+    rows = [{"name": name, "ms": sum(times), "count": len(times)} for name, times in found.items()]
+    return sorted(rows, key=lambda row: -row["ms"])
+
+
+def moved(kernel: Kernel) -> Data:
+    """How long a kernel takes that was captured, and how much memory it reads and writes a second."""
+    import torch
+
+    launch, events = kernels_of(kernel.tensors[0].device).launch, [torch.cuda.Event(enable_timing=True) for _ in "be"]
+    launch(kernel)
+    events[0].record()
+    for _ in range(LAUNCHES):
+        launch(kernel)
+    events[1].record()
+    torch.cuda.synchronize()
+    each = events[0].elapsed_time(events[1]) * 1e-3 / LAUNCHES
+    size = sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in kernel.tensors)
+    found = {"name": programs.name_of(kernel.text), "sizes": kernel.sizes, "written": kernel.written}
+    return found | {"us": each * 1e6, "mb": size * 1e-6, "gb_s": size * 1e-9 / each}
+
+
 def shape(batches: list[Data]) -> tuple[int, int]:
     """(rows, tokens) of a batch."""
     rows, tokens = batches[0]["input_ids"].shape
@@ -205,8 +313,10 @@ def problems(cells: Data) -> Iterator[str]:
             yield f"{title}: a loss is not finite"
         if cell["way"] != "eager" and not cell["replayed"]:
             yield f"{title}: nothing was replayed"
-        losses = first.setdefault((cell["case"], "" if cell["way"] in STREAMED else cell["way"]), cell["losses"])
-        same = cell["way"] in STREAMED or DETERMINISTIC.get(cell["way"], (False,))[0]
+        losses = first.setdefault((cell["case"], "" if cell["way"] in COMPARED else cell["way"]), cell["losses"])
+        same = cell["way"] in COMPARED or DETERMINISTIC.get(cell["way"], (False,))[0]
+        if cell["way"] == "fused" and cell["not_fused"]:
+            yield f"{title}: {cell['not_fused']}"
         if same and (cell["losses"] != losses or cell["apart"]):
             yield f"{title}: not what the first turn trained"
     for (case, way), losses in first.items():
@@ -251,6 +361,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", default="2048,8192", help="tokens of a packed row")
     parser.add_argument("--shortest", type=int, default=50, help="tokens of a packed text (50)")
     parser.add_argument("--longest", type=int, default=500, help="tokens of a packed text (500)")
+    parser.add_argument("--kernels", action="store_true", help="show what the kernels of a step take (part fused)")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6, help="that are timed in a turn (6)")
     parser.add_argument("--rank", type=int, default=long_steps.RANK)

@@ -99,7 +99,7 @@ def measured(steps: long_steps.Steps, way: str, batches: Iterable[Data], timed: 
         found["beside_gib"] = None if before is None else (beside() or 0.0) - before
         if is_fast(way):
             found |= {"replayed": counted.replayed, "captured": counted.captured, "reasons": counted.reasons}
-            found["capture_s"] = counted.capture_seconds
+            found |= {"capture_s": counted.capture_seconds, "fused": counted.fused, "not_fused": counted.not_fused}
         return found
 
 

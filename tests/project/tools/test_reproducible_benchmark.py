@@ -53,7 +53,7 @@ def test_only_some_ways_are_deterministic(way: str) -> None:
     with reproducible.determinism(way):
         assert torch.are_deterministic_algorithms_enabled() == (way not in ("free", *reproducible.PACKED))
         filled_now = torch.utils.deterministic.fill_uninitialized_memory
-        assert filled_now == (way not in ("unfilled", *reproducible.STREAMED))
+        assert filled_now == (way not in ("unfilled", *reproducible.COMPARED))
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory == filled
 
@@ -106,3 +106,14 @@ def test_no_problems() -> None:
     """Without deterministic algorithms two turns may differ."""
     cells = [cell("free", ["1.5"]), cell("free", ["1.6"], apart=0.1), cell("filled", ["1.5"], apart=0.0)]
     assert [*reproducible.problems({str(number): one for number, one in enumerate(cells)})] == []
+
+
+@pytest.mark.skipif(not checkpointing.is_in_forward(), reason="train_fast beside checkpointing: 5.23")
+def test_fused_layers(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    given = GIVEN.replace("--steps 1", "--steps 1 --turns 1")
+    assert reproducible.main([*given.split(), "--parts", "fused", "--kernels", "--out", str(file)]) == 1
+    result = json.loads(file.read_text(encoding="utf-8"))
+    assert [cell["apart"] for cell in result["cells"].values()] == [None, 0]
+    assert result["problems"] == ["32 fused, fused, 1: ('there are no kernels for cpu',)"]  # it has to say so
+    assert {name: one["moved"] for name, one in result["kernels"].items()} == {"32 unfused": [], "32 fused": []}
