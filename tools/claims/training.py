@@ -12,7 +12,7 @@ from typing import Any
 from gemma4_compat._gemma4.attention import flash, packing, windows
 from gemma4_compat._gemma4.models import variants
 from gemma4_compat._training import chunks, mlp, parts
-from gemma4_compat._training.captured import layers
+from gemma4_compat._training.captured import fusing, layers
 from tools.claims.form import Claim, in_file, result, text_of
 from tools.pages.markers import ROOT
 from tools.trained_model import batches, media
@@ -122,6 +122,15 @@ def step(way: str, tokens: str = "2,048") -> float:
 
 
 CLAIMS = (
+    Claim(
+        _TRAINING,
+        "less than 1/{} of the bytes, and 1/{} of the kernels",
+        lambda: tuple(
+            in_file("tests/unit/kernels/test_runs.py", rf"assert (\d) \* {one}\(fused\) < ")[0]
+            for one in ("moved", "len")
+        ),
+    ),
+    Claim(_TRAINING, "a gradient may be {:.0f} times as far from the first as the second is", lambda: (fusing.APART,)),
     Claim(
         _TRAINING,
         "a step of an E2B took {} % longer with 2,048 tokens (raw), and with 8,192 it takes {} s, and {} s without",

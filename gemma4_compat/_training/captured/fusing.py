@@ -26,7 +26,7 @@ ENABLED = True
 #: What a layer's notes say that it was fused for.
 KIND = "training"
 #: How far gradients may be from PyTorch's, of the distance between two replays of PyTorch's kernels, if these differ.
-_APART = 2.0
+APART = 2.0
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _is_as_near(found: Any, before: Any, again: Any) -> bool:
     same bits, unless attention adds gradients up in another order each time.
     """
     apart, usual = ((one.double() - before.double()).norm() for one in (found, again))
-    return same_bits(found, before) or bool(apart <= _APART * usual)
+    return same_bits(found, before) or bool(apart <= APART * usual)
 
 
 def _unsupported_reason(device: Any, one: Pass) -> str | None:
