@@ -70,6 +70,7 @@ class Way(NamedTuple):
     rest: bool = False
     offload: bool = False
     windows: bool = False
+    products: bool = True  # with windows
 
 
 WAYS = {
@@ -130,7 +131,8 @@ class Steps:
 
         common.checkpointing(self.model, offload=way.offload)
         mlp = way.mlp and (self.tokens or True)
-        common.parts(self.model, loss=True, mlp=mlp, windows=way.windows, products=way.windows, **graphs)
+        products = way.windows and way.products
+        common.parts(self.model, loss=True, mlp=mlp, windows=way.windows, products=products, **graphs)
         if not way.rest:
             for part in (norms, shared_states, per_layer):
                 part.leave(self.model)

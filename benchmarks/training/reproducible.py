@@ -1,4 +1,4 @@
-"""What do deterministic algorithms cost a step with `train_fast`, are two runs the same, and what does packing save?
+"""What does it cost that steps with `train_fast` are reproducible, are two runs the same, and what does packing save?
 
 python benchmarks/training/reproducible.py --shape E2B --out FILE.json
     [--parts deterministic,packed,streamed,fused] [--where streamed] [--sequences 512,2048,8192] [--rows 2048,8192]
@@ -9,7 +9,8 @@ quantization, checkpointing, bf16 autocast, AdamW, one process, with what `train
 loss in chunks, windows and products, and graphs. Ways, in turns, each turn from the same adapter:
 
 deterministic   one text a step
-  free            as PyTorch is
+  whole           with `products=False`: PyTorch's attention, which adds gradients in a changing order
+  free            as `train_fast` is
   filled          `torch.use_deterministic_algorithms(True)`, which also fills new memory
   unfilled        the same with `torch.utils.deterministic.fill_uninitialized_memory = False`
 packed          texts of `--shortest` to `--longest` tokens, which together fill a row
@@ -26,9 +27,8 @@ fused           one text a step, unfilled; only where it is named
 For each way: seconds of steps after the first six, in which `train_fast` captures; tokens that are not padding a
 second; PyTorch's peaks; and losses and adapter of one turn against those of the others. CUBLAS_WORKSPACE_CONFIG is set
 for all ways. A part starts nothing that ends later than `--minutes` after its begin; the file is written after every
-turn. Exit code 1: something raised, a loss is not finite, nothing was replayed, two turns with deterministic
-algorithms differ, also eager and replayed ones, or unfused and fused ones, or the first losses of packed and padded
-texts by over a percent.
+turn. Exit code 1: something raised, a loss is not finite, nothing was replayed, two turns differ that must not, also
+eager and replayed ones, or unfused and fused ones, or the first losses of packed and padded texts by over a percent.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ from gemma4_compat._lab.stand_ins.tape import standing_in
 from gemma4_compat._training.captured import fusing, layers
 
 #: Whether algorithms are deterministic, and whether new memory is then filled.
-DETERMINISTIC = {"free": (False, True), "filled": (True, True), "unfilled": (True, False)}
+DETERMINISTIC = {"whole": (False, True), "free": (False, True), "filled": (True, True), "unfilled": (True, False)}
+#: Ways of which each turn trains the same.
+REPRODUCIBLE = ("free", "filled", "unfilled")
 PACKED = ("packed", "padded")
 #: Of `short_steps.WAYS`.
 STREAMED = {"eager": "windows", "replayed": "fast-windows"}
@@ -248,7 +250,7 @@ class Parts:
     def turn(self, way: str, batches: list[Data]) -> tuple[Data, dict[str, Any]]:
         """Times, peaks and losses of a turn, and the adapter after it."""
         with determinism(way), mock.patch.object(fusing, "ENABLED", FUSED.get(way, True)):
-            fast = STREAMED.get(way, STREAMED["replayed"])
+            fast = "fast-whole" if way == "whole" else STREAMED.get(way, STREAMED["replayed"])
             found = short_steps.measured(self.steps, fast, batches, self.arguments.steps)
         return found, {name: weight.detach().cpu() for name, weight in self.steps.sorted()}
 
@@ -314,7 +316,7 @@ def problems(cells: Data) -> Iterator[str]:
         if cell["way"] != "eager" and not cell["replayed"]:
             yield f"{title}: nothing was replayed"
         losses = first.setdefault((cell["case"], "" if cell["way"] in COMPARED else cell["way"]), cell["losses"])
-        same = cell["way"] in COMPARED or DETERMINISTIC.get(cell["way"], (False,))[0]
+        same = cell["way"] in (*COMPARED, *REPRODUCIBLE)
         if cell["way"] == "fused" and cell["not_fused"]:
             yield f"{title}: {cell['not_fused']}"
         if same and (cell["losses"] != losses or cell["apart"]):

@@ -54,6 +54,7 @@ WAYS = {
     "unchecked": long_steps.WAYS["chunked"],
     "windows": long_steps.Way(windows=True),
     "fast-windows": long_steps.Way(windows=True),
+    "fast-whole": long_steps.Way(windows=True, products=False),
     "pieces": long_steps.WAYS["windows"],
     "fast-pieces": long_steps.WAYS["windows"],
 }

@@ -38,7 +38,6 @@ def main() -> int:
     from gemma4_compat._gemma4.attention import windows
 
     windows.LEAST = {"cpu": 0, "cuda": 0}  # to find from which length on it is faster
-    windows.LEAST_TO_MULTIPLY = {"cuda": 0}
     model = build(arguments.layers, arguments.device)
     result: dict[str, Any] = {
         "torch": version("torch"),

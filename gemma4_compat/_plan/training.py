@@ -98,10 +98,10 @@ def plan_training(
             says which.
         chunked_mlp: whether MLPs are in chunks, as ``train_fast`` computes them. None: only if the step otherwise does
             not fit or leaves less than 0.5 GiB, with all decoder layers streamed; ``reasons`` says which.
-        sliding_windows: whether sliding layers are computed by windows and full ones by matrix products
-            (``transformers-sliding-windows``), which a GPU does from 4,096 tokens on. It takes less time, and rounds
-            gradients otherwise. None: only if the step otherwise does not fit, leaves less than 0.5 GiB, or has more
-            decoder layers streamed.
+        sliding_windows: whether attention is by windows and matrix products (``transformers-sliding-windows``) from
+            4,096 tokens on; shorter texts have products wherever ``train_fast`` is called. It takes less time, and
+            rounds gradients otherwise. None: only if the step otherwise does not fit, leaves less than 0.5 GiB, or has
+            more decoder layers streamed.
         train_fast: whether decoder layers are replayed, as after ``train_fast``; graphs are counted for
             sequences of one length. None: in steps of up to 2,048 tokens whose layers can be replayed, if the graphs
             fit, with all decoder layers streamed if need be. A step in which no layer can be replayed goes without;

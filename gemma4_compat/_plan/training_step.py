@@ -61,7 +61,7 @@ class Step:
         chunked_loss: the loss is in chunks, as ``train_fast`` computes it.
         activation_offloading: checkpointed activations are in host memory until the backward pass needs it.
         chunked_mlp: MLPs are computed in chunks, as ``train_fast`` does.
-        sliding_windows: attention is by windows and products, as after ``train_fast`` on a GPU.
+        sliding_windows: long texts have their attention by windows and products, as after ``train_fast`` on a GPU.
         train_fast: decoder layers are replayed, as after ``train_fast``, in sequences of one length.
     """
 
@@ -76,6 +76,13 @@ class Step:
     chunked_mlp: bool = False
     sliding_windows: bool = False
     train_fast: bool = False
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether products compute attention, as ``train_fast`` has it for texts that are too short for windows."""
+        is_called = self.chunked_loss or self.chunked_mlp or self.train_fast
+        short = is_called and self.max_length < windows.LEAST_ON_GPU
+        return self.sliding_windows or (short and windows.unavailable() is None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +163,7 @@ class Steps:
         if step.sliding_windows and windows.unavailable() is not None:
             raise _off("sliding_windows", windows.ID)
         model, adapted, sizes = self._model, self._adapted, self._sizes
-        by_windows = windows.planned() if step.sliding_windows else contextlib.nullcontext()
+        by_windows = windows.planned() if step.multiplies else contextlib.nullcontext()
         with self._mode, _quiet(), by_windows, chunks.planned(), fake_model.put_back(adapted):
             adapted.train()
             _ask("chunked_loss", step.chunked_loss, loss, adapted)

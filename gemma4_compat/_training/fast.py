@@ -52,8 +52,8 @@ def train_fast(
             "auto": if a batch of ``max_tokens`` would not fit into the memory that is free on the GPU now; graphs then
             replay batches of up to 2,048 tokens. A number: the tokens of a chunk, in place of 2,048.
         windows: compute sliding layers by windows, from 4,096 tokens on (E2B, E4B on a CPU: 2,048). "auto": yes.
-        products: compute full layers by matrix products, in 16 bits on a GPU, from 4,096 tokens on; all layers of any
-            length if ``torch.use_deterministic_algorithms`` is on. "auto": yes.
+        products: compute attention by matrix products, in 16 bits on a GPU, in place of windows. Gradients are added
+            in one order, so two runs have the same bits. "auto": yes.
         graphs: replay each decoder layer as CUDA graphs. A layer is captured in the fourth call with tensors of the
             same shapes, for up to four shapes: pad to a few lengths (``pad_to_multiple_of``), or pack. Layers whose
             weights are offloaded but not streamed, and a model without a GPU, run as before; the log says why.

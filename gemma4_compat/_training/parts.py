@@ -26,7 +26,7 @@ _SAID = {
     "loss": "the loss in chunks (outputs.logits is None)",
     "mlp": "MLPs in chunks",
     "windows": "sliding layers by windows",
-    "products": "full layers by products",
+    "products": "attention by products",
 }
 
 

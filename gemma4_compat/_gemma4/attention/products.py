@@ -5,9 +5,10 @@ without keeping the scores of all pairs, and its backward pass is slow. Here a b
 float32. The backward pass computes them again, and takes four more. Keys and values are not repeated for each head of
 the queries, and keys that no query of a block sees are left out.
 
-With ``torch.use_deterministic_algorithms`` that kernel's backward pass takes the keys of a head one tile after the
-other, and most of a GPU waits. Products add in one order, so then they take heads of any width. Sliding layers have
-short blocks of queries, windows, each with its own keys, and one product is for all windows that memory has room for.
+Products add in one order, and PyTorch's kernels do not: two runs of one script drift apart. Where algorithms must be
+deterministic, these take the keys of a head one tile after the other, and most of a GPU waits. So products take heads
+of any width. Sliding layers have short blocks of queries, windows, each with its own keys, and one product is for all
+windows that memory has room for.
 """
 
 from __future__ import annotations
@@ -58,18 +59,13 @@ class Piece(NamedTuple):
 Pieces = tuple[Piece, ...]
 
 
-def takes(width: int) -> bool:
-    """Whether products are for heads of this width."""
-    return width > WIDEST or torch.are_deterministic_algorithms_enabled()
-
-
 def serve(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> bool:
     """Whether a layer that trains may be computed by products, as far as its tensors say.
 
     Queries, keys and values are (rows, heads, tokens, width), a mask is (rows or 1, heads or 1, queries, keys), or
     ``packing.by_text`` stands for it. Without one, each query sees the keys up to its own.
     """
-    if not layers.is_text(module) or not module.training or not takes(query.shape[-1]):
+    if not layers.is_text(module) or not module.training:
         return False
     if query.dtype not in DTYPES or {key.dtype, value.dtype} != {query.dtype}:
         return False
@@ -108,7 +104,7 @@ def attention(
     """(rows, queries, heads, width) of what :func:`serve` takes.
 
     ``window``: of the layer. ``every``: a block is computed with every key up to its last query's, as far as the
-    window reaches, whatever the values of the mask.
+    window reaches, unless the mask shows others. So it does not depend on padding, or on where texts begin.
     """
     rows, heads, queries, width = query.shape
     layout = shown = None
@@ -119,11 +115,10 @@ def attention(
         shown = tracing.made(mask, attached.WINDOWS, packing.blocks, rows, layout, window)
     else:
         block = max(_LEAST, min(_MOST, _SCORES // (rows * heads * key.shape[2]) // _LEAST * _LEAST))
-        if mask is None or every or not _has_memory(mask):
-            reach = (queries if mask is None else window or queries) - 1
-            spans: Spans = tuple((max(at - reach, 0), min(at + block, queries)) for at in range(0, queries, block))
+        if mask is None or not _has_memory(mask) or (every and packing.is_by_text(mask)):
+            spans = _earlier(queries, block, None if mask is None else window)
         else:
-            spans = tracing.once(mask, attached.SPANS, _spans, queries, block, window)
+            spans = tracing.once(mask, attached.SPANS, _every if every else _spans, queries, block, window)
         pieces = tuple(Piece(index * block, 1, *span) for index, span in enumerate(spans))
     return _Products.apply(query, key, value, mask, shown, scaling, block, pieces, window)
 
@@ -140,6 +135,20 @@ def _spans(mask: Any, queries: int, block: int, window: int | None) -> Spans:
     seen = _seen(mask, queries, block, window).byte()
     first, after = seen.argmax(dim=1), mask.shape[3] - seen.flip(1).argmax(dim=1)
     return tuple(zip(first.tolist(), after.tolist()))  # of a block that sees nothing: all keys
+
+
+def _every(mask: Any, queries: int, block: int, window: int | None) -> Spans:
+    """The same for each mask that shows only earlier keys."""
+    widest, found = _earlier(queries, block, window), _spans(mask, queries, block, window)
+    seen = _seen(mask, queries, block, window).any(dim=1).tolist()
+    inside = (first <= one and end <= after for (first, after), (one, end), sees in zip(widest, found, seen) if sees)
+    return widest if mask.shape[3] == queries and all(inside) else found
+
+
+def _earlier(queries: int, block: int, window: int | None) -> Spans:
+    """The keys up to each block's last query, as far as the window reaches."""
+    reach = (window or queries) - 1
+    return tuple((max(at - reach, 0), min(at + block, queries)) for at in range(0, queries, block))
 
 
 def _layout(mask: Any, window: int, block: int) -> Layout | None:

@@ -38,8 +38,8 @@ ROUNDED = 1024
 #: shape is computed both ways, and no plan counts that: only where windows save a quarter of the time.
 LEAST = {"cpu": 0}
 LEAST_ON_GPU, _LEAST_UNASKED = 4_096, 16_384
-#: Queries from which :mod:`products` compute attention in training, by device; all where that is deterministic.
-LEAST_TO_MULTIPLY = {"cuda": LEAST_ON_GPU, "gpu": LEAST_ON_GPU}
+#: Where :mod:`products` compute attention in training.
+MULTIPLYING = ("cuda", "gpu")
 #: Units of keys after a block that may be tried: an image has at most 1,120 tokens.
 _AFTER = range(4)
 
@@ -61,6 +61,7 @@ def planned() -> contextlib.AbstractContextManager[None]:
 
     Their masks show what those of a text show: nobody can read them.
     """
+    dormant.activate(ID)  # texts may be shorter than those for which it is
     return in_place.here(_inside, planned=True)
 
 
@@ -112,7 +113,7 @@ def _attention(
 
         scaling = kwargs["scaling"] if kwargs.get("scaling") is not None else query.shape[3] ** -0.5
         window = getattr(module, "sliding_window", None)
-        every = by_text and _is_replayed(module, query)
+        every = _is_replayed(module, query)
         return products.attention(query, key, value, attention_mask, scaling, window=window, every=every), None
     if attention_mask is None or not _can_be(*given, enabled=by_windows, **kwargs):
         return whole(*given, **kwargs)
@@ -147,7 +148,7 @@ def ask(model: Any, *, windows: bool, products: bool) -> None:
 def replay(module: Any, tokens: float) -> None:
     """Say that graphs may serve batches of up to so many tokens, over all rows, of a layer that is asked something.
 
-    With packed texts its products must then not depend on where these begin.
+    Its products must then not depend on padding, or on where texts begin.
     """
     if attached.TRAINED_ATTENTION in vars(module):
         vars(module)[attached.TRAINED_ATTENTION] = *vars(module)[attached.TRAINED_ATTENTION][:2], tokens
@@ -191,8 +192,7 @@ def instead_of_mask(sliding: bool, given: Mapping[str, Any]) -> Any:
     if any(given.get(name) is not None for name in masks.FUNCTIONS) or not _is_looked_up(config):
         return None
     by_blocks = sliding and by_windows and _slides(config, embeds)
-    width = getattr(config, "head_dim" if sliding else "global_head_dim", None) or 0
-    if not (by_blocks or (by_products and _multiplies(embeds, width))):
+    if not (by_blocks or (by_products and _multiplies(embeds))):
         return None
     texts = _texts(config, embeds, given)
     images = given.get(masks.IMAGES)  # the 12B always has them: -1 for other tokens
@@ -252,14 +252,14 @@ def _slides(config: Any, embeds: Any) -> bool:
     return enough and Layout.of(int(config.sliding_window), block, tokens, tokens, 0) is not None
 
 
-def _multiplies(embeds: Any, width: int) -> bool:
-    """Whether layers with heads of this width have products for it."""
+def _multiplies(embeds: Any) -> bool:
+    """Whether layers have products for it."""
     import torch
 
     from gemma4_compat._gemma4.attention import products
 
     device = embeds.device
-    if not _pays_to_multiply(device.type, width, embeds.shape[1]):
+    if device.type not in MULTIPLYING:
         return False
     cast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if cast else embeds.dtype
@@ -287,17 +287,6 @@ def _gradients(*tensors: Any) -> bool:
 def least(device: str, *, enabled: bool) -> int:
     """Queries from which windows are used on a device."""
     return LEAST.get(device, LEAST_ON_GPU if enabled else _LEAST_UNASKED)
-
-
-def _pays_to_multiply(device: str, width: int, queries: int) -> bool:
-    """Whether products take less time for heads of this width."""
-    import torch
-
-    from gemma4_compat._gemma4.attention import products
-
-    if device not in LEAST_TO_MULTIPLY or not products.takes(width):
-        return False
-    return torch.are_deterministic_algorithms_enabled() or queries >= LEAST_TO_MULTIPLY[device]
 
 
 def _device(tensor: Any) -> str:
@@ -334,11 +323,10 @@ def _can_be(module: Any, query: Any, key: Any, value: Any, mask: Any, *, enabled
 
 
 def _may_multiply(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> bool:
-    """Whether a layer that trains has heads for which :mod:`products` take less time."""
+    """Whether :mod:`products` compute a layer that trains."""
     import torch
 
-    queries, width = query.shape[2:]
-    if not _pays_to_multiply(_device(query), width, queries) or torch.compiler.is_compiling():
+    if _device(query) not in MULTIPLYING or torch.compiler.is_compiling():
         return False
     from gemma4_compat._gemma4.attention import products
 

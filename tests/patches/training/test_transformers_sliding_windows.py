@@ -245,7 +245,7 @@ def test_training_of_wide_heads(
         return kept(query, *args, **kwargs)
 
     monkeypatch.setattr(products, "attention", spied)
-    monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cpu": 0})
+    monkeypatch.setattr(windows, "MULTIPLYING", ("cpu",))
     model = tiny.load(tiny_models.build_checkpoint(tmp_path, variant=variant, full_width=512)).train()
     model.config.get_text_config().max_position_embeddings = 2 * LENGTH
     ids = tokens(rows=2, length=LENGTH // 2)

@@ -42,6 +42,12 @@ def of(checkpoint: Any, quantized: tuple[str, ...] = (), **step: Any) -> trainin
     return training_step.measure(build.on_meta(str(checkpoint))[0], quantized, Step(**step))
 
 
+@pytest.fixture(autouse=True)
+def not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the CPU that plans are compared with."""
+    monkeypatch.setattr(windows, "MULTIPLYING", ())
+
+
 class Stepped(NamedTuple):
     """The most that operators made in each pass of a real step, and the model."""
 
@@ -139,12 +145,9 @@ def test_every_byte_of_a_step_by_windows(
 
 
 @pytest.mark.parametrize("checkpointing, padding", [(True, False), (False, True)])
-@pytest.mark.parametrize("narrow", [False, True], ids=["wide heads", "all heads, deterministic"])
 def test_every_byte_of_a_step_by_products(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-    narrow: bool,
     checkpointing: bool,
     padding: bool,
 ) -> None:
@@ -152,14 +155,12 @@ def test_every_byte_of_a_step_by_products(
     from gemma4_compat._gemma4.attention import products
 
     monkeypatch.setattr(windows, "ROUNDED", windows.UNIT)
-    monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cpu": 0, "gpu": 0})
+    monkeypatch.setattr(windows, "MULTIPLYING", ("cpu", "gpu"))
     monkeypatch.setattr(products, "_multiply", lambda _left, _right, found, add=False: found)
     monkeypatch.setattr(products, "work", lambda _device, _dtype: True)
     monkeypatch.setattr(products, "_MOST", 16)
     monkeypatch.setattr(products, "_SCORES", 2**20)
     monkeypatch.setattr(windows, "LEAST_ON_GPU", LENGTH)
-    if narrow:
-        request.getfixturevalue("deterministic")
     monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", windows.ID)
     checkpoint = tiny_models.build_checkpoint(tmp_path, full_width=512)
     options = {"max_length": LENGTH, "padding": padding, "r": 4, "gradient_checkpointing": checkpointing}
@@ -170,6 +171,25 @@ def test_every_byte_of_a_step_by_products(
     )
     assert planned.forward == found.forward
     assert planned.backward == found.backward
+
+
+def test_short_texts_are_multiplied_where_train_fast_is_called(
+    workspace: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What products take is counted then."""
+    from gemma4_compat._gemma4.attention import products
+
+    monkeypatch.setattr(windows, "MULTIPLYING", ("gpu",))
+    counted, multiply = list[int](), products.attention
+    monkeypatch.setattr(products, "attention", lambda *args, **kwargs: counted.append(1) or multiply(*args, **kwargs))
+    for named in ({}, {"chunked_loss": True}, {"train_fast": True}):
+        counted.clear()
+        of(workspace.checkpoint, max_length=32, r=4, **named)
+        assert bool(counted) == bool(named)
+    with without(windows.ID):
+        counted.clear()
+        of(workspace.checkpoint, max_length=32, r=4, chunked_loss=True)
+        assert not counted
 
 
 @pytest.mark.parametrize("length, batch, padding", [(24, 1, False), (16, 3, True)])

@@ -46,7 +46,7 @@ def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, 64)
     for name in ("_MOST", "_WINDOW", "UNIT"):
         monkeypatch.setattr(products, name, 64)
-    monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cpu": 0})
+    monkeypatch.setattr(windows, "MULTIPLYING", ("cpu",))
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_types_of_texts_change_nothing(
 ) -> None:
     """Nor does what they would be read as: the bits of a step that gets a mask of all pairs made from them."""
     monkeypatch.setattr(windows, "LEAST", {"cpu": least})
-    monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cpu": least})
+    monkeypatch.setattr(windows, "MULTIPLYING", ("cpu",) if not least else ())
     model, given = only(built(variant), windows=True, products=True), packed(BATCHES[0], TYPES)
     model.gradient_checkpointing_disable()
     found, right = step(model, given, **named), step(model, packed(BATCHES[0], "ones"), **named)
@@ -539,10 +539,13 @@ def test_trainer_with_a_collator_that_packs(built: Callable[..., Any], tmp_path:
     assert counted.replayed == (len(rows) - layers.CAPTURED_AT + 1) * number
 
 
-def test_windows_and_products_ran(built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_without_products(built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sliding layers get the numbers of texts, and full ones a mask: the bits of a step that gets masks alone."""
     ran: list[str] = []
     for module, name in ((windows, "_by_windows"), (products, "attention")):
         monkeypatch.setattr(module, name, spied(ran, name, getattr(module, name)))
-    model = only(built(), windows=True, products=True)
-    step(model, packed(BATCHES[0]))
-    assert set(ran) == {"_by_windows", "attention"}
+    model, found = only(built(), windows=True), list[Any]()
+    assert masks(model, lambda: found.extend(step(model, packed(BATCHES[0]))))["sliding"] == by_text()["sliding"]
+    assert set(ran) == {"_by_windows"}
+    monkeypatch.setattr(windows, "instead_of_mask", lambda *_: None)
+    assert same(step(model, packed(BATCHES[0])), found)

@@ -54,7 +54,7 @@ def left(model: Any) -> set[tuple[str, str]]:
 def test_one_line_says_what_is_on(workspace: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = workspace.load_text()
     assert said(caplog, model) == (
-        "train_fast: on: the loss in chunks (outputs.logits is None), sliding layers by windows, full layers by "
+        "train_fast: on: the loss in chunks (outputs.logits is None), sliding layers by windows, attention by "
         "products, decoder layers as CUDA graphs in batches of up to 2,048 tokens; not MLPs in chunks: 2,048 tokens "
         "are one chunk."
     )

@@ -308,7 +308,7 @@ def long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, dict[str
         monkeypatch.setattr(module, name, 64)
     for name in ("_MOST", "_WINDOW", "UNIT"):
         monkeypatch.setattr(products, name, 64)
-    monkeypatch.setattr(windows, "LEAST_TO_MULTIPLY", {"cpu": 0})
+    monkeypatch.setattr(windows, "MULTIPLYING", ("cpu",))
     ran: list[str] = []
     for module, name in ((windows, "_by_windows"), (products, "attention")):
         monkeypatch.setattr(module, name, spied(ran, name, getattr(module, name)))
@@ -325,50 +325,37 @@ def padded(given: dict[str, Any], tokens: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("padding", [0, 70])
-@pytest.mark.parametrize("used", [("_by_windows", "attention"), ("attention",)], ids=["as it is", "deterministic"])
-def test_windows_and_products(
-    long: tuple[Any, dict[str, Any], list[str]], request: pytest.FixtureRequest, used: tuple[str, ...], padding: int
-) -> None:
-    """A graph serves texts in whose masks attention finds what it found in the first."""
+@pytest.mark.parametrize("used", ["_by_windows", "attention"], ids=["windows", "products"])
+def test_windows_and_products(long: tuple[Any, dict[str, Any], list[str]], used: str, padding: int) -> None:
+    """A graph serves texts of any padding, with the bits of a step without one."""
     model, given, ran = long
-    if "_by_windows" not in used:
-        request.getfixturevalue("deterministic")
     text, another = (padded(given, tokens) if tokens else given for tokens in (padding, 130))
+    only(model, graphs=True, windows=True, products=used == "attention")
     right, other = step(model, text), step(model, another)
-    assert set(ran) == set(used)
-    only(model, graphs=True, windows=True, products=True)
+    assert set(ran) == {used}
     assert all(same(right, step(model, text)) for _ in range(SETTLED + 1))
-    found = layers.decoder_layers(model)
-    sliding = [layer for layer in found if layer.self_attn.is_sliding]
-    before = gemma4_compat.statistics(model).training.replayed
-    assert same(other, step(model, another))
-    again = gemma4_compat.statistics(model).training
-    assert again.reasons == ()
-    assert again.captured == len(found)
-    assert again.replayed - before == len(sliding)  # full layers see other keys
+    found, before = layers.decoder_layers(model), gemma4_compat.statistics(model).training
+    wide = sum(not layer.self_attn.is_sliding for layer in found)
     ran.clear()
+    assert same(other, step(model, another))
     assert same(right, step(model, text))
-    assert ran == []
+    again = gemma4_compat.statistics(model).training
+    assert (again.reasons, again.captured) == ((), len(found))
+    assert again.replayed - before.replayed == 2 * len(found) - (0 if padding else wide)  # which get no mask without
+    assert not (ran and padding)
 
 
-def test_products_named_off_where_algorithms_are_deterministic(
-    long: tuple[Any, dict[str, Any], list[str]], request: pytest.FixtureRequest
+@pytest.mark.parametrize("products", [False, True])
+def test_the_same_whether_algorithms_are_deterministic(
+    long: tuple[Any, dict[str, Any], list[str]], request: pytest.FixtureRequest, products: bool
 ) -> None:
-    """Windows as without determinism; so is everything where it is turned off again."""
-    import torch
-
+    """Products need no switch for that. Without them windows are as PyTorch's kernels are."""
     model, given, ran = long
-    found = []
-    for named in ({"windows": True}, {"windows": True, "products": True}):
-        found.append(step(only(model, **named), given))
-        assert "_by_windows" in ran
-        ran.clear()
+    only(model, windows=True, products=products)
+    found = step(model, given)
     request.getfixturevalue("deterministic")
-    assert same(found[0], step(only(model, windows=True), given))
-    assert set(ran) == {"_by_windows"}
-    assert not same(found[1], step(only(model, windows=True, products=True), given))
-    torch.use_deterministic_algorithms(False)
-    assert same(found[1], step(model, given))
+    assert same(found, step(model, given))
+    assert set(ran) == {"attention" if products else "_by_windows"}
 
 
 def test_parts_that_are_named_off(

@@ -60,11 +60,13 @@ def is_replayed(base: Any) -> bool:
     return all(weight.is_cuda for weight in layers.parameters()) and not getattr(base, "is_loaded_in_8bit", False)
 
 
-def trained(base: Any, workspace: Any, folder: Path, way: str, *, fast: bool = False) -> tuple[list[float], str]:
-    """The losses of ten steps, and a digest of the adapter after them."""
+def trained(
+    base: Any, workspace: Any, folder: Path, way: str, *, fast: bool = False, **parts: Any
+) -> tuple[list[float], str]:
+    """The losses of ten steps, and a digest of the adapter after them. ``parts``: of ``train_fast``, beside graphs."""
     one = trainer(workspace, base, folder, bf16=True, lr_scheduler_type="constant", **WAYS[way])
     if fast:
-        only(one.model, graphs=True)
+        only(one.model, graphs=True, **parts)
     one.train()
     if way == "resumed":
         one.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}"))
@@ -107,3 +109,13 @@ def test_every_way(workspace: Any, right: Any, tmp_path: Path, place: str, way: 
     assert found == right("4bit", way)
     if way == "checkpointing":
         assert found == right("4bit", "a step")
+
+
+def test_train_fast_needs_no_switch(workspace: Any, tmp_path: Path) -> None:
+    """Its attention adds gradients in one order, wherever the base is."""
+    torch.use_deterministic_algorithms(False)
+    parts, found = {"windows": True, "products": True, "loss": True}, []
+    for number, place in enumerate(("on the GPU", "on the GPU", "the per-layer table", "half of the layers")):
+        base, folder = placed(workspace, "4bit", place), tmp_path / str(number)
+        found.append(trained(base, workspace, folder, "a step", fast=True, **parts))
+    assert found[1:] == [found[0]] * 3
