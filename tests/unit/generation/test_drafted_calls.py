@@ -200,7 +200,7 @@ def test_a_watermark_remembers_no_rejected_draft(
 
 
 def test_experts_in_bfloat16_have_the_text_without_an_assistant(tmp_path: Path) -> None:
-    """On the device and in host memory. With a tiny 26B-A4B one text of three differed, although the first try had found the same bits."""
+    """With a tiny 26B-A4B one text of three differed, although the first try had found the same bits."""
     from benchmarks.decoding import rounds_trained
 
     twin = Trained(ROOT / TWINS["26B-A4B"])
