@@ -72,7 +72,7 @@ class Decoder:
         return self._head, self.experts(rows)
 
     def experts(self, rows: int) -> expert_slots.Kept | None:
-        """The experts on the card alone, for steps that read so many tokens."""
+        """The experts on the card without the head, for steps that read so many tokens."""
         if not self._looked:
             self._looked = True
             self._experts = self.exclusively(lambda: expert_slots.of(self._decoding, self.model, rows))

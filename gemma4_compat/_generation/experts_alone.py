@@ -1,4 +1,4 @@
-"""Whether experts give each token the bits that it has alone, whatever tokens a step reads beside it.
+"""Whether experts give each token the same bits, whatever tokens a step reads beside it.
 
 Upstream multiplies the tokens of an expert at once, and rounds each in a way that depends on the others. Experts in
 4 bits that are multiplied as they are packed (:func:`packed_linear.experts_forward`) have each token by itself. Texts
