@@ -60,9 +60,9 @@ def _reason(model: Any) -> str | None:
 
 
 def _reason_of_layer(layer: Any, given: Any, chosen: Any) -> str | None:
-    module = layer.experts
+    module = getattr(layer, "experts", None)
     if not experts.is_experts(module):
-        return "an adapter is on the experts"  # PEFT has put something around them
+        return "the experts have an adapter or something else around them"
     if unsupported.has_own_forward(module):
         return "the experts have a forward of their own"
     if any(experts.quantized_parameter(module, name) is None for name in experts.NAMES):

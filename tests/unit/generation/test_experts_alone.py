@@ -5,6 +5,7 @@ Batches of such texts are in test_continuous.py.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from gemma4_compat._lab import tiny, tiny_models
 from tests.unit.generation import calls, test_assisted
 from tests.unit.generation.test_assisted import SAMPLED, ask, counted, drafting, same
 from tests.unit.generation.test_continuous import decoded, kernels_by_row, with_experts
+from tests.unit.kernels.by_rows import ByWidth
 from tests.unit.offload.test_expert_lookup import placed
 
 __all__ = ["kernels_by_row"]
@@ -132,7 +134,7 @@ def _adapted(model: Any) -> None:
 CHANGES: dict[str, tuple[Callable[[Any], None], str | None]] = {
     "in bfloat16": (_in_bfloat16, "the experts are not in 4 bits"),
     "exact": (_exact, "PyTorch's kernels compute it"),
-    "an adapter": (_on_experts, "an adapter is on the experts"),
+    "an adapter": (_on_experts, "the experts have an adapter or something else around them"),
     "another dtype": (_other_dtype, "no kernel multiplies by the experts as they are packed"),
     "other scales": (_other_scales, "no kernel multiplies by the experts as they are packed"),
     "a forward": (_own_forward, "the experts have a forward of their own"),
@@ -170,7 +172,10 @@ def test_an_adapter_that_is_taken_off_again(workspace: Any) -> None:
     model = fast(workspace)
     config = LoraConfig(r=2, init_lora_weights=False, target_modules=[], target_parameters=["experts.down_proj"])
     adapted = get_peft_model(model, config)
-    assert experts_alone.unsupported_reason(model) == f"{DIFFERS}an adapter is on the experts"
+    assert (
+        experts_alone.unsupported_reason(model)
+        == f"{DIFFERS}the experts have an adapter or something else around them"
+    )
     assert experts_alone.unsupported_reason(adapted.unload()) is None
 
 
@@ -255,6 +260,32 @@ def test_the_kernels_themselves(workspace: Any, monkeypatch: pytest.MonkeyPatch,
     assert found.accepted > 10
     assert (found.experts_kept > before.experts_kept) == (where == "memory")
     assert not (where == "memory" and decoder.of(model).experts.is_there)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("kernels_on_host", "any_pace")
+def test_three_threads_share_what_stays_on_the_card(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them decodes single tokens, whose slots the drafts of the others change."""
+    monkeypatch.setattr(custom, "CustomKernels", ByWidth)
+    monkeypatch.setattr(fused_steps.Progress, "after", 10**6)
+    model = fast(workspace, "memory")
+    prompts = [calls.text(model, length, seed=length) for length in (5, 9, 14)]
+    ways: list[dict[str, Any]] = [LOOKUP, {}, LOOKUP]
+    expected = [ask(model, given, new=40)[0] for given in prompts]
+    before, found = counted(model), {}
+
+    def work(index: int) -> None:
+        found[index] = [ask(model, prompts[index], new=40, **ways[index])[0] for _ in range(3)]
+
+    run = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+    for thread in run:
+        thread.start()
+    for thread in run:
+        thread.join()
+    assert [all(torch.equal(one, expected[index]) for one in found[index]) for index in range(3)] == [True] * 3
+    assert counted(model).experts_kept > before.experts_kept
+    assert counted(model).rounds > 20
+    assert counted(model).reasons == ()
 
 
 @pytest.mark.usefixtures("kernels_on_host")

@@ -48,7 +48,7 @@ def test_each_row_has_the_bits_of_the_text_alone(model: Any) -> None:
 
 @pytest.mark.usefixtures("any_pace")
 @pytest.mark.parametrize("where", ["device", "memory"])
-def test_tokens_are_those_without_drafts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_those_without_drafts(model: Any, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     gemma4_compat.decode_fast(model, assistants=True)
     assert experts_alone.unsupported_reason(model) is None
     for seed, (length, options) in enumerate([(3, {}), (30, SAMPLED), (12, {})]):
@@ -62,3 +62,4 @@ def test_tokens_are_those_without_drafts(model: Any, monkeypatch: pytest.MonkeyP
     assert (found.reasons, found.not_fused) == ((), ())
     assert found.accepted > 100
     assert found.fused
+    assert (found.experts_kept > 0) == (where == "memory")
