@@ -44,14 +44,9 @@ def has_experts(model: Any) -> bool:
 def _reason(model: Any) -> str | None:
     import torch
 
-    from gemma4_compat._kernels.match import custom
-
     decoding, text = decoder.of(model), model.config.get_text_config()
     if not decoding.custom:
         return "PyTorch's kernels compute it"
-    unsupported_here = custom.unsupported_reason(model.device)
-    if unsupported_here is not None:
-        return unsupported_here
     given = torch.empty((products.MAX_ROWS, text.hidden_size), dtype=model.dtype, device=model.device)
     chosen = torch.zeros((products.MAX_ROWS, text.top_k_experts), dtype=torch.long, device=model.device)
     with torch.no_grad(), decoding.arithmetic(model.device, products.MAX_ROWS):

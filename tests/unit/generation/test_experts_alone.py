@@ -32,6 +32,7 @@ __all__ = ["kernels_by_row"]
 pytestmark = pytest.mark.usefixtures("tapes")
 by_row = pytest.mark.usefixtures("kernels_by_row")
 DIFFERS = "experts: a token differs bitwise beside others, as "
+UNPACKED = "no kernel multiplies by the experts as they are packed"
 LOOKUP = {"prompt_lookup_num_tokens": 5}
 
 
@@ -135,8 +136,8 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str | None]] = {
     "in bfloat16": (_in_bfloat16, "the experts are not in 4 bits"),
     "exact": (_exact, "PyTorch's kernels compute it"),
     "an adapter": (_on_experts, "the experts have an adapter or something else around them"),
-    "another dtype": (_other_dtype, "no kernel multiplies by the experts as they are packed"),
-    "other scales": (_other_scales, "no kernel multiplies by the experts as they are packed"),
+    "another dtype": (_other_dtype, UNPACKED),
+    "other scales": (_other_scales, UNPACKED),
     "a forward": (_own_forward, "the experts have a forward of their own"),
     "quantized again": (_quantized_again, None),
     "an adapter elsewhere": (_adapted, None),
@@ -194,7 +195,13 @@ def test_experts_that_are_moved_afterwards(workspace: Any, where: str, *, seen: 
 def test_without_kernels(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fast(workspace)
     monkeypatch.setattr(custom, "unsupported_reason", lambda _device: "there are no kernels here")
-    assert experts_alone.unsupported_reason(model) == f"{DIFFERS}there are no kernels here"
+    assert (
+        experts_alone.unsupported_reason(model) == f"{DIFFERS}no kernel multiplies by the experts as they are packed"
+    )
+    assert continuous.unsupported_reason(model) == "there are no kernels here"
+    given = calls.text(model, 12)
+    same(ask(model, given, new=8), ask(model, given, new=8, **LOOKUP))
+    assert counted(model).rounds == 0
 
 
 @by_row
@@ -293,5 +300,4 @@ def test_a_kernel_that_has_failed_its_try(workspace: Any, monkeypatch: pytest.Mo
     model = fast(workspace)
     assert experts_alone.unsupported_reason(model) is None
     monkeypatch.setattr(custom, "multiplies_experts", lambda *_: False)
-    reason = f"{DIFFERS}no kernel multiplies by the experts as they are packed"
-    assert experts_alone.unsupported_reason(model) == reason
+    assert experts_alone.unsupported_reason(model) == DIFFERS + UNPACKED
