@@ -55,7 +55,7 @@ def _reason(model: Any) -> str | None:
 
 
 def _reason_of_layer(layer: Any, given: Any, chosen: Any) -> str | None:
-    module = getattr(layer, "experts", None)
+    module: Any = getattr(layer, "experts", None)
     if not experts.is_experts(module):
         return "the experts have an adapter or something else around them"
     if unsupported.has_own_forward(module):
