@@ -33,12 +33,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import gemma4_compat
 from benchmarks.common import Data
 from benchmarks.decoding import models, rounds
+from gemma4_compat._gemma4.quantization import expert_storage, experts
 from gemma4_compat._lab import tiny
 from gemma4_compat._lab.trained import PLACE, TWINS, Trained
 from tools.trained_model import assistant as trained_assistant
 from tools.trained_model import batches, questions
 
 ROOT = Path(__file__).resolve().parents[2]
+#: The quantization of a model of which only the experts are quantized.
+EXPERTS = "experts-in-4bit"
 #: By kind of model: quantization, whether it has its LoRA adapter, and where its weights are.
 CASES: dict[str, list[tuple[str, bool, str]]] = {
     "E2B": [
@@ -59,6 +62,9 @@ CASES: dict[str, list[tuple[str, bool, str]]] = {
         ("bf16", False, "experts"),
         ("bf16", True, "experts"),
         ("bf16", True, "streamed"),
+        (EXPERTS, False, "device"),
+        (EXPERTS, False, "experts"),
+        (EXPERTS, False, "streamed"),
     ],
 }
 DTYPES = {"bf16": "bfloat16", "float32": "float32"}
@@ -104,7 +110,12 @@ class Prompts:
 def loaded(trained: Trained, quantization: str) -> Any:
     import torch
 
-    return trained.load("4bit") if quantization == "4bit" else trained.load(dtype=getattr(torch, DTYPES[quantization]))
+    if quantization == "4bit":
+        return trained.load("4bit")
+    model = trained.load(dtype=getattr(torch, DTYPES.get(quantization, "bfloat16")))
+    for module in experts.all_experts(model).values() if quantization == EXPERTS else ():
+        expert_storage.quantize_module(module, tiny.quantization_config("4bit-double"))
+    return model
 
 
 def placed(trained: Trained, quantization: str, where: str, folder: Path) -> Any:
@@ -201,7 +212,7 @@ class Texts:
 
     Args:
         trained: its folder.
-        quantization: "4bit", or a name of :data:`DTYPES`.
+        quantization: "4bit", :data:`EXPERTS`, or a name of :data:`DTYPES`.
         adapter: whether it has its adapter.
         seed: of the prompts.
     """

@@ -30,7 +30,7 @@ class Decoder:
     def __init__(self, model: Any, decoding: decoder.Decoding, cache: Any) -> None:
         self.model, self._decoding, self._cache = model, decoding, weakref.ref(cache)
         self.following: step_inputs.Following | None = None
-        self._first, self._given_up, self._asked = True, False, False
+        self._first, self._given_up, self._asked, self._looked = True, False, False, False
         self._head: best_words.Head | None = None
         self._experts: expert_slots.Kept | None = None
 
@@ -69,10 +69,16 @@ class Decoder:
         if not self._asked:
             self._asked = True
             self._head = self.exclusively(lambda: best_words.of(self._decoding, self.model, rows))
+        return self._head, self.experts(rows)
+
+    def experts(self, rows: int) -> expert_slots.Kept | None:
+        """The experts on the card without the head, for steps that read so many tokens."""
+        if not self._looked:
+            self._looked = True
             self._experts = self.exclusively(lambda: expert_slots.of(self._decoding, self.model, rows))
         elif self._experts is not None:
             self._experts = self.exclusively(self._same_experts)
-        return self._head, self._experts
+        return self._experts
 
     def _same_experts(self) -> expert_slots.Kept | None:
         """Those of this ``generate``, unless another text has had others made, or needs the memory."""

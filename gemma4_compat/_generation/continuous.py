@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gemma4_compat._gemma4.cache import cache_names
-from gemma4_compat._generation import call
+from gemma4_compat._generation import call, experts_alone
 from gemma4_compat._generation.prefix_cache import rows
 from gemma4_compat._graphs import decoder, deferred_stop, static_caches, step_inputs
 
@@ -28,11 +28,9 @@ def unsupported_reason(model: Any) -> str | None:
     """
     from gemma4_compat._kernels.match import custom
 
-    if getattr(model.config.get_text_config(), "enable_moe_block", False):
-        return "experts see the tokens of all texts at once"
     if not decoder.is_preferred(model) or not decoder.of(model).custom:
         return "PyTorch's kernels round rows of a batch differently"
-    return custom.unsupported_reason(model.device)
+    return custom.unsupported_reason(model.device) or experts_alone.unsupported_reason(model)
 
 
 class Batch:

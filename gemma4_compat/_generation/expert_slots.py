@@ -130,7 +130,7 @@ def of(decoding: decoder.Decoding, model: Any, rows: int) -> Kept | None:
     Args:
         decoding: of the model.
         model: of transformers.
-        rows: of the batch.
+        rows: of the batch, or tokens of a step.
     """
     import torch
 
@@ -142,6 +142,9 @@ def of(decoding: decoder.Decoding, model: Any, rows: int) -> Kept | None:
         return None
     found, kept = _lookups(model), decoding.experts
     if not found or custom.unsupported_reason(model.device) or not custom.brings_experts(model.device):
+        return None
+    if rows * model.config.get_text_config().top_k_experts >= found[0].module.num_experts:
+        decoding.give_back_experts()  # whole layers are brought, into this memory
         return None
     most = number(decoding, model, rows, found)
     is_known = kept is not None and kept.is_of(found) and (kept.is_there or 8 * most >= 7 * kept.number)

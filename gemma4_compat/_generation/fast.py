@@ -64,7 +64,7 @@ def decode_fast(
         assistants: True to replay also what ``generate`` does with ``assistant_model=`` (an assistant of Gemma 4) or
             ``prompt_lookup_num_tokens=``. Tokens, greedy and sampled, are those of the same call without them. How
             many tokens are drafted at once is decided by measuring, in place of ``num_assistant_tokens``; with experts
-            (26B-A4B) none.
+            (26B-A4B) none, unless all are in 4 bits, without an adapter on them and not on disk.
         reuse_prefix: True to read only what is new of a prompt that begins like the last conversation: with the same
             tokens, images and sounds. The model keeps the cache of the last ``generate``, and cuts it to the longest
             common prefix, so pass the whole history every time, as without this. Logits differ in rounding from those

@@ -31,7 +31,9 @@ def class_of(model_class: str) -> str:
 
 def unsupported_reason(blueprint: Blueprint) -> str:
     """Why texts with an assistant are not decoded in speculative steps by replay; empty if they are."""
-    return "" if blueprint.experts is None else "the model has experts"
+    layers = (block for block in blueprint.blocks if block.kind == "layer")
+    is_plain = blueprint.experts is not None and not all(layer.experts for layer in layers)
+    return "the model has experts that are not in 4 bits" if is_plain else ""
 
 
 def weights(blueprint: Blueprint) -> int:

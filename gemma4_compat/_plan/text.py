@@ -181,7 +181,8 @@ def _assistant(plan: Plan, width: int) -> Iterator[str]:
         text += ": weights, a second window of sliding layers, and graphs. How many tokens it drafts is measured as it"
         text += " runs, and it stops where drafts do not pay."
     elif plan.fast:
-        text += ". With it, transformers decodes without replays: with experts, a token differs bitwise beside others."
+        text += ". With it, transformers decodes without replays: with experts in bf16, a token differs bitwise beside"
+        text += " others."
     else:
         text += ", and transformers decodes with it as without this package."
     yield from textwrap.wrap(text, width, break_on_hyphens=False)

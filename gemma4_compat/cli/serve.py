@@ -52,7 +52,8 @@ _Parallel = Annotated[
     int,
     typer.Option(
         help="Answers at a time, decoded together; each has the text of an idle server. Where that cannot be (a CPU, "
-        "experts, --exact, --assistant), they come one after the other, and a line says why.",
+        "experts in bf16 or with an adapter, --exact, --assistant), they come one after the other, and a line says "
+        "why.",
         min=1,
         max=32,
         metavar="NUMBER",

@@ -10,7 +10,6 @@ from tools.pages.markers import ROOT
 _RAW = "benchmarks/results/2026-11-27-h100"
 #: Of sampled texts and streamed layers.
 _ROUNDS = "benchmarks/results/2026-11-28-h200"
-_ON_CPU = "benchmarks/results/2026-11-27-cpu"
 #: Of cases of benchmarks/decoding/rounds_trained.py.
 _PLACED = {
     "device": "all on the device",
@@ -19,6 +18,7 @@ _PLACED = {
     "experts": "experts on the host",
     "disk": "table, towers and layers on disk",
 }
+_DTYPES = {"experts-in-4bit": "bf16, experts in 4bit"}
 _WAYS = {
     "default": "`generate`",
     "at_once": "`decode_fast`, at once",
@@ -144,20 +144,23 @@ def rounds() -> str:
 
 def drafted() -> str:
     """How many tokens of the trained tiny models were compared with drafts and without, by placement."""
-    files = sorted((ROOT / _ON_CPU).glob("rounds-trained-*.json"))
-    found = [case for file in files for case in json.loads(file.read_text(encoding="utf-8"))["cases"].items()]
+    files = (ROOT / "benchmarks/results").glob("*-cpu/rounds-trained-*.json")
+    found: dict[str, Any] = {}
+    for file in sorted(files, key=lambda file: (file.name, file)):  # of a case, the last run
+        found |= json.loads(file.read_text(encoding="utf-8"))["cases"]
     lines = []
-    for case, one in found:
+    for case, one in found.items():
         shape, dtype, adapter, where = case.split()
         grown = one["live_bytes"]["most_since"] - one["live_bytes"]["at_half"]
         right = f"{one['accepted']:,} of {one['drafted']:,}" if one["rounds"] else "-"
+        what = f"{shape}, {_DTYPES.get(dtype, dtype)}{', LoRA' if adapter == 'lora' else ''}"
         lines.append(
-            f"| {shape}, {dtype}{', LoRA' if adapter == 'lora' else ''} | {_PLACED[where]} | {one['texts']} | "
+            f"| {what} | {_PLACED[where]} | {one['texts']} | "
             f"{one['tokens']:,} | {len(one['differing'])} | {right} | {grown / 2**20:.1f} | "
             f"{one['captured_since_half']} |"
         )
-    tokens, texts = (sum(one[name] for _, one in found) for name in ("tokens", "texts"))
-    differing = sum(len(one["differing"]) for _, one in found)
+    tokens, texts = (sum(one[name] for one in found.values()) for name in ("tokens", "texts"))
+    differing = sum(len(one["differing"]) for one in found.values())
     heads = "| model | where | texts | tokens | differ | right drafts | MiB of later growth | graphs since then |"
     total = f"In all, {differing} of {texts:,} texts differ, of {tokens:,} tokens."
     notes = "-: drafted by transformers, or not at all. Growth: of all live tensors, from half of the texts on."

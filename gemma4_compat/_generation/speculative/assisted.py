@@ -18,7 +18,7 @@ from typing import Any
 
 from gemma4_compat._engine.io.bits import same_bits
 from gemma4_compat._gemma4.cache import cache_names
-from gemma4_compat._generation import call
+from gemma4_compat._generation import call, expert_slots
 from gemma4_compat._generation.sampling.sampling_noise import Noise
 from gemma4_compat._generation.sampling.stopping import Stop
 from gemma4_compat._generation.speculative import draft_length, speculative_steps
@@ -92,6 +92,7 @@ class Text:
                     while not self._done:
                         self._step()
         finally:
+            expert_slots.give_back(self._model)
             if self._noise is not None:
                 self._noise.finish()
         if self._streamer is not None:
@@ -274,9 +275,10 @@ class Text:
         last = self._last.get(drafts.shape[1])
         if last is not None:
             last[0].held = held
+        kept = self._given.experts(speculative_steps.MAX_TOKENS)
         return self._run(
             *(drafts.shape[1], inputs),
-            lambda: VerifyStep(self._model, inputs, self._cache, self._windows, held),
+            lambda: VerifyStep(self._model, inputs, self._cache, self._windows, held, kept),
         )
 
     def _drafted(self, count: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._gemma4.cache import cache_names
+from gemma4_compat._generation import experts_alone
 from gemma4_compat._generation.sampling import fast_processors
 from gemma4_compat._graphs import deferred_stop, static_caches, unsupported
 
@@ -53,10 +54,6 @@ def undrafted_reason(model: Any, ids: Any, config: Any, given: dict[str, Any]) -
     if _call_reason(config, given) or not ids.numel():
         return None
     reasons = {
-        # A try would not find that out: it depends on which experts the tokens of a speculative step share.
-        "experts: a token differs bitwise beside others": bool(
-            getattr(model.config.get_text_config(), "enable_moe_block", False)
-        ),
         "a logits processor remembers the tokens that it has seen": any(
             fast_processors.is_class(one, name) for one in given["logits_processor"] for name in _WITH_A_STATE
         ),
@@ -64,7 +61,12 @@ def undrafted_reason(model: Any, ids: Any, config: Any, given: dict[str, Any]) -
         # Speculative steps need a cache of their own, and transformers' loop rounds in another way.
         "the cache holds the beginning of the text": is_given(cache) and bool(cache.get_seq_length()),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    if found is None and experts_alone.has_experts(model):
+        # A try would not find that out: it depends on which experts the tokens of a speculative step share. And in
+        # transformers' loop for assistants, upstream's experts see all drafts at once.
+        found = experts_alone.unsupported_reason(model) or unsupported_reason(model, ids, config, given)
+    return found
 
 
 def is_given(cache: Any) -> bool:

@@ -158,11 +158,13 @@ class _SpeculativeStep(steps.Step):
 
     is_expected, reads = True, "newest"
 
-    def __init__(self, model: Any, inputs: dict[str, Any], cache: Any, windows: Windows, *, tokens: int) -> None:
+    def __init__(
+        self, model: Any, inputs: dict[str, Any], cache: Any, windows: Windows, *, tokens: int, experts: Any = None
+    ) -> None:
         found = static_caches.tensors(cache)
         assert found is not None  # it has read a prompt
         self.windows = windows
-        super().__init__(decoder.of(model), model, inputs, cache, found)
+        super().__init__(decoder.of(model), model, inputs, cache, found, experts=experts)
         self.sliding, self.added, self.tokens = [], 0, tokens
 
     def renew(self, inputs: dict[str, Any]) -> None:
@@ -186,14 +188,21 @@ class VerifyStep(_SpeculativeStep):
         cache: of this ``generate``.
         windows: its sliding layers.
         held: the same as the host knows it: at least, and at most.
+        experts: as of :class:`steps.Step`.
     """
 
     def __init__(
-        self, model: Any, inputs: dict[str, Any], cache: Any, windows: Windows, held: tuple[int, int]
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        cache: Any,
+        windows: Windows,
+        held: tuple[int, int],
+        experts: Any = None,
     ) -> None:
         self.held = held
         named = inputs | {cache_names.NEW: cache, "windows": windows.addresses}
-        super().__init__(model, named, cache, windows, tokens=1 + inputs["drafts"].shape[1])
+        super().__init__(model, named, cache, windows, tokens=1 + inputs["drafts"].shape[1], experts=experts)
 
     def forward(self, inputs: dict[str, Any]) -> Any:
         import torch

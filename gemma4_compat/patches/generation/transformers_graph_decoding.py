@@ -14,7 +14,7 @@ without ``exact=True``, kernels of this package compute attention and products; 
 well, by their lengths, with the same bits, and one that does not fit into memory is read in chunks. If a prompt has
 images or sounds, the text model's part is replayed. After ``decode_fast(assistants=True)``, calls with an assistant
 model or prompt lookup are decoded in speculative steps that are replayed, with the tokens of calls without; where no
-draft could have them (experts, a cache that holds the beginning of the text), nothing is drafted. Weights, hooks,
+draft could have them (experts in bf16, a cache that holds the text's beginning), nothing is drafted. Weights, hooks,
 adapters and the cache are checked before each replay. A new static cache is a copy of an unused one while the
 configuration stays as it was (transformers 5.19 and newer). A call after ``decode_fast`` that returns its cache
 returns a dynamic one, as without. Models that transformers compiles itself are left to it, unless ``decode_fast``

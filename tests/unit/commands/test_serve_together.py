@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import time
 from collections.abc import Iterator
@@ -12,11 +13,14 @@ import pytest
 import torch
 
 from gemma4_compat._engine import versions
+from gemma4_compat._gemma4.quantization import expert_storage, experts
 from gemma4_compat._generation import continuous
 from gemma4_compat._graphs import decoder
 from gemma4_compat._kernels.match import custom
-from gemma4_compat._lab.trained import Trained
-from gemma4_compat.cli.serving import warm_up
+from gemma4_compat._lab import tiny
+from gemma4_compat._lab.trained import TWINS, Trained
+from gemma4_compat.cli.serving import together, warm_up
+from tests.helpers import ROOT
 from tests.unit.commands import serving
 from tests.unit.commands.serving import QUESTIONS, Server
 
@@ -26,21 +30,34 @@ if not versions.admits(">=5.15", versions.installed("transformers") or "0"):
     pytest.skip("serve needs transformers 5.15 or newer", allow_module_level=True)
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Any]:
+@contextlib.contextmanager
+def fast(found: Any) -> Iterator[Any]:
     """After ``decode_fast``, with stand-ins for CUDA graphs and for kernels that compute each row by itself."""
     import gemma4_compat
     from gemma4_compat._graphs.recording import RECORDERS
     from gemma4_compat._lab.stand_ins import tape
     from tests.unit.kernels.by_rows import ByWidth
 
-    found = serving.load(Trained.find())
     with pytest.MonkeyPatch.context() as patched, tape.standing_in(RECORDERS):
         patched.setattr(custom, "CustomKernels", ByWidth)
         patched.setattr(custom, "unsupported_reason", lambda _device: None)
         serving.fast(found)
         yield found
         gemma4_compat.decode_fast(found.model, enabled=False)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Any]:
+    with fast(serving.load(Trained.find())) as found:
+        yield found
+
+
+def with_experts(**options: Any) -> Any:
+    """The trained tiny 26B-A4B, with its experts in 4 bits."""
+    found = serving.load(Trained(ROOT / TWINS["26B-A4B"]), **options)
+    for module in experts.all_experts(found.base).values():
+        expert_storage.quantize_module(module, tiny.quantization_config("4bit-double"))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +243,36 @@ def test_a_prompt_whose_cache_is_not_kept_is_answered_by_itself(
     monkeypatch.setattr(served.conversations, "take", lambda: None)
     assert server.text(QUESTIONS[0]) == expected
     assert rows == []
+
+
+@pytest.mark.full
+def test_experts_in_4_bits(rows: list[int]) -> None:
+    def ask(server: Server, index: int) -> str:
+        time.sleep(0.01 * (index % 5))
+        options = {"temperature": 0.9, "seed": index} if index % 3 == 1 else {"temperature": 0}
+        turns = serving.turns(QUESTIONS[index])
+        given = {"model": "model", "messages": turns, "max_tokens": 6 + 9 * (index % 4), **options}
+        return str(server.client().chat.completions.create(**given).choices[0].message.content)
+
+    with fast(with_experts(adapters=[])) as served:
+        with serving.running(served) as alone:
+            expected = [ask(alone, index) for index in range(8)]
+        assert not rows
+        with serving.running(served, parallel=4) as server:
+            assert in_parallel(8, lambda index: ask(server, index)) == expected
+    assert len(set(expected)) > 4
+    assert max(rows) == 4
+
+
+def test_experts_that_see_the_other_answers() -> None:
+    """In bf16, or with the pirate's adapter on them, which the base has to share the server with."""
+    served = serving.load(Trained(ROOT / TWINS["26B-A4B"]), adapters=[])
+    for found, why in (
+        (served, "the experts are not in 4 bits"),
+        (with_experts(), "the experts have an adapter or something else around them"),
+    ):
+        with fast(found):
+            assert str(together.unsupported_reason(found)).endswith(f"differs bitwise beside others, as {why}")
 
 
 def test_where_answers_come_one_after_the_other(

@@ -82,7 +82,7 @@ def drafting(monkeypatch: pytest.MonkeyPatch, text: Any, share: float) -> None:
         true = text[0, held + 1 : held + 1 + count].tolist()
         true += [0] * (count - len(true))
         found = [token if dice.random() < share else (token + 1) % VOCABULARY for token in true]
-        return torch.tensor([found])
+        return torch.tensor([found], device=text.device)
 
     monkeypatch.setattr(assisted.Text, "_drafted", drafted)
 

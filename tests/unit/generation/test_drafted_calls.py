@@ -199,14 +199,13 @@ def test_a_watermark_remembers_no_rejected_draft(
     assert not torch.equal(said(trained, given, **options, assistant_model=drafter), expected)
 
 
-@pytest.mark.parametrize("where", ["device", "experts"])
-def test_experts_have_the_text_without_an_assistant(where: str, tmp_path: Path) -> None:
+def test_experts_in_bfloat16_have_the_text_without_an_assistant(tmp_path: Path) -> None:
     """With a tiny 26B-A4B one text of three differed, although the first try had found the same bits."""
     from benchmarks.decoding import rounds_trained
 
     twin = Trained(ROOT / TWINS["26B-A4B"])
     expected = []
-    for place in dict.fromkeys(("device", where)):
+    for place in ("device", "experts"):
         model = gemma4_compat.decode_fast(rounds_trained.placed(twin, "bf16", place, tmp_path), assistants=True)
         for options in ({}, {"do_sample": True}, {"return_dict_in_generate": True, "output_scores": True}):
             expected.append(said(model, twin.prompt(FACT), **options))
@@ -218,7 +217,8 @@ def test_experts_have_the_text_without_an_assistant(where: str, tmp_path: Path) 
             assert torch.equal(found, expected[-1])
             assert counted(model).replayed > before.replayed
             assert counted(model).rounds == 0
-        assert counted(model).reasons == ("experts: a token differs bitwise beside others",)
+        (reason,) = counted(model).reasons
+        assert reason == "experts: a token differs bitwise beside others, as the experts are not in 4 bits"
     assert all(map(torch.equal, expected, expected[-3:]))
 
 

@@ -22,7 +22,7 @@ import gemma4_compat
 from gemma4_compat._gemma4 import host
 from gemma4_compat._generation import call, expert_slots
 from gemma4_compat._generation.prompts import prompts
-from gemma4_compat._graphs import decoder, fused_steps
+from gemma4_compat._graphs import decoder, deferred_stop, fused_steps
 from gemma4_compat._kernels.match import custom
 from gemma4_compat._lab import tiny_models
 from gemma4_compat._memory import use
@@ -105,6 +105,18 @@ def test_the_same_answers(
         assert kept + brought <= found.replayed * layers * batch * 2 + 2 * layers * batch * 2 * 2
         assert kept > 0
         assert brought >= layers * 2
+
+
+def test_steps_that_bring_whole_layers_leave_them_the_memory(made: Make) -> None:
+    """Of 32 experts, those of 15 tokens are looked up, and those of 16 are not."""
+    model = made(32)
+    said(model)
+    decoding = decoder.of(model)
+    with deferred_stop.sampling([], samples=False):
+        assert expert_slots.of(decoding, model, 15) is decoding.experts
+        assert decoding.experts.is_there
+        assert expert_slots.of(decoding, model, 16) is None
+    assert not decoding.experts.is_there
 
 
 def test_bits_of_pytorch(made: Make) -> None:

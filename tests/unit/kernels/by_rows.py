@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from gemma4_compat._gemma4.quantization import expert_storage, packed_linear
+from gemma4_compat._kernels.specs import expert_products
+
 #: Functions whose bits depend on the number of rows: on a CPU, powers of the last few numbers are computed in another
 #: way than those of eight.
 _ALONE = (torch.nn.functional.linear, torch.Tensor.mean, torch.pow, torch.Tensor.pow)
@@ -39,10 +42,31 @@ class ByWidth(ByRows):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is packed_linear.multiplies_experts:
+            return multiplies(*args)
+        if func is packed_linear.expert_product:
+            return product(*args)
         if func not in _ALONE or args[0].dtype is torch.float64:
             return super().__torch_function__(func, types, args, kwargs)
         wide = [one.double() if isinstance(one, torch.Tensor) else one for one in args]
         return func(*wide, **kwargs or {}).to(args[0].dtype)
+
+
+def multiplies(given: Any, chosen: Any, parameters: Any) -> bool:
+    """Whether the kernel would suit, without a try of it."""
+    for parameter in parameters:
+        what, width = expert_products.arguments(parameter), parameter.quant_state.shape[-1]
+        tried = given if width == given.shape[1] else given.new_empty(len(chosen), width)
+        if parameter.quant_state.dtype != given.dtype or expert_products.kernel_of(tried, chosen, *what) is None:
+            return False
+    return True
+
+
+def product(given: Any, chosen: Any, parameter: Any) -> Any:
+    """As :func:`packed_linear.expert_product`, in float64, once rounded."""
+    each = given.double().repeat_interleave(len(chosen) // len(given), dim=0)
+    values = expert_storage.dequantized(parameter, chosen).double()
+    return (values @ each.unsqueeze(2)).squeeze(2).to(given.dtype)
 
 
 def attention(

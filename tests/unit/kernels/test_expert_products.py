@@ -107,7 +107,7 @@ def test_the_same_tokens_and_logits_wherever_the_experts_are(
     def answer(model: Any, batch: int) -> Any:
         gemma4_compat.decode_fast(model)
         for _ in range(2):
-            found = calls.generate(model, calls.text(model, batch=batch), {}, new=6)
+            found = calls.generate(model, calls.text(model, batch=batch), {}, new=4)
         assert calls.steps(model).reasons == ()
         return found
 

@@ -177,10 +177,11 @@ def test_heads_without_kernels(workspace: Any) -> None:
     assert found == "this package has no kernels for the model's heads"
 
 
-def test_an_assistant_of_a_model_with_experts_has_transformers_read_the_prompt() -> None:
-    load = Load(context=4096, assistant=1)
-    assert "transformers reads the prompt" in prompt_kernels.unsupported_reason(_blueprint("26B-A4B"), load, (9, 0))
-    assert prompt_kernels.unsupported_reason(_blueprint("E4B"), load, (9, 0)) == ""
+def test_an_assistant_of_a_model_with_experts_in_bfloat16_has_transformers_read_the_prompt() -> None:
+    load, plain = Load(context=4096, assistant=1), describe(plan.build.on_meta("26B-A4B")[0])
+    assert "transformers reads the prompt" in prompt_kernels.unsupported_reason(plain, load, (9, 0))
+    for variant in ("E4B", "26B-A4B"):
+        assert prompt_kernels.unsupported_reason(_blueprint(variant), load, (9, 0)) == ""
 
 
 def test_this_machines_gpus_count_where_the_plan_is_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
