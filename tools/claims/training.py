@@ -53,6 +53,12 @@ def reproducible() -> tuple[str, ...]:
     return tuple(f"{one:.2f}" for one in (*short, *long))
 
 
+def fused() -> tuple[str, ...]:
+    """Milliseconds of a step of 2,048 tokens with fused layers, and without."""
+    found = (seconds(way, "2048 fused", "reproducible-E2B-fused.json") for way in ("fused", "unfused"))
+    return tuple(f"{1000 * one:.0f}" for one in found)
+
+
 def of_windows() -> tuple[str, ...]:
     """How far gradients are from float64, of those of one call: on average, and at most."""
     return in_file(_WINDOWS_TEST, r"mean\(\) <= ([\d.]+) \* .*\n.*max\(\) <= ([\d.]+) \*")
@@ -122,6 +128,7 @@ def step(way: str, tokens: str = "2,048") -> float:
 
 
 CLAIMS = (
+    Claim(_TRAINING, "a step of an E2B with 2,048 tokens takes {} ms, and {} ms without them", fused),
     Claim(
         _TRAINING,
         "less than 1/{} of the bytes, and 1/{} of the kernels",
