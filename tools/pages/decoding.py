@@ -10,6 +10,7 @@ from tools.pages.markers import ROOT
 _RAW = "benchmarks/results/2026-11-27-h100"
 #: Of sampled texts and streamed layers.
 _ROUNDS = "benchmarks/results/2026-11-28-h200"
+_ON_CPU = ("2026-11-27-cpu", "2026-11-30-cpu")
 #: Of cases of benchmarks/decoding/rounds_trained.py.
 _PLACED = {
     "device": "all on the device",
@@ -144,9 +145,10 @@ def rounds() -> str:
 
 def drafted() -> str:
     """How many tokens of the trained tiny models were compared with drafts and without, by placement."""
-    files = (ROOT / "benchmarks/results").glob("*-cpu/rounds-trained-*.json")
+    folder = ROOT / "benchmarks" / "results"
+    files = [file for name in _ON_CPU for file in (folder / name).glob("rounds-trained-*.json")]
     found: dict[str, Any] = {}
-    for file in sorted(files, key=lambda file: (file.name, file)):  # of a case, the last run
+    for file in sorted(files, key=lambda file: file.name):
         found |= json.loads(file.read_text(encoding="utf-8"))["cases"]
     lines = []
     for case, one in found.items():
