@@ -348,7 +348,7 @@ CLAIMS = (
     ),
     Claim(
         _PAGE,
-        "a greedy token of an E2B takes {} ms so, {} with the head on the card, and {} where it is copied (raw; texts "
+        "a greedy token of an E2B takes {} ms this way, {} with the head on the card, and {} with a copy (raw; texts "
         "of {} tokens",
         heads_on_host,
     ),

@@ -132,16 +132,22 @@ def _seen(mask: Any, queries: int, block: int, window: int | None) -> Any:
 
 def _spans(mask: Any, queries: int, block: int, window: int | None) -> Spans:
     """Which keys the queries of each block see."""
-    seen = _seen(mask, queries, block, window).byte()
-    first, after = seen.argmax(dim=1), mask.shape[3] - seen.flip(1).argmax(dim=1)
+    return _spans_of(_seen(mask, queries, block, window))
+
+
+def _spans_of(seen: Any) -> Spans:
+    seen = seen.byte()
+    first, after = seen.argmax(dim=1), seen.shape[1] - seen.flip(1).argmax(dim=1)
     return tuple(zip(first.tolist(), after.tolist()))  # of a block that sees nothing: all keys
 
 
 def _every(mask: Any, queries: int, block: int, window: int | None) -> Spans:
     """The same for each mask that shows only earlier keys."""
-    widest, found = _earlier(queries, block, window), _spans(mask, queries, block, window)
-    seen = _seen(mask, queries, block, window).any(dim=1).tolist()
-    inside = (first <= one and end <= after for (first, after), (one, end), sees in zip(widest, found, seen) if sees)
+    seen = _seen(mask, queries, block, window)
+    widest, found, is_used = _earlier(queries, block, window), _spans_of(seen), seen.any(dim=1).tolist()
+    inside = (
+        first <= one and end <= after for (first, after), (one, end), used in zip(widest, found, is_used) if used
+    )
     return widest if mask.shape[3] == queries and all(inside) else found
 
 

@@ -110,7 +110,7 @@ def settled(model: Any, given: dict[str, Any], steps: int = SETTLED) -> Any:
 def test_known_kernels_are_captured_at_once(
     fused: None, workspace: Any, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each pass once, and compared with a pass without a graph: of other models of these shapes, too."""
+    """Each pass is captured once, and compared with a pass without a graph, also in other models of these shapes."""
     number = 2 * len(layers.decoder_layers(settled_model(adapted(workspace.load()), given)))
     captures: list[None] = []
     capture = tape.Tape.capture

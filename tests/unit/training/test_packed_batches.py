@@ -540,7 +540,7 @@ def test_trainer_with_a_collator_that_packs(built: Callable[..., Any], tmp_path:
 
 
 def test_windows_without_products(built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sliding layers get the numbers of texts, and full ones a mask: the bits of a step that gets masks alone."""
+    """Sliding layers read the numbers of texts, and full layers a mask. The bits are those of a step with masks."""
     ran: list[str] = []
     for module, name in ((windows, "_by_windows"), (products, "attention")):
         monkeypatch.setattr(module, name, spied(ran, name, getattr(module, name)))
