@@ -6,7 +6,7 @@ import functools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gemma4_compat._kernels.specs import flash, head
+from gemma4_compat._kernels.specs import flash, head, products
 from gemma4_compat._memory import formulas
 from gemma4_compat._memory.blueprint import Block, Blueprint
 from gemma4_compat._memory.formulas import MEASURED, Load, TrainingLoad
@@ -186,7 +186,8 @@ def _kept_experts(blueprint: Blueprint, share: Share, load: Load, left: int) -> 
 
 def head_copy(blueprint: Blueprint, share: Share, load: Load) -> int:
     """What the copy of the head takes where fast decoding may make one, of a 16-bit head here or in host memory."""
-    if not share.main or not load.fast or load.weights_only or load.assistant or load.batch > head.MAX_ROWS:
+    most = row_lookup.MOST_ROWS if share.head_away else products.MAX_ROWS
+    if not share.main or not load.fast or load.weights_only or load.assistant or load.batch > most:
         return 0
     words, inputs = blueprint.vocabulary, blueprint.hidden
     here = {block.name: block for block in (share.evicted if share.head_away else share.resident)}

@@ -128,12 +128,12 @@ def _made(decoding: Any, model: Any, rows: int, wanted: int) -> Head | str:
     import torch
 
     from gemma4_compat._kernels.match import custom
-    from gemma4_compat._kernels.specs import head
+    from gemma4_compat._kernels.specs import head, products
 
     if not decoding.has_room_for_head:
         return _SHORT
-    if rows > head.MAX_ROWS:
-        return f"more than {head.MAX_ROWS} texts"
+    if rows > products.MAX_ROWS:
+        return f"more than {products.MAX_ROWS} texts"
     asked = max(head.FEWEST, 2 << (wanted - 1).bit_length())
     if asked > head.MOST:
         return f"more than {head.MOST // 2} words matter"

@@ -8,9 +8,10 @@
 #pragma once
 #include "prelude.cuh"
 #include "dense.cuh"
+#include "tensor_cores.cuh"
 
 namespace head {
-enum { THREADS = 256, WARPS = THREADS / 32, WARP_ROWS = 4, BYTES = 16, TURN = 32 * BYTES };
+enum { THREADS = 256, WARPS = THREADS / 32, WARP_ROWS = 4, BYTES = 16, CHUNK = 64 };
 enum { STEPS = 127, HALF = 128, MOST = STEPS * HALF };  // a hidden state is high * HALF + low
 enum { SELECTING = 1024 };  // threads of `least`
 static __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
@@ -97,16 +98,18 @@ __global__ void __launch_bounds__(THREADS) copied(const typename T::Stored* __re
 
 // A block prepares a row of hidden states: in 15 bits, high and low. Of each group the step, and the norm for one of its
 // lanes. `slack`, for each unit of a row's size, is what the rest of the hidden state and roundings may change: those of
-// `scores`, and of the sums of dense::large.
-template <typename T, int INPUTS, int GROUP>
+// `scores` or `many_scores`, and of the sums of dense::large. ROWS: for `many_scores`, in whose order it writes; else 0.
+template <typename T, int INPUTS, int GROUP, int ROWS>
 __global__ void __launch_bounds__(THREADS) given(const typename T::Stored* input,
     signed char* __restrict__ high, signed char* __restrict__ low, float2* __restrict__ groups,
     float* __restrict__ slack) {
   constexpr int GROUPS = INPUTS / GROUP, EACH = (GROUP + 31) / 32;
-  constexpr int ROUNDINGS = (INPUTS + 31) / 32 + (INPUTS + TURN - 1) / TURN + 24;
+  constexpr int ROUNDINGS = (INPUTS + 31) / 32 + GROUPS + 24;
+  constexpr float SHARES = ROWS ? 1.0f : (float)GROUP / BYTES;  // of a norm: `scores` adds one for each lane
   __shared__ float of_warps[2][WARPS];
   const unsigned int lane = threadIdx.x & 31u, warp = threadIdx.x >> 5;
-  const unsigned int row = blockIdx.x * INPUTS;
+  const unsigned int eight = blockIdx.x / 8u, own = blockIdx.x % 8u;
+  input += (ROWS ? min(blockIdx.x, ROWS - 1u) : blockIdx.x) * INPUTS;
   let_next_kernel_begin();
   wait_for_kernel_before();
   float whole = 0.0f, lost = 0.0f;
@@ -115,7 +118,7 @@ __global__ void __launch_bounds__(THREADS) given(const typename T::Stored* input
     #pragma unroll
     for (int k = 0; k < EACH; ++k) {
       const unsigned int at = k * 32u + lane;
-      x[k] = at < GROUP ? T::load(input[row + group * GROUP + at]) : 0.0f;
+      x[k] = at < GROUP ? T::load(input[group * GROUP + at]) : 0.0f;
       most = fmaxf(most, size_of(x[k]));
       squares = __fmaf_rn(x[k], x[k], squares);
     }
@@ -126,14 +129,18 @@ __global__ void __launch_bounds__(THREADS) given(const typename T::Stored* input
       if (at >= GROUP) continue;
       const float steps = clamped(rintf(__fdiv_rn(x[k], step)), MOST);
       const int number = (int)steps, upper = (number + HALF / 2) >> 7;
-      high[row + group * GROUP + at] = (signed char)upper;
-      low[row + group * GROUP + at] = (signed char)(number - upper * HALF);
+      unsigned int to = group * GROUP + at;
+      if (ROWS) to = ((eight * (INPUTS / CHUNK) + to / CHUNK) * 8u + own) * CHUNK + to % CHUNK;
+      else to += blockIdx.x * INPUTS;
+      high[to] = (signed char)upper;
+      low[to] = (signed char)(number - upper * HALF);
       const float left = __fmaf_rn(-steps, step, x[k]);
       residual = __fmaf_rn(left, left, residual);
     }
     squares = summed(squares), residual = summed(residual);
     if (lane == 0u)
-      groups[blockIdx.x * GROUPS + group] = {step, (sqrtf(squares) * 1.001f + 1.0e-15f) * BYTES / GROUP};
+      groups[ROWS ? (eight * GROUPS + group) * 8u + own : blockIdx.x * GROUPS + group] = {
+          step, (sqrtf(squares) * 1.001f + 1.0e-15f) / SHARES};
     whole += squares, lost += residual;
   }
   if (lane == 0u) of_warps[0][warp] = whole, of_warps[1][warp] = lost;
@@ -164,6 +171,13 @@ __device__ __forceinline__ void add(float (&sums)[WARP_ROWS][ROWS], float (&boun
     bounds[r][M] = __fmaf_rn(from_f16((u16)(s[r] >> 16)), group.y, bounds[r][M]);
   }
   if constexpr (M + 1 < ROWS) add<INPUTS, GROUP, M + 1>(sums, bounds, high, low, groups, at, w, s);
+}
+
+// Upper and lower bound of a logit, from a score and a bound for what it is off.
+__device__ __forceinline__ float2 around(float score, float bound, float size, float slack) {
+  bound = __fmaf_rn(size, slack, bound * 1.00001f + 1.0e-30f) * 1.00001f;
+  const float above = score + bound, below = score - bound;
+  return {above + fabsf(above) * 2.5e-7f, below - fabsf(below) * 2.5e-7f};
 }
 
 // A warp takes four words, as in dense::large. Writes the upper bound of each, and of each block the largest lower one.
@@ -214,10 +228,9 @@ __global__ void __launch_bounds__(THREADS) scores(const Word16* __restrict__ byt
     }
   const unsigned int r = lane / ROWS, m = lane % ROWS;
   if (r < rows) {
-    bound = __fmaf_rn(sizes[first + r], slack[m], bound * 1.00001f + 1.0e-30f) * 1.00001f;
-    const float above = score + bound, below = score - bound;
-    upper[(unsigned long long)m * words + first + r] = T::stored(edge<T, 1>(above + fabsf(above) * 2.5e-7f, cap));
-    most = edge<T, -1>(below - fabsf(below) * 2.5e-7f, cap);
+    const float2 bounds = around(score, bound, sizes[first + r], slack[m]);
+    upper[(unsigned long long)m * words + first + r] = T::stored(edge<T, 1>(bounds.x, cap));
+    most = edge<T, -1>(bounds.y, cap);
     if (!(most < infinity())) most = infinity();
   }
   if (r < WARP_ROWS) of_words[m][warp * WARP_ROWS + r] = most;
@@ -225,6 +238,99 @@ __global__ void __launch_bounds__(THREADS) scores(const Word16* __restrict__ byt
   if (warp >= ROWS) return;
   most = largest(of_words[warp][lane]);
   if (lane == 0u) best[warp * gridDim.x + blockIdx.x] = T::stored(most);
+}
+
+// The same for more than eight hidden states, by tensor cores. A warp takes 16 words, then 16 more, and multiplies what
+// it reads of the copy by up to 32 hidden states.
+template <typename T, int ROWS, int INPUTS, int GROUP>
+__global__ void __launch_bounds__(THREADS, 2) many_scores(const Word16* __restrict__ bytes,
+    const unsigned int* __restrict__ scales, const float* __restrict__ sizes, const Word16* high, const Word16* low,
+    const float4* groups, const float* slack,
+    typename T::Stored* __restrict__ upper, typename T::Stored* __restrict__ best, unsigned int words, float cap) {
+  using Eights = Eights<ROWS>;
+  constexpr int WORDS = INPUTS / BYTES, GROUPS = INPUTS / GROUP, CHUNKS = GROUP / CHUNK, EACH = Eights::EACH;
+  const unsigned int lane = threadIdx.x & 31u, row = lane >> 2, col = lane & 3u;
+  const unsigned int tile = blockIdx.x / Eights::PARTS * WARPS + (threadIdx.x >> 5);
+  const unsigned int eight = blockIdx.x % Eights::PARTS * EACH;
+  Word16 w[CHUNKS][2], ahead[CHUNKS][2];
+  unsigned int s[2], also[2];
+  // Group number `group` of the first 16 words; after those come the groups of the others.
+  auto load = [&](int group, Word16 (&to)[CHUNKS][2], unsigned int (&scale)[2]) {
+    #pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const unsigned int word = min(tile * 32u + group / GROUPS * 16u + r * 8u + row, words - 1u);
+      #pragma unroll
+      for (int c = 0; c < CHUNKS; ++c)
+        to[c][r] = load_once(bytes + (unsigned long long)word * WORDS + (group % GROUPS * CHUNKS + c) * 4 + col);
+      scale[r] = scales[(unsigned long long)word * GROUPS + group % GROUPS];
+    }
+  };
+  load(0, w, s);
+  let_next_kernel_begin();
+  wait_for_kernel_before();
+  float most[EACH][2];
+  #pragma unroll
+  for (int t = 0; t < EACH; ++t) most[t][0] = most[t][1] = -infinity();
+  #pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    float sums[EACH][4], bounds[EACH][4];
+    #pragma unroll
+    for (int i = 0; i < EACH * 4; ++i) sums[i / 4][i % 4] = bounds[i / 4][i % 4] = 0.0f;
+    #pragma unroll 1
+    for (int group = 0; group < GROUPS; ++group) {
+      load(min(half * GROUPS + group + 1, 2 * GROUPS - 1), ahead, also);
+      #pragma unroll
+      for (int t = 0; t < EACH; ++t) {
+        int more[4] = {0, 0, 0, 0}, less[4] = {0, 0, 0, 0};
+        #pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+          const unsigned int at = (((eight + t) * GROUPS + group) * CHUNKS + c) * 32u + lane;
+          const Word16 x = high[at], y = low[at], &a = w[c][0], &b = w[c][1];
+          #pragma unroll
+          for (int k = 0; k < 4; k += 2) {
+            multiply_bytes(more, a.part[k], b.part[k], a.part[k + 1], b.part[k + 1], x.part[k], x.part[k + 1]);
+            multiply_bytes(less, a.part[k], b.part[k], a.part[k + 1], b.part[k + 1], y.part[k], y.part[k + 1]);
+          }
+        }
+        const float4 of_rows = groups[((eight + t) * GROUPS + group) * 4u + col];  // step and norm of two
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float step = i % 2 ? of_rows.z : of_rows.x, norm = i % 2 ? of_rows.w : of_rows.y;
+          const float number = (float)(more[i] * HALF + less[i]);
+          sums[t][i] = __fmaf_rn(from_f16((u16)s[i / 2]) * step, number, sums[t][i]);
+          bounds[t][i] = __fmaf_rn(from_f16((u16)(s[i / 2] >> 16)), norm, bounds[t][i]);
+        }
+      }
+      #pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        #pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) w[c][r] = ahead[c][r];
+        s[r] = also[r];
+      }
+    }
+    #pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const unsigned int word = tile * 32u + half * 16u + r * 8u + row;
+      const float size = word < words ? sizes[word] : 0.0f;
+      #pragma unroll
+      for (int i = 0; i < EACH * 2; ++i) {
+        const unsigned int t = i / 2, odd = i % 2, m = (eight + t) * 8u + col * 2u + odd;
+        const float2 edges = around(sums[t][r * 2 + odd], bounds[t][r * 2 + odd], size, slack[m]);
+        if (word >= words) continue;
+        if (m < ROWS) upper[(unsigned long long)m * words + word] = T::stored(edge<T, 1>(edges.x, cap));
+        most[t][odd] = fmaxf(most[t][odd], edges.y < infinity() ? edges.y : infinity());
+      }
+    }
+  }
+  #pragma unroll
+  for (int i = 0; i < EACH * 2; ++i) {
+    const unsigned int m = (eight + i / 2) * 8u + col * 2u + i % 2;
+    float one = most[i / 2][i % 2];
+    #pragma unroll
+    for (int with = 4; with < 32; with *= 2) one = fmaxf(one, __shfl_xor_sync(~0u, one, with));
+    one = one < infinity() ? edge<T, -1>(one, cap) : infinity();
+    if (row == 0u && m < ROWS && tile * 32u < words) best[m * ((words + 31u) / 32u) + tile] = T::stored(one);
+  }
 }
 
 // The k-th largest of a row of lower bounds, bit by bit: k words are not below it. -inf if there are fewer, or if one of

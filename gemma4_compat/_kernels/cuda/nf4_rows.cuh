@@ -9,12 +9,6 @@
 #include "nf4_gemv.cuh"
 
 namespace gemv {
-// Rows of the input by eights. Blocks that are next to each other take PARTS of them with the same tile.
-template <int ROWS>
-struct Eights {
-  enum { SOME = (ROWS + 7) / 8, PARTS = (SOME + 3) / 4, EACH = (SOME + PARTS - 1) / PARTS, ALL = PARTS * EACH };
-};
-
 // For eight rows and a chunk, two words of each lane; after all of them, a factor for each row. One warp for each.
 template <typename T, int INPUTS, int ROWS, int SCALED, int THREADS>
 __global__ void __launch_bounds__(THREADS) prepare(const Word16* input, Word16* prepared) {
@@ -43,7 +37,7 @@ __device__ __forceinline__ void nf4_rows(
     unsigned int block, const Word16* input, const FourBit<T, typename Values::template Scale<T>>& own) {
   using Scales = gemv::Scales<typename Values::template Scale<T>, SCALED>;
   constexpr int COUNT = Scales::COUNT;  // of a chunk
-  using Eights = gemv::Eights<ROWS>;
+  using Eights = Eights<ROWS>;
   constexpr int K = INPUTS, CHUNKS = K / 64, OF_A_WARP = (CHUNKS + WARPS - 1) / WARPS, EACH = Eights::EACH;
   constexpr int GROUPS = (OF_A_WARP + 1) / 2, AT_ONCE = (OF_A_WARP + GROUPS - 1) / GROUPS;
   constexpr int TOGETHER = 16 / WARPS;  // eights whose sums are added up at once

@@ -15,19 +15,18 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from gemma4_compat._kernels.programs import Kernel, instance, kinds
-from gemma4_compat._kernels.specs import dense
+from gemma4_compat._kernels.specs import dense, products
 
 #: Best words at most, and the fewest that are asked for: a few more cost less than another graph. Twice as many as
 #: top-k leaves have logits, so that top_tokens.cuh finds enough groups with a logit, and need not look at all words.
 MOST, FEWEST = 1024, 128
-#: Hidden states at once: of more texts the whole head is computed.
-MAX_ROWS = 8
 #: Weights of a head at least; a smaller one is read faster than kernels are launched.
 LEAST = 1 << 25
 _FILE = "head.cuh"
 _THREADS, _SELECTING = 256, 1024
 _WARPS = _THREADS // 32
-_WORDS = _WARPS * 4  # of a block that bounds logits
+_WORDS = _WARPS * 4  # that have a lower bound together: those of a block, or of a warp that has many rows
+_CHUNK = 64  # columns that tensor cores multiply at once
 _EACH = 16  # lower bounds of a thread at most
 
 
@@ -89,7 +88,7 @@ def unsupported_reason(weight: Any) -> str | None:
     if (
         not dense.is_large(weight)
         or words > _EACH * _SELECTING * _WORDS
-        or group(inputs) < 16
+        or group(inputs) < _CHUNK
         or weight.data_ptr() % 16
     ):
         return "the head has a shape that its kernels do not know"
@@ -102,7 +101,7 @@ def best(given: Any, weight: Any, copy: Copy, most: int, cap: float) -> tuple[li
     """The kernels of both stages, and the logits, ``[..., words]``: those of the best words, and -inf.
 
     Args:
-        given: hidden states, contiguous, at most :data:`MAX_ROWS` of the weight's dtype.
+        given: hidden states, contiguous, at most ``products.MAX_ROWS`` of the weight's dtype.
         weight: of the head.
         copy: of it as it is.
         most: how many of the best words have their logits at least, and all that equal the last of these.
@@ -113,22 +112,27 @@ def best(given: Any, weight: Any, copy: Copy, most: int, cap: float) -> tuple[li
     (words, inputs), device = weight.shape, weight.device
     rows, kind, each = given.numel() // inputs, kinds()[weight.dtype].name, group(inputs)
     blocks = -(-words // _WORDS)
+    is_many, filled, scoring = rows > products.FEW_ROWS, rows, blocks
+    if is_many:
+        parts, eights = products.parts_of(rows)
+        filled, scoring = parts * eights * products.FEW_ROWS, parts * -(-blocks // _WARPS)
 
     def memory(*shape: int, dtype: Any) -> Any:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    high, low = memory(rows, inputs, dtype=torch.int8), memory(rows, inputs, dtype=torch.int8)
-    groups, slack = memory(rows, inputs // each, 2, dtype=torch.float32), memory(rows, dtype=torch.float32)
+    high, low = memory(filled, inputs, dtype=torch.int8), memory(filled, inputs, dtype=torch.int8)
+    groups, slack = memory(filled, inputs // each, 2, dtype=torch.float32), memory(filled, dtype=torch.float32)
     upper, lower = memory(rows, words, dtype=weight.dtype), memory(rows, blocks, dtype=weight.dtype)
     reached = memory(rows, dtype=torch.float32)
     result = given.new_empty((*given.shape[:-1], words))
     prepared = high, low, groups, slack
+    preparing = instance(_FILE, "head::given", kind, inputs, each, rows if is_many else 0)
     return [
-        Kernel(instance(_FILE, "head::given", kind, inputs, each), (given, *prepared), 4, (), _THREADS, (rows, 1)),
+        Kernel(preparing, (given, *prepared), 4, (), _THREADS, (filled, 1)),
         Kernel(
-            instance(_FILE, "head::scores", kind, rows, inputs, each),
+            instance(_FILE, "head::many_scores" if is_many else "head::scores", kind, rows, inputs, each),
             (*copy[:3], *prepared, upper, lower),
-            *(2, (words, float(cap)), _THREADS, (blocks, 1)),
+            *(2, (words, float(cap)), _THREADS, (scoring, 1)),
         ),
         Kernel(
             instance(_FILE, "head::least", kind, -(-blocks // _SELECTING)),

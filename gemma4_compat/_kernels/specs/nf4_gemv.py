@@ -30,8 +30,6 @@ OPERATION = "4-bit product by tensor cores"
 TILE, CHUNK = 16, 64
 #: Up to so many rows, each block turns the input into float16 itself, for every tile; of more, up to so many inputs.
 OWN_ROWS, _OWN_INPUTS = 8, 512
-#: Multiplications by tensor cores, of eight rows each, that a block makes with what it looks up.
-_EIGHTS = 4
 _PREPARING = 128  # threads of a block that prepares an input: a warp for eight rows and a chunk
 _LONG, _FEW = 4096, 2048  # inputs and rows of weights that occupy a GPU only if their blocks have more warps
 #: Warps of an SM: if there is more to do, a block multiplies several tiles, one after the other.
@@ -50,7 +48,7 @@ class Product(nf4_exact.Product):
 
     def blocks(self, outputs: Sequence[int]) -> list[int]:
         """As many as a GPU has room for, or fewer; for each part of the rows as many."""
-        tiles, parts = [-(-number // TILE) for number in outputs], _parts_of(self.format.rows)[0]
+        tiles, parts = [-(-number // TILE) for number in outputs], products.parts_of(self.format.rows)[0]
         warps = warps_of(self.format.inputs, self.outputs)
         rounds = -(-sum(tiles) * parts // resident(warps, self.input.device))
         return [-(-number // rounds) * parts for number in tiles]
@@ -62,7 +60,7 @@ class Product(nf4_exact.Product):
         rows, inputs = self.format.rows, self.format.inputs
         if not _is_prepared(self.format):
             return None
-        parts, each = _parts_of(rows)
+        parts, each = products.parts_of(rows)
         given = kinds()[self.format.dtype].name, inputs, rows, min(self.format.blocksize, CHUNK)
         pieces = parts * each * (inputs // CHUNK)  # of eight rows and a chunk
         words = products.FEW_ROWS * (CHUNK // 2 + 1)  # of 32 bits
@@ -101,13 +99,6 @@ def resident(warps: int, device: Any) -> int:
 def _is_prepared(layout: Format) -> bool:
     """Whether a kernel before turns the input into float16."""
     return layout.rows > OWN_ROWS and layout.inputs > _OWN_INPUTS
-
-
-def _parts_of(rows: int) -> tuple[int, int]:
-    """How many blocks share the rows of an input, and how many times eight each takes."""
-    eights = -(-rows // products.FEW_ROWS)
-    parts = -(-eights // _EIGHTS)
-    return parts, -(-eights // parts)
 
 
 @functools.cache

@@ -16,6 +16,8 @@ INT4 = "int4"
 MAX_ROWS = 64
 #: Those of one block, or of one multiplication by tensor cores. More are divided.
 FEW_ROWS = 8
+#: Multiplications by tensor cores, of eight rows each, that a block makes with what it reads.
+_EIGHTS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,3 +163,10 @@ def _part(code: Code, weights: int, own: str, block: str) -> tuple[list[str], li
     values = ", ".join(field[1] if field else "nullptr" for field in code.fields)
     function = with_arguments(code.function, code.arguments)
     return reads, writes, sizes, [*lines, f"{function}(block, {own}input, {{{values}, outputs, blocks}});"]
+
+
+def parts_of(rows: int) -> tuple[int, int]:
+    """How many blocks share the rows of an input, and how many times eight each takes (``tensor_cores.cuh``)."""
+    eights = -(-rows // FEW_ROWS)
+    parts = -(-eights // _EIGHTS)
+    return parts, -(-eights // parts)

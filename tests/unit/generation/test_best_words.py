@@ -79,11 +79,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
     "sampled": SAMPLED,
     "a batch": {**SAMPLED, "batch": 2},
+    "many texts": {**SAMPLED, "batch": 9},
     "hidden words": {**GREEDY, "suppress_tokens": [3, 5, 500], "eos_token_id": [11, 12]},
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.full if way == "many texts" else ()) for way in WAYS]
+)
 def test_texts_are_those_of_the_whole_head(made: Model, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     if way == "greedy":
         monkeypatch.setattr(fused_steps.Progress, "after", 2)

@@ -234,6 +234,8 @@ def _head() -> Iterator[Kernel]:
         (torch.bfloat16, 1 << 18, 1536, 1),
         (torch.bfloat16, 1 << 18, 2560, 8),
         (torch.float16, 1 << 18, 5376, 1),
+        (torch.bfloat16, 1 << 18, 1536, 32),
+        (torch.float16, 1 << 18, 3840, 50),
         (torch.bfloat16, 700, 64, 3),
     ):
         weight = torch.zeros((), dtype=dtype).expand(words, inputs)

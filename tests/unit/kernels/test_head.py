@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -142,12 +143,20 @@ def compare(found: Any, whole: Any, most: int = MOST, cap: float = CAP) -> None:
     assert same_bits(ours.masked_fill(ours < last, -math.inf), theirs.masked_fill(theirs < last, -math.inf))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", HEADS)
-def test_the_best_words_are_those_of_the_whole_head(name: str, dtype: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "rows"),
+    [
+        *itertools.product(HEADS, (torch.bfloat16, torch.float16), (2,)),
+        *itertools.product(HEADS, (torch.bfloat16,), (9,)),
+        ("heavy tails", torch.float16, 34),
+        ("gaussian", torch.bfloat16, 64),
+    ],
+    ids=str,
+)
+def test_the_best_words_are_those_of_the_whole_head(name: str, dtype: Any, rows: int) -> None:
     generator = torch.Generator().manual_seed(len(name))
     weight = HEADS[name](generator).to(dtype)
-    given = states(generator, weight.float()).to(dtype)
+    given = states(generator, weight.float(), rows).to(dtype)
     for most, cap in ((MOST, CAP), (1, 0.0)):
         found, whole, counts = computed(given, weight, most, cap)
         compare(found, whole, most, cap)
@@ -159,19 +168,27 @@ def test_the_best_words_are_those_of_the_whole_head(name: str, dtype: Any) -> No
             assert counts[0] == all_words
 
 
-def test_what_is_not_finite_computes_the_whole_head() -> None:
+@pytest.mark.parametrize("rows", [2, 10])
+def test_what_is_not_finite_computes_the_whole_head(rows: int) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = normal(generator).bfloat16()
     for value in (math.nan, math.inf, 1e38):
-        given = states(generator, weight.float(), 2).bfloat16()
+        given = states(generator, weight.float(), rows).bfloat16()
         given[1, 7] = value
         found, whole, _ = computed(given, weight)
-        compare(found[:1], whole[:1])
+        others = [row for row in range(rows) if row != 1]
+        compare(found[others], whole[others])
         assert torch.equal(found[1].view(torch.int16), whole[1].view(torch.int16)), value
 
 
 @pytest.mark.parametrize(
-    "wrong", [("dense::over_lanes(sums[0]);", ""), ("score - bound;", "score + 9.0f;"), ("all >= k", "all >= 1u")]
+    "wrong",
+    [
+        ("dense::over_lanes(sums[0]);", ""),
+        ("score - bound;", "score + 9.0f;"),
+        ("all >= k", "all >= 1u"),
+        ("* HALF + less[i", "* -HALF + less[i"),
+    ],
 )
 def test_kernels_with_other_bits_are_not_used(
     monkeypatch: pytest.MonkeyPatch, change_file: Callable[[str, str, str], None], wrong: tuple[str, str]
