@@ -3,7 +3,8 @@
 Each file says who launches its kernels, and which test proves them.
 
 * ``prelude.cuh``: what every kernel needs. ``tensor_cores.cuh``: one multiplication by tensor cores.
-* ``attention.cuh``, ``attention_tensor.cuh``: attention of one query. ``flash.cuh``: of a prompt.
+* ``attention.cuh``, ``attention_tensor.cuh``: attention of one query. ``flash.cuh``: of a prompt. ``shares.cuh``: of
+  training, between its products.
 * ``nf4_gemv.cuh``, ``nf4_exact.cuh``: products with 4-bit weights, with custom numerics and with bitsandbytes'.
   ``nf4_rows.cuh``: the former, of more than eight rows.
   ``nf4_dequantize.cuh``, ``experts.cuh``: such weights, and rows of experts, dequantized. ``four_bit.cuh``: how they

@@ -17,7 +17,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,9 @@ _MOST, _LEAST, _SCORES = 512, 16, 2**26
 #: Queries of a window, a part of :data:`UNIT`. Fewer have fewer scores of keys that they do not see, and keys are then
 #: in more windows.
 _WINDOW = 128
+#: Whether two operators compute what is between products, on a device and in a dtype. The patch says so, as kernels are
+#: in a room above.
+are_fused: Callable[[Any, Any], bool] | None = None
 #: Keys that the first and the last query of each block may see: from the first one to before the second.
 Spans = tuple[tuple[int, int], ...]
 
@@ -220,15 +223,16 @@ class _Block:
         pieces: Pieces,
         window: int | None,
     ) -> None:
-        self._query, self._mask, self._shown, self._pieces = query, mask, shown, pieces
+        self._query, self._mask, self._by_window, self._pieces = query, mask, shown, pieces
         self._scaling, self._block, self._window = scaling, block, window
         self.heads, self._count = key.shape[1:3]
         ends = max(one.after + (one.windows - 1) * block for one in pieces)
         self.outside = max(0, -min(one.first for one in pieces)), max(0, ends - key.shape[2])
         self.whole = self.padded(key)
         most = query.shape[0] * query.shape[1] * block * max(one.windows * (one.after - one.first) for one in pieces)
-        self._scores, self._shares = (query.new_empty(most, dtype=torch.float32) for _ in range(2))
+        self._scores, self._others = (query.new_empty(most, dtype=torch.float32) for _ in range(2))
         self._rounded = query.new_empty(most)
+        self._fused = _has_memory(query) and are_fused is not None and are_fused(query.device, query.dtype)
         if mask is None:
             self._later = torch.ones(block, block, dtype=torch.bool, device=query.device).triu(1)
 
@@ -242,17 +246,17 @@ class _Block:
             self.span = slice(first + self.outside[0], after + self.outside[0])
             self.queries, self.keys = self.grouped(self._query), self.seen(self.whole)
             self.shape = *self.queries.shape[:2], after - first
-            self.hidden = None if self._mask is None else self._hidden(first, after)
+            self._shown = None if self._mask is None else self._seen(first, after)
             yield self
 
-    def _hidden(self, first: int, after: int) -> Any:
+    def _seen(self, first: int, after: int) -> Any:
         """Which keys, (rows or 1, heads of the keys or 1, windows, heads that share one or 1, queries, keys)."""
         if self.windows == 1:
             shown = packing.part(self._mask, self.part, slice(first, after), self._window)[:, :, None]
         else:
-            shown = self._shown.unflatten(0, (len(self._query), -1)).transpose(1, 2)
+            shown = self._by_window.unflatten(0, (len(self._query), -1)).transpose(1, 2)
             shown = shown[:, :, self.part.start // self._block :][:, :, : self.windows]
-        return ~shown.unflatten(1, (1, 1) if shown.shape[1] == 1 else (self.heads, -1)).transpose(2, 3)
+        return shown.unflatten(1, (1, 1) if shown.shape[1] == 1 else (self.heads, -1)).transpose(2, 3)
 
     def padded(self, tensor: Any) -> Any:
         """Keys or values as (rows * heads, keys, width), with those that windows have outside of the text."""
@@ -301,31 +305,62 @@ class _Block:
         """The part of the buffer that this piece takes."""
         return buffer[: math.prod(self.shape)].view(self.shape)
 
-    def product(self, left: Any, right: Any) -> Any:
-        """In float32, where the scores were."""
-        return _multiply(left, right, self.space(self._scores))
+    def outputs(self, values: Any) -> Any:
+        """Of what the windows see of values, in the form of :meth:`split`."""
+        return self._seeing(self.by_head(torch.bmm(self.shares()[0], self.seen(values))))
 
-    def rounded(self, tensor: Any, factor: Any = None) -> Any:
-        """In 16 bits, times a factor."""
-        found = self.space(self._rounded)
-        return found.copy_(tensor) if factor is None else torch.mul(tensor, factor, out=found)
-
-    def seeing(self, tensor: Any) -> Any:
-        """What is split, zero for queries that see no key. Their shares are not."""
-        return tensor if self.hidden is None else torch.where(self.hidden.all(dim=-1, keepdim=True), 0.0, tensor)
-
-    def shares(self) -> Any:
-        """How much of each value goes into the output, float32."""
-        scores = self.product(self.queries, self.keys.transpose(1, 2))
+    def shares(self) -> tuple[Any, Any]:
+        """How much of each value goes into the output, in 16 bits, and what :meth:`gradients` is told of it."""
+        scores = _multiply(self.queries, self.keys.transpose(1, 2), self.space(self._scores))
+        if self._fused:
+            rounded, sums = self.space(self._rounded), scores.new_empty((*self.shape[:2], 2))
+            torch.ops.gemma4_compat.shares(*self._given(scores), rounded, sums)
+            return rounded, (scores, sums)
         if self._scaling != 1:
             scores *= self._scaling
         by_head = self.by_head(scores)
-        if self.hidden is None:
+        if self._shown is None:
             tokens = by_head.shape[4]
             by_head[..., self.part.start :].masked_fill_(self._later[:tokens, :tokens], float("-inf"))
         else:
-            by_head.masked_fill_(self.hidden, torch.finfo(torch.float32).min)
-        return torch.softmax(scores, dim=-1, out=self.space(self._shares))
+            by_head.masked_fill_(~self._shown, torch.finfo(torch.float32).min)
+        found = torch.softmax(scores, dim=-1, out=self.space(self._others))
+        return self._in_16_bits(found), found
+
+    def gradients(self, shares: Any, gradient: Any, outputs: Any, values: Any) -> Any:
+        """Those of products of queries and keys, in 16 bits, from the output's gradient and the output, grouped."""
+        total = gradient.float().mul_(outputs).sum(dim=-1, keepdim=True)
+        buffer = self._others if self._fused else self._scores
+        found = _multiply(gradient, self.seen(values).transpose(1, 2), self.space(buffer))
+        if self._fused:
+            (scores, sums), rounded = shares, self.space(self._rounded)
+            torch.ops.gemma4_compat.share_gradients(*self._given(scores), sums, found, total, rounded)
+            return rounded
+        found.sub_(total)
+        if self._scaling != 1:
+            found, shares = found.mul_(shares), self._scaling
+        return self._in_16_bits(found, shares)
+
+    def gradient(self, incoming: Any) -> Any:
+        """The output's gradient, grouped, zero for queries that see no key."""
+        return self.grouped(self._seeing(self.split(incoming)))
+
+    def _given(self, scores: Any) -> tuple[Any, ...]:
+        """What kernels are told of scores."""
+        queries = self.part.stop - self.part.start if self.windows == 1 else self._block
+        sizes = self.heads, self.windows, self._query.shape[1] // self.heads, queries
+        return scores, self._shown, sizes, self.windows > 1, self.part.start, float(self._scaling)
+
+    def _seeing(self, tensor: Any) -> Any:
+        """What is split, zero for queries that see no key. Their shares are not, unless kernels compute them."""
+        if self._shown is None or self._fused:
+            return tensor
+        return torch.where(self._shown.any(dim=-1, keepdim=True), tensor, 0.0)
+
+    def _in_16_bits(self, tensor: Any, factor: Any = None) -> Any:
+        """Times a factor."""
+        found = self.space(self._rounded)
+        return found.copy_(tensor) if factor is None else torch.mul(tensor, factor, out=found)
 
 
 class _Products(torch.autograd.Function):  # type: ignore[misc]
@@ -342,15 +377,14 @@ class _Products(torch.autograd.Function):  # type: ignore[misc]
             block = _Block(query, key, mask, shown, *given)
             values = block.padded(value)
             for one in block.each():
-                outputs = torch.bmm(one.rounded(one.shares()), one.seen(values))
-                one.split(found.transpose(1, 2)).copy_(one.seeing(one.by_head(outputs)))
+                one.split(found.transpose(1, 2)).copy_(one.outputs(values))
         return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, incoming: Any) -> Any:
         query, key, value, mask, shown, outputs = ctx.saved_tensors
-        scaling, of_query = ctx.given[0], torch.empty_like(query)
+        of_query = torch.empty_like(query)
         incoming, outputs = incoming.transpose(1, 2), outputs.transpose(1, 2)
         with torch.autocast(query.device.type, enabled=False):
             block = _Block(query, key, mask, shown, *ctx.given)
@@ -358,14 +392,10 @@ class _Products(torch.autograd.Function):  # type: ignore[misc]
             shapes = block.whole.shape, values.shape
             of_keys, of_values = (torch.zeros(shape, dtype=torch.float32, device=key.device) for shape in shapes)
             for one in block.each():
-                shares = one.shares()
-                gradient = one.grouped(one.seeing(one.split(incoming)))
-                total = gradient.float().mul_(one.grouped(outputs)).sum(dim=-1, keepdim=True)
-                one.add(of_values, one.rounded(shares).transpose(1, 2), gradient)
-                scores = one.product(gradient, one.seen(values).transpose(1, 2)).sub_(total)
-                if scaling != 1:
-                    scores, shares = scores.mul_(shares), scaling
-                scores = one.rounded(scores, shares)
+                rounded, found = one.shares()
+                gradient = one.gradient(incoming)
+                one.add(of_values, rounded.transpose(1, 2), gradient)
+                scores = one.gradients(found, gradient, one.grouped(outputs), values)
                 one.split(of_query).copy_(one.by_head(torch.bmm(scores, one.keys)))
                 one.add(of_keys, scores.transpose(1, 2), one.queries)
         keys = slice(block.outside[0], block.outside[0] + key.shape[2])

@@ -23,7 +23,7 @@ from gemma4_compat._gemma4.state import contents
 from gemma4_compat._kernels import kernels
 from gemma4_compat._kernels.fuse import pointwise, row_kernels, writer
 from gemma4_compat._kernels.fuse.pointwise import DOT, Load, Value
-from gemma4_compat._kernels.match import top_tokens
+from gemma4_compat._kernels.match import shares, top_tokens
 from gemma4_compat._kernels.specs import (
     attention,
     dense,
@@ -394,6 +394,8 @@ _OPERATORS: dict[Callable[..., Any], str] = {
     " int experts, int held) -> Tensor",
     top_tokens.filtered: "(Tensor scores, int k, float p, int least, bool single) -> Tensor",
     top_tokens.drawn: "(Tensor scores, Tensor noise, int k, float p, int least) -> Tensor",
+    shares.shares: f"({shares.SCHEMA}Tensor(a!) found, Tensor(b!) sums) -> ()",
+    shares.share_gradients: f"({shares.SCHEMA}Tensor sums, Tensor given, Tensor totals, Tensor(a!) found) -> ()",
 }
 
 

@@ -1,6 +1,7 @@
 """Kernels: which calls each one computes, and how it is launched. Its file in :mod:`cuda` says how it computes.
 
-* :mod:`attention`, :mod:`flash`: attention of a step and of a prompt. :mod:`shifting`: rows of a full sliding cache.
+* :mod:`attention`, :mod:`flash`: attention of a step and of a prompt. :mod:`shares`: of training, between products.
+  :mod:`shifting`: rows of a full sliding cache.
 * :mod:`dense`: products with weights that are not quantized. :mod:`nf4_gemv`: 4-bit weights, by tensor cores.
   :mod:`nf4_exact`: 4-bit weights, with bitsandbytes' bits. :mod:`products`: what these three have in common.
 * :mod:`head`: the best words of a head, from a copy of it in 8 bits.

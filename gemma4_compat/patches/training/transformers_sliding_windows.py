@@ -43,11 +43,18 @@ _KINDS = {"full_attention", "sliding_attention"}
 def attention_function(original: Original, self: Any, key: str | None, *default: Any) -> Any:
     import torch
 
+    from gemma4_compat._gemma4.attention import products
+
     found = original(self, key, *default)
     if key != "sdpa":
         return found
     if torch.compiler.is_compiling():  # a layer by itself may be: what its model made is no mask
         return functools.partial(packing.written_out, found)
+    if products.are_fused is None:
+        from gemma4_compat._kernels.match import custom, shares
+
+        custom.operators()
+        products.are_fused = shares.compute
     return windows.over(found)
 
 

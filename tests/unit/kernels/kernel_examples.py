@@ -27,6 +27,7 @@ from gemma4_compat._kernels.specs import (
     nf4_dequantize,
     nf4_gemv,
     products,
+    shares,
     shifting,
 )
 
@@ -279,6 +280,14 @@ def _flash() -> Iterator[Kernel]:
             yield from flash.kernels(call, layout=flash.layout_of(call, how))[0]
 
 
+def _shares() -> Iterator[Kernel]:
+    numbers, sums = torch.zeros(4, 48, 70), torch.zeros(4, 48, 2)
+    for dtype, shown in itertools.product((torch.bfloat16, torch.float16), (None, torch.ones(70, dtype=torch.bool))):
+        scores, found = shares.Scores(numbers, shown, (2, 2, 2, 24), True, 0, 1.0), numbers.to(dtype)
+        yield shares.shares(scores, found, sums)
+        yield shares.gradients(scores, sums, numbers, sums, found)
+
+
 def _top_tokens() -> Iterator[Kernel]:
     scores = torch.zeros(2, 8192)
     work = top_tokens.Work(scores, top_tokens.Limits(64, 0.95, 1))
@@ -297,6 +306,7 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "attention": _plain_attention,
     "attention_tensor": _matrix_attention,
     "flash": _flash,
+    "shares": _shares,
     "expert_products": _expert_products,
     "expert_rows": _expert_rows,
     "expert_slots": _expert_slots,
