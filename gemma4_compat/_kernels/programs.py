@@ -14,6 +14,7 @@ Each file says who launches its kernels, and which test proves them.
 * ``dense.cuh``: products with weights that are not quantized. ``head.cuh``: the best words of a head.
 * ``pointwise.cuh``, ``rows.cuh``, ``runs.cuh``: what fused kernels call, whose bodies :mod:`fuse` writes.
 * ``shifting.cuh``: rows of a sliding cache. ``top_tokens.cuh``: top-k and top-p.
+* ``cross_entropy.cuh``: training's loss.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._kernels import kernels
+from gemma4_compat._kernels.specs import cross_entropy as spec
 from gemma4_compat._offload import torch_internals
 
 if TYPE_CHECKING:
@@ -160,12 +162,15 @@ def _chunk(head: Any, hidden: Any, targets: Any, soft_cap: float | None, gradien
         logits = head(inputs[None])
     values = logits.detach()[0]
     targets = targets.to(values.device)
-    size = max(1, BLOCK_BYTES // (4 * values.shape[-1]))
-    losses = [
-        _block(values[first : first + size], targets[first : first + size], soft_cap, gradients.needed)
-        for first in range(0, len(values), size)
-    ]
-    total = torch.cat(losses).sum()
+    if _is_fused(values, soft_cap):
+        total = _by_kernel(values, targets, soft_cap, gradients.needed).sum()
+    else:
+        size = max(1, BLOCK_BYTES // (4 * values.shape[-1]))
+        losses = [
+            _block(values[first : first + size], targets[first : first + size], soft_cap, gradients.needed)
+            for first in range(0, len(values), size)
+        ]
+        total = torch.cat(losses).sum()
     if gradients.needed:
         gradients.add(part, inputs, logits, values[None])
     return total
@@ -189,4 +194,30 @@ def _block(values: Any, targets: Any, soft_cap: float | None, gradient: bool) ->
         if soft_cap is not None:
             found = torch.ops.aten.tanh_backward(found.mul_(soft_cap), values).div_(soft_cap)
         values.copy_(found)
+    return losses
+
+
+def _is_fused(values: Any, soft_cap: float | None) -> bool:
+    """Whether a kernel computes losses of such logits. It is tried once, and compared with PyTorch's."""
+    import torch
+
+    if type(values) is not torch.Tensor or values.device.type not in kernels.COMPILERS or not spec.supports(values):
+        return False
+
+    def is_near() -> bool:
+        generator = torch.Generator(values.device).manual_seed(0)
+        tried = torch.randn((2, values.shape[1]), generator=generator, device=values.device).mul_(9).to(values.dtype)
+        targets, both = torch.tensor([5, 1], device=values.device), (tried, tried.clone())
+        found, right = (how(one, targets, soft_cap, True) for how, one in zip((_by_kernel, _block), both))
+        return bool(torch.allclose(found, right, rtol=1e-5) and torch.allclose(*both, rtol=2**-6, atol=2**-14))
+
+    key = "cross entropy", values.dtype, values.shape[1], soft_cap
+    return kernels.of(values.device).selftest(key, "cross entropy", "PyTorch computes the loss in chunks", is_near)
+
+
+def _by_kernel(values: Any, targets: Any, soft_cap: float | None, gradient: bool) -> Any:
+    kernel, losses = spec.kernel_of(values, targets, soft_cap, gradient=gradient)
+    known = kernels.of(values.device)
+    known.prepare([kernel.text], [])
+    known.launch(kernel)
     return losses

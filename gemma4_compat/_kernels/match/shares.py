@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from gemma4_compat._kernels import kernels
-from gemma4_compat._kernels.programs import Kernel
+from gemma4_compat._kernels.programs import Kernel, kinds
 from gemma4_compat._kernels.specs import shares as spec
 
 SCHEMA = "Tensor scores, Tensor? shown, int[] sizes, bool by_query, int start, float scale, "
-#: Heads of the keys, windows, heads that share one, and queries of what is tried; keys; and how far 16 bits may be off.
-_TRIED, _KEYS, _NEAR = (2, 2, 2, 24), (70, 640), {torch.bfloat16: 2**-7, torch.float16: 2**-10}
+#: Of what is tried, heads of the keys, windows, heads that share one, and queries; keys; how far 16 bits may be off.
+_TRIED, _KEYS, _NEAR = (2, 2, 2, 24), (70, 640), {"BFloat16": 2**-7, "Float16": 2**-10}
 
 
 def shares(scores: Any, shown: Any, sizes: Any, by_query: bool, start: int, scale: float, *more: Any) -> None:
@@ -28,7 +26,9 @@ def share_gradients(scores: Any, shown: Any, sizes: Any, by_query: bool, start: 
 
 def compute(device: Any, dtype: Any) -> bool:
     """Whether the kernels work here, with results in this dtype. Not known inside a capture, unless before it."""
-    if device.type not in kernels.COMPILERS or dtype not in _NEAR:
+    import torch
+
+    if device.type not in kernels.COMPILERS or kinds()[dtype].name not in _NEAR:
         return False
 
     def is_near() -> bool:
@@ -52,6 +52,8 @@ def _launch(kernel: Kernel) -> None:
 
 def _is_near(keys: int, is_masked: bool, by_query: bool, dtype: Any, generator: Any) -> bool:
     """Whether shares and gradients are those of float64, rounded, or next to them."""
+    import torch
+
     heads, windows, group, queries = _TRIED
     rows, device, scale, start = queries * group, generator.device, 0.5, 5
     given = torch.randn((2, heads * windows, rows, keys), generator=generator, device=device) * 4
@@ -74,6 +76,6 @@ def _is_near(keys: int, is_masked: bool, by_query: bool, dtype: Any, generator: 
     shares(*what, found, sums)
     of_scores = torch.empty_like(found)
     share_gradients(*what, sums, given[1], totals.float(), of_scores)
-    near = {"rtol": _NEAR[dtype], "atol": 1e-6}
+    near = {"rtol": _NEAR[kinds()[dtype].name], "atol": 1e-6}
     pairs = (found, expected), (of_scores, wanted)
     return all(bool(torch.allclose(one.double(), other, **near)) for one, other in pairs)

@@ -16,7 +16,6 @@ import torch
 import gemma4_compat
 from gemma4_compat._gemma4.accelerate import module_hooks
 from gemma4_compat._graphs import fused_steps
-from gemma4_compat._kernels.specs import head
 from gemma4_compat._offload.transfer import row_lookup
 from tests.unit.generation import calls
 from tests.unit.generation.test_best_words import SAMPLED, SHORT, WAYS, Model, pytestmark, texts

@@ -18,6 +18,7 @@ from gemma4_compat._kernels.match import custom, top_tokens
 from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._kernels.specs import (
     attention,
+    cross_entropy,
     dense,
     expert_products,
     expert_rows,
@@ -288,6 +289,12 @@ def _shares() -> Iterator[Kernel]:
         yield shares.gradients(scores, sums, numbers, sums, found)
 
 
+def _cross_entropy() -> Iterator[Kernel]:
+    for dtype, cap, gradient in itertools.product((torch.bfloat16, torch.float16), (None, 30.0), (False, True)):
+        logits = torch.zeros(2, 8, dtype=dtype)
+        yield cross_entropy.kernel_of(logits, torch.zeros(2, dtype=torch.long), cap, gradient=gradient)[0]
+
+
 def _top_tokens() -> Iterator[Kernel]:
     scores = torch.zeros(2, 8192)
     work = top_tokens.Work(scores, top_tokens.Limits(64, 0.95, 1))
@@ -307,6 +314,7 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "attention_tensor": _matrix_attention,
     "flash": _flash,
     "shares": _shares,
+    "cross_entropy": _cross_entropy,
     "expert_products": _expert_products,
     "expert_rows": _expert_rows,
     "expert_slots": _expert_slots,

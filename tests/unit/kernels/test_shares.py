@@ -86,9 +86,7 @@ def test_attention_of_wide_heads_is_as_exact(whole: Any, kind: str) -> None:
 
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize(("kind", "groups"), [("padded", 2), ("image", 4), ("by head", 2), ("numbers", 4)])
-def test_attention_of_windows_is_as_exact(
-    whole: Any, monkeypatch: pytest.MonkeyPatch, kind: str, groups: int
-) -> None:
+def test_attention_of_windows_is_as_exact(whole: Any, monkeypatch: pytest.MonkeyPatch, kind: str, groups: int) -> None:
     for name in ("_WINDOW", "UNIT"):
         monkeypatch.setattr(products, name, 32)
     test_products.windows_are_exact(whole, kind, groups, "cpu")

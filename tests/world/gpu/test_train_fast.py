@@ -41,7 +41,7 @@ def replays_have_the_bits(model: Any, given: dict[str, Any], right: list[Any]) -
 
 
 def is_near(found: list[Any], left_out: list[Any]) -> bool:
-    """Whether steps agree of which one leaves out what masks hide, and the other, for its graph, adds up zeros there."""
+    """Whether steps agree of which one leaves out what masks hide, and one adds up zeros there, for its graph."""
     apart = sum(float((one - other).norm()) ** 2 for one, other in zip(found, left_out, strict=True))
     return apart <= 0.1**2 * sum(float(other.norm()) ** 2 for other in left_out)
 
