@@ -20,9 +20,11 @@ streamed        one text a step, unfilled; for `--where half` or `streamed`, and
   eager           with everything but graphs
   replayed        with graphs
 fused           one text a step, unfilled; only where it is named
-  unfused         graphs of PyTorch's kernels
+  pytorch         graphs of PyTorch's kernels; it computes the softmax of attention, and the loss
+  unfused         graphs of PyTorch's kernels, but for those two
   fused           graphs with fused kernels, once they are compiled
-                  `--kernels`: of a step of both, the kernels that take longest; of each fused kernel, GB a second
+                  `--kernels`: of a step of the first and the last, the kernels that take longest; of each fused
+                  kernel, GB a second
 
 For each way: seconds of steps after the first six, in which `train_fast` captures; tokens that are not padding a
 second; PyTorch's peaks; and losses and adapter of one turn against those of the others. CUBLAS_WORKSPACE_CONFIG is set
@@ -52,12 +54,14 @@ from benchmarks import common
 from benchmarks.common import Data
 from benchmarks.decoding import models
 from benchmarks.training import long_steps, short_steps
+from gemma4_compat._gemma4.attention import products
 from gemma4_compat._graphs import recording
 from gemma4_compat._kernels import programs
 from gemma4_compat._kernels.kernels import Kernels
 from gemma4_compat._kernels.kernels import of as kernels_of
 from gemma4_compat._kernels.programs import Kernel
 from gemma4_compat._lab.stand_ins.tape import standing_in
+from gemma4_compat._training import chunks
 from gemma4_compat._training.captured import fusing, layers
 
 #: Whether algorithms are deterministic, and whether new memory is then filled.
@@ -68,10 +72,10 @@ PACKED = ("packed", "padded")
 #: Of `short_steps.WAYS`.
 STREAMED = {"eager": "windows", "replayed": "fast-windows"}
 #: Whether graphs are fused.
-FUSED = {"unfused": False, "fused": True}
+FUSED = {"pytorch": False, "unfused": False, "fused": True}
 PARTS = {"deterministic": tuple(DETERMINISTIC), "packed": PACKED, "streamed": tuple(STREAMED), "fused": tuple(FUSED)}
 #: Ways that are compared with each other.
-COMPARED = (*STREAMED, *FUSED)
+COMPARED = (*STREAMED, "unfused", "fused")
 #: Steps until kernels are compiled, at most; kernels of a step that are shown; launches of a kernel that is timed.
 COMPILED, SHOWN, LAUNCHES = 200, 20, 50
 #: Different batches of packed texts.
@@ -87,7 +91,8 @@ def determinism(way: str) -> Iterator[None]:
     """Inside, algorithms are as this way has them."""
     import torch
 
-    enabled, filled = DETERMINISTIC["unfilled" if way in COMPARED else way if way in DETERMINISTIC else "free"]
+    unfilled = way in STREAMED or way in FUSED
+    enabled, filled = DETERMINISTIC["unfilled" if unfilled else way if way in DETERMINISTIC else "free"]
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(enabled)
     torch.utils.deterministic.fill_uninitialized_memory = filled
@@ -96,6 +101,17 @@ def determinism(way: str) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+@contextlib.contextmanager
+def computed(way: str) -> Iterator[None]:
+    """Inside, what a way has of our kernels computes."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(fusing, "ENABLED", FUSED.get(way, True)))
+        if way == "pytorch":
+            stack.enter_context(mock.patch.object(products, "are_fused", return_value=False))
+            stack.enter_context(mock.patch.object(chunks, "_is_fused", return_value=False))
+        yield
 
 
 def lengths(row: int, least: int, most: int, draw: random.Random) -> list[int]:
@@ -168,7 +184,7 @@ class Parts:
         for sequence in self.arguments.sequences:
             text = self.steps.text(sequence)
             self.run.attempt(f"{sequence} compiled", 0, lambda text=text: self.compiled(text))
-            for way in FUSED if self.arguments.kernels else ():
+            for way in ("pytorch", "fused") if self.arguments.kernels else ():
                 self.run.attempt(f"{sequence} kernels", 0, lambda text=text, way=way: self.kernels(text, way))
             self.turns(f"{sequence} fused", sequence, {way: [text] for way in FUSED})
 
@@ -200,7 +216,7 @@ class Parts:
 
         with (
             determinism(way),
-            mock.patch.object(fusing, "ENABLED", FUSED[way]),
+            computed(way),
             mock.patch.object(Kernels, "launch", noted),
             short_steps.switched(self.steps, "fast-windows"),
         ):
@@ -249,7 +265,7 @@ class Parts:
 
     def turn(self, way: str, batches: list[Data]) -> tuple[Data, dict[str, Any]]:
         """Times, peaks and losses of a turn, and the adapter after it."""
-        with determinism(way), mock.patch.object(fusing, "ENABLED", FUSED.get(way, True)):
+        with determinism(way), computed(way):
             fast = "fast-whole" if way == "whole" else STREAMED.get(way, STREAMED["replayed"])
             found = short_steps.measured(self.steps, fast, batches, self.arguments.steps)
         return found, {name: weight.detach().cpu() for name, weight in self.steps.sorted()}

@@ -35,8 +35,8 @@ _MOST, _LEAST, _SCORES = 512, 16, 2**26
 #: Queries of a window, a part of :data:`UNIT`. Fewer have fewer scores of keys that they do not see, and keys are then
 #: in more windows.
 _WINDOW = 128
-#: Whether two operators compute what is between products, on a device and in a dtype. The patch says so: kernels are in
-#: a room above.
+#: Whether two operators compute what is between products, on a device and in a dtype. The patch says so: kernels are
+#: in a room above.
 are_fused: Callable[[Any, Any], bool] | None = None
 #: Keys that the first and the last query of each block may see: from the first one to before the second.
 Spans = tuple[tuple[int, int], ...]
