@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from gemma4_compat._kernels.programs import Kernel, instance, kinds
 
 _FILE = "shares.cuh"
-_THREADS = 256
-_ROWS = _THREADS // 32  # of a block
+#: Threads that take a row: more for more keys. Each holds so many.
+_LANES, _HELD = (32, 256, 512), 32
+_THREADS = 256  # of a block at least
 
 
 class Scores(NamedTuple):
@@ -46,7 +47,9 @@ def shares(scores: Scores, found: Any, sums: Any) -> Kernel:
         found: bfloat16 or float16, as large as the scores.
         sums: float32 (rows of all matrices, 2): what :func:`gradients` asks for.
     """
-    return _kernel("of_scores", scores, (), (found, sums))
+    lanes = _lanes(scores.numbers.shape[2])
+    is_long = scores.numbers.shape[2] > lanes * _HELD
+    return _kernel("of_scores", scores, (), (found, sums), lanes, is_long)
 
 
 def gradients(scores: Scores, sums: Any, given: Any, totals: Any, found: Any) -> Kernel:
@@ -59,10 +62,14 @@ def gradients(scores: Scores, sums: Any, given: Any, totals: Any, found: Any) ->
         totals: float32, for each row the sum of its shares times their gradients.
         found: bfloat16 or float16, as large as the scores.
     """
-    return _kernel("gradients", scores, (sums, given, totals), (found,))
+    return _kernel("gradients", scores, (sums, given, totals), (found,), _lanes(scores.numbers.shape[2]))
 
 
-def _kernel(name: str, scores: Scores, read: tuple[Any, ...], written: tuple[Any, ...]) -> Kernel:
+def _lanes(keys: int) -> int:
+    return next((lanes for lanes in _LANES if keys <= lanes * _HELD), _LANES[-1])
+
+
+def _kernel(name: str, scores: Scores, read: tuple[Any, ...], written: tuple[Any, ...], *how: int | bool) -> Kernel:
     numbers, shown, (heads, windows, group, queries), by_query, start, scale = scores
     rows, keys = numbers.shape[0] * numbers.shape[1], numbers.shape[2]
     steps = [0] * 6
@@ -71,6 +78,7 @@ def _kernel(name: str, scores: Scores, read: tuple[Any, ...], written: tuple[Any
         steps = list(shown.expand(batch, heads, windows, group, queries, keys).stride())
     sizes = rows, keys, queries, group, windows, heads, int(by_query), start, *steps, float(scale)
     kind = next(one.dtype for one in written if one.dtype.itemsize == 2)
-    text = instance(_FILE, f"shares::{name}", kinds()[kind].name, shown is not None)
+    text = instance(_FILE, f"shares::{name}", kinds()[kind].name, shown is not None, *how)
     tensors = numbers, numbers if shown is None else shown, *read, *written
-    return Kernel(text, tensors, len(written), sizes, _THREADS, (-(-rows // _ROWS), 1))
+    threads = max(_THREADS, how[0])
+    return Kernel(text, tensors, len(written), sizes, threads, (-(-rows // (threads // how[0])), 1))

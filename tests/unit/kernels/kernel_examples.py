@@ -282,9 +282,10 @@ def _flash() -> Iterator[Kernel]:
 
 
 def _shares() -> Iterator[Kernel]:
-    numbers, sums = torch.zeros(4, 48, 70), torch.zeros(4, 48, 2)
-    for dtype, shown in itertools.product((torch.bfloat16, torch.float16), (None, torch.ones(70, dtype=torch.bool))):
-        scores, found = shares.Scores(numbers, shown, (2, 2, 2, 24), True, 0, 1.0), numbers.to(dtype)
+    sums = torch.zeros(2, 2, 2)
+    for keys, dtype, is_masked in itertools.product((70, 1100, 9000, 40_000), (torch.bfloat16, torch.float16), (0, 1)):
+        numbers, shown = torch.zeros(2, 2, keys), torch.ones(keys, dtype=torch.bool) if is_masked else None
+        scores, found = shares.Scores(numbers, shown, (2, 1, 1, 2), True, 0, 1.0), numbers.to(dtype)
         yield shares.shares(scores, found, sums)
         yield shares.gradients(scores, sums, numbers, sums, found)
 

@@ -27,11 +27,13 @@ _SHARED = 48 << 10  # bytes that a block may have without asking for more
 #: KiB of shared memory that a block may ask for.
 _ASKED = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 #: Bytes that a module's kernels may spill, all on Blackwell (NVRTC 13.5): fp16 attention with heads of 512, products
-#: of many rows, and scores of wide fp16 heads.
+#: of many rows, scores of wide fp16 heads, shares of many keys (also on Turing).
 _SPILLED = {
     ("attention_tensor", (10, 0)): 36,
     ("nf4_gemv", (10, 0)): 144,
     ("nf4_gemv", (12, 0)): 144,
+    ("shares", (7, 5)): 28,
+    ("shares", (10, 0)): 88,
     ("head", (10, 0)): 68,
     ("head", (12, 0)): 216,
 }
