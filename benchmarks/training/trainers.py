@@ -16,6 +16,8 @@ host        table and towers on the host, loss in chunks
 streamed    all layers on the host as well
 windows     the same with `windows=True, products=True`
 chunked-windows  as chunked, with that
+fast        upstream's placement after `train_fast`; graphs are captured in the fourth step. Kernels are compiled in
+            the background in the first round; `kernels` says how many graphs were fused
 unsloth     unsloth's model and adapter under TRL's SFTTrainer, everything on the GPU, UNSLOTH_COMPILE_DISABLE=1; needs
             `--unsloth FOLDER`
 unsloth-compiled
@@ -59,7 +61,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import gemma4_compat  # noqa: F401  (before the others)
+import gemma4_compat
 from benchmarks import common
 from benchmarks.common import Data, Order
 from benchmarks.decoding import models
@@ -78,6 +80,7 @@ class Way(NamedTuple):
     chunked: bool
     trl: bool = False
     unsloth: bool = False
+    settled: int = 2
     windows: bool = False
 
 
@@ -91,14 +94,15 @@ WAYS = {
     "streamed": Way(True, "streamed", True),
     "windows": Way(True, "streamed", True, windows=True),
     "chunked-windows": Way(True, "gpu", True, windows=True),
+    "fast": Way(True, "gpu", True, settled=6),
     "unsloth": Way(False, "unsloth", False, trl=True, unsloth=True),
     "unsloth-compiled": Way(False, "unsloth-compiled", False, trl=True, unsloth=True),
 }
 #: Says to a process that it is unsloth's.
 UNSLOTH = "GEMMA4_COMPAT_BENCHMARK_UNSLOTH"
 RANK = 16
-#: Steps before those that are timed, all of a run unless told, and all of one beside a ballast tensor.
-SETTLED, STEPS, CONFIRMED = 2, 6, 2
+#: Steps of a run unless told, and of one beside a ballast tensor; a way says how many are not timed.
+STEPS, CONFIRMED = 6, 2
 GRACE_S = 90
 #: Of the time, what is kept for the runs beside a ballast tensor of a budget.
 KEPT_S = 12
@@ -162,18 +166,24 @@ def train(order: Order) -> Data:
                 for _, weight in sorted((name, one) for name, one in model.named_parameters() if one.requires_grad):
                     value = torch.empty(weight.shape).normal_(0.0, 0.02, generator=generator)
                     weight.data, weight.grad = value.to(weight.device), None
-            if way.shim:
+            steps = order["steps"] + way.settled - WAYS["shim"].settled
+            if order["way"] == "fast":
+                gemma4_compat.train_fast(model, max_tokens=order["sequence"])
+            elif way.shim:
                 common.parts(model, loss=way.chunked, windows=way.windows, products=way.windows)
             vocabulary = min(250_000, model.config.get_text_config().vocab_size - 16)
             generator = torch.Generator().manual_seed(1)
-            rows = torch.randint(3, vocabulary, (order["steps"], order["sequence"]), generator=generator).tolist()
+            rows = torch.randint(3, vocabulary, (steps, order["sequence"]), generator=generator).tolist()
             data = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in rows]
-            trainer = (_of_trl if way.trl else _of_transformers)(model, settings(order), data, Clock())
+            trainer = (_of_trl if way.trl else _of_transformers)(model, settings(order, steps), data, Clock())
             setup = time.perf_counter() - began
             trainer.train()
             losses = [f"{entry['loss']:.9g}" for entry in trainer.state.log_history if "loss" in entry]
             memory = {name: value and value - held for name, value in device.memory().items()}
-            found = {"settling_s": seconds[:SETTLED], "seconds": seconds[SETTLED:], "setup_s": setup}
+            found = {"settling_s": seconds[: way.settled], "seconds": seconds[way.settled :], "setup_s": setup}
+            if order["way"] == "fast":
+                counted = gemma4_compat.statistics(model).training
+                found["kernels"] = {"captured": counted.captured, "fused": counted.fused}
             found |= {"memory": memory, "losses": losses}
             trained = [one for one in model.parameters() if one.requires_grad]
             found |= {"adapters": sorted({str(one.dtype) for one in trained})}
@@ -188,13 +198,13 @@ def train(order: Order) -> Data:
             device.forget_peak()  # the others need the memory, too
 
 
-def settings(order: Order) -> Data:
+def settings(order: Order, steps: int) -> Data:
     """Of every trainer: where a default of theirs differs, what a step is would differ."""
     return {
         "output_dir": str(Path(order["folder"]) / "trainer"),
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 1,  # unsloth's default is 2
-        "max_steps": order["steps"],
+        "max_steps": steps,
         "learning_rate": 1e-4,
         "bf16": True,
         "gradient_checkpointing": True,
@@ -385,7 +395,11 @@ class Run:
 def measured(arguments: Any, options: list[str]) -> Data:
     result = common.header(Path(__file__), sys.modules[__name__], arguments.shape, options, arguments.note)
     result |= {
-        "settings": {"rank": arguments.rank, "steps": arguments.steps, "settled": SETTLED},
+        "settings": {
+            "rank": arguments.rank,
+            "steps": arguments.steps,
+            "settled": {way: WAYS[way].settled for way in arguments.ways},
+        },
         "loads": {},
         "runs": [],
     }
@@ -490,7 +504,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sequences", default="4096,2048,512,1024", help="tokens of a sequence, in this order")
     parser.add_argument("--rank", type=int, default=RANK)
     parser.add_argument("--rounds", type=int, default=1, help="how often all ways are run in turn")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of a run; the first {SETTLED} are not timed")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a run; the first two are not timed")
     parser.add_argument("--long", type=int, help="steps of the shortest sequence in the first round")
     parser.add_argument("--budget", help="GiB of a card, with commas: what fits in each")
     parser.add_argument("--confirm", default="streamed", help="ways that are run beside a ballast tensor anyway")
@@ -511,8 +525,8 @@ def main(argv: list[str] | None = None) -> int:
         common.chosen(parser, arguments, option, WAYS)
     if any(WAYS[way].unsloth for way in arguments.ways) and arguments.unsloth is None:
         parser.error("the ways of unsloth need --unsloth FOLDER")
-    if arguments.steps <= SETTLED:
-        parser.error(f"--steps must be more than the {SETTLED} that are not timed")
+    if arguments.steps <= WAYS["shim"].settled:
+        parser.error("--steps must be more than the two that are not timed")
     arguments.sequences = [int(number) for number in arguments.sequences.split(",")]
     arguments.budget = [float(number) for number in (arguments.budget or "").split(",") if number]
     result = measured(arguments, options)

@@ -12,6 +12,7 @@ WHAT = {
     "shim": "the shim, same placement",
     "chunked": "the same, loss in chunks",
     "chunked-windows": "everything on the GPU, loss in chunks, attention by windows and products",
+    "fast": "everything on the GPU, after `train_fast`",
     "host": "table and towers on the host, loss in chunks",
     "streamed": "all layers on the host as well",
     "windows": "the same, attention by windows and products",

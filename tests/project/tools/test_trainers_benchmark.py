@@ -163,7 +163,7 @@ def test_a_step_of_more_than_one_sequence_is_refused(
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
     monkeypatch.setattr(trainers, "_loaded", None)
     given = trainers.settings
-    monkeypatch.setattr(trainers, "settings", lambda order: given(order) | more)
+    monkeypatch.setattr(trainers, "settings", lambda *told: given(*told) | more)
     order = {"shape": "tiny", "folder": str(tmp_path), "rank": 4, "where": "gpu", "way": "upstream", "shim": True}
     trainers.build(order)
     trainers.load(order)
