@@ -494,12 +494,14 @@ def test_a_throttled_bus(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "_BLOCKS", range(1, 4))
     monkeypatch.setattr(benchmark, "fastest", lambda *_: 2)
     tokens = benchmark.trace(0.5, 1, 32, 2, 6)[0][:5]
+    monkeypatch.setattr(expert_slots, "number", lambda *_, **__: 9)
     with benchmark.throttled(model, 1.5, tokens) as bus:
         assert (bus["blocks"], len(bus["gib_s_by_blocks"])) == (2, 3)
         assert bus["bus_gib_s"] == bus["gib_s_by_blocks"][1] > 0
         launched.clear()
         calls.assert_equal(said(model), expected)
         assert {(one.block, one.blocks[0]) for one in launched} == {(8, 2)}
+        assert decoder.of(model).experts.number == 6
     with benchmark.throttled(model, None, tokens) as bus:
         assert bus == {}
 
