@@ -61,7 +61,7 @@ class Once(transformers.cache_utils.DynamicLayer):
 
     @property
     def nbytes(self) -> int:
-        """What is kept; angles are the same in all layers, and computed from positions."""
+        """Without angles, which are the same in all layers and are computed from positions."""
         return sum(one.nbytes for one in self.held[:2])
 
 
@@ -122,6 +122,20 @@ def test_rows_have_their_bits_in_any_company(dtype: torch.dtype) -> None:
             part = rows[:, begin : begin + size]
             for given in (part, part.contiguous(), part.transpose(1, 2).contiguous().transpose(1, 2)):
                 assert torch.equal(norm(given), whole[:, begin : begin + size])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_angles_have_their_bits_in_any_company(workspace: Any, dtype: torch.dtype) -> None:
+    """They need not be kept: those of a step are those of the whole text."""
+    model = model_of(workspace, "31B", dtype)
+    rotary, like = model.get_decoder().rotary_emb, torch.empty(0, dtype=dtype)
+    positions = torch.arange(99_000, 99_131)[None]
+    whole = rotary(like, positions, "full_attention")
+    for size in (1, 7, 64):
+        for begin in range(0, 131, size):
+            part = rotary(like, positions[:, begin : begin + size], "full_attention")
+            for one, all_of_it in zip(part, whole, strict=True):
+                assert torch.equal(one, all_of_it[:, begin : begin + size])
 
 
 def test_keys_that_are_made_of_values_are_others() -> None:
