@@ -83,7 +83,7 @@ def said(model: Any, *, keeps_once: bool, chunk: int | None) -> tuple[Any, int, 
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     options = {"do_sample": False, "min_new_tokens": 9, "max_new_tokens": 9, "prefill_chunk_size": chunk}
-    kept_as = {cache_names.NEW if "cache" in cache_names.of(type(model).forward) else cache_names.OLD: cache}
+    kept_as = {cache_names.of(type(model).forward): cache}
     found = model.generate(
         ids, attention_mask=mask, **options, **kept_as, return_dict_in_generate=True, output_logits=True
     )
