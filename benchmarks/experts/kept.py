@@ -9,6 +9,14 @@ many are drawn from those that a cache of these slots holds (least recently used
 others from the rest. In turns, without and with experts that stay: milliseconds a token, the difference of two calls;
 experts that were there and experts that were brought; and the logits of both. Needs a GPU. Exit code 1: something
 raised, nothing stays, logits differ, or the experts that were there are not as many as a trace says.
+
+`--bus 12`: experts are brought at no more than 12 GiB/s. The kernel that copies an expert gets blocks of 8 threads,
+which read 4 times 128 bytes at once, and so few of these blocks that less is on its way. For each rate, the experts of
+one layer are brought for the tokens of the trace with 1 to 64 blocks; the fastest copy that is not above 12 GiB/s is
+used, and its GiB/s are in the result. Only experts that stay are timed then: without them other kernels read. What
+this does not show: a read still has the latency of this machine's bus; a token that brings more experts than another
+brings more bytes a second, so the GiB/s are a mean; and other traffic (the prompt, what `decode_fast` copies) is as
+fast as before.
 """
 
 from __future__ import annotations
@@ -33,12 +41,15 @@ from benchmarks.experts import models
 from benchmarks.small_card import device
 from gemma4_compat._generation import expert_slots
 from gemma4_compat._graphs import decoder
+from gemma4_compat._kernels.specs import expert_slots as copying
 
 #: Tokens of the prompt, of the shorter and the longer call, and of a call after which steps are fused.
 PROMPT, SHORT, LONG, WARM = 24, 20, 180, 240
 COMPARED = 40
 #: How far from a rate what was there may be: tokens begin with no experts.
 _NEAR = 0.1
+#: Threads of a block on a throttled bus: each of their loads is one read of 128 bytes. And how many blocks are tried.
+_THREADS, _BLOCKS = 8, range(1, 65)
 
 
 def trace(rate: float, layers: int, experts: int, chosen: int, slots: int) -> list[list[list[int]]]:
@@ -137,11 +148,66 @@ class Decoding:
         return found.experts_kept, found.experts_brought
 
 
-def measured(decoding: Decoding, turns: int) -> Data:
-    """One trace."""
+def gib_s(kept: Any, tokens: list[list[int]], blocks: int) -> float:
+    """How fast the experts of ``tokens`` are brought to the first layer's slots, empty before, by so many blocks."""
     import torch
 
-    found: Data = {False: [], True: []}
+    (lookup, layer), *_ = kept.layers.items()
+    chosen = torch.tensor(tokens, device=lookup.device)
+    with mock.patch.object(copying, "_BLOCKS", blocks):
+        layer.bring(chosen[0], lookup.memory)  # compiled
+        kept.take()
+        before = kept.counts()[1]
+        device.synchronize()
+        begun = time.perf_counter()
+        for token in chosen:
+            layer.bring(token, lookup.memory)
+        device.synchronize()
+        taken = time.perf_counter() - begun
+    expert = kept.nbytes / kept.number / len(kept.layers)
+    return float((kept.counts()[1] - before) * expert / device.GIB / taken)
+
+
+def fastest(speeds: dict[int, float], most: float) -> int:
+    """How many blocks are fastest, of those that are not faster than ``most``, by GiB/s.
+
+    Raises:
+        SystemExit: all are.
+    """
+    found = [(speed, blocks) for blocks, speed in speeds.items() if speed <= most]
+    if not found:
+        raise SystemExit(f"--bus {most:g}: experts come at {min(speeds.values()):.2f} GiB/s at least")
+    return max(found)[1]
+
+
+@contextlib.contextmanager
+def throttled(model: Any, most: float | None, tokens: list[list[int]]) -> Iterator[Data]:
+    """Inside, experts come at no more than ``most`` GiB/s; None: as fast as they do. Gives what was chosen.
+
+    Slots and the steps that read them are made anew inside. ``tokens``: the experts of each, of a layer.
+    """
+    if most is None:
+        yield {}
+        return
+    decoding = decoder.of(model)
+    with mock.patch.object(copying, "_THREADS", _THREADS):
+        kept = expert_slots.taken(decoding, model.device)
+        if kept is None:
+            raise SystemExit("--bus: there is no room for experts any more")
+        speeds = {blocks: gib_s(kept, tokens, blocks) for blocks in _BLOCKS}
+        blocks = fastest(speeds, most)
+        decoding.drop_experts()
+        # As many slots as the trace was made for: dropped graphs leave room for more.
+        same_number = mock.patch.object(expert_slots, "number", return_value=kept.number)
+        with mock.patch.object(copying, "_BLOCKS", blocks), same_number:
+            yield {"bus_gib_s": speeds[blocks], "blocks": blocks, "gib_s_by_blocks": list(speeds.values())}
+
+
+def measured(decoding: Decoding, turns: int, *, without: bool) -> Data:
+    """One trace; ``without``: also without experts that stay."""
+    import torch
+
+    found: Data = {False: [], True: []} if without else {True: []}
     for keeps in found:
         decoding.generate(WARM, keeps=keeps)  # captured, fused
     before = decoding.counted()
@@ -150,11 +216,10 @@ def measured(decoding: Decoding, turns: int) -> Data:
             times.append(decoding.ms_a_token(keeps=keeps))
     kept, brought = (now - then for now, then in zip(decoding.counted(), before))
     same = bool(torch.equal(*(decoding.logits(keeps=keeps) for keeps in (False, True))))
-    without, kept_ms = (statistics.median(found[keeps]) for keeps in (False, True))
+    names = {False: "without_ms", True: "kept_ms"}
     return {
-        "without_ms": without,
-        "kept_ms": kept_ms,
-        "times": [found[False], found[True]],
+        **{names[keeps]: statistics.median(times) for keeps, times in found.items()},
+        "times": list(found.values()),
         "hits": kept / max(kept + brought, 1),
         "same_logits": same,
     }
@@ -165,6 +230,7 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=8.0, help="of the card, for this process (default: 8)")
     parser.add_argument("--rates", default="0,0.5,0.67,0.8", help="of experts that are among those kept")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--bus", type=float, help="GiB/s at which experts come at most (default: what the bus has)")
     options = parser.parse_args()
     shape: str = options.shape or "tiny"
     shown = common.shown(options)
@@ -192,8 +258,11 @@ def main() -> int:
                 if time.monotonic() - begun > 60 * options.minutes:
                     result["not_run"].append(rate)
                     continue
-                traced.copy_(torch.tensor(trace(float(rate), size[0], text.num_experts, size[2], number)))
-                found = result["rates"][rate] = measured(decoding, options.turns)
+                tokens = trace(float(rate), size[0], text.num_experts, size[2], number)
+                traced.copy_(torch.tensor(tokens))
+                with throttled(model, options.bus, tokens[0]) as bus:
+                    found = measured(decoding, options.turns, without=options.bus is None) | bus
+                result["rates"][rate] = found
                 print(rate, common.rounded(found), flush=True)
                 if not found["same_logits"]:
                     result["problems"].append(f"{rate}: logits differ")

@@ -147,7 +147,7 @@ def of(decoding: decoder.Decoding, model: Any, rows: int) -> Kept | None:
         decoding.give_back_experts()  # whole layers are brought, into this memory
         return None
     most = number(decoding, model, rows, found)
-    is_known = kept is not None and kept.is_of(found) and (kept.is_there or 8 * most >= 7 * kept.number)
+    is_known = kept is not None and kept.is_of(found) and (kept.is_there or _suits(decoding, kept.number, most))
     if is_known and (again := taken(decoding, model.device)) is not None:
         return again
     decoding.drop_experts()
@@ -157,6 +157,11 @@ def of(decoding: decoder.Decoding, model: Any, rows: int) -> Kept | None:
     except RuntimeError as error:
         _say(str(error))
     return None if decoding.experts is None else taken(decoding, model.device)
+
+
+def _suits(decoding: decoder.Decoding, known: int, most: int) -> bool:
+    """Whether so many slots stay, where so many may be: about as many, or fewer while a graph reads them."""
+    return 8 * most >= 7 * known and (8 * known >= 7 * most or any(one.reads_slots for one in decoding.steps.graphs()))
 
 
 def _made(decoding: decoder.Decoding, model: Any, rows: int, found: Any, most: int) -> Kept | None:

@@ -9,8 +9,9 @@ from gemma4_compat._adapter_tools.merge import check
 from gemma4_compat._engine import versions
 from gemma4_compat._gemma4.models import variants
 from gemma4_compat._memory import layout
-from gemma4_compat._plan import prompt_kernels
+from gemma4_compat._plan import prompt_kernels, speed
 from tools.claims.form import Claim, copied_heads, in_file, own_layers, result, text_of
+from tools.pages import once
 from tools.pages.markers import ROOT
 
 #: Tokens of the longest text in docs/CACHES.md.
@@ -131,6 +132,24 @@ CLAIMS = (
         _CACHES,
         "what grows, {:.0f} GiB of the 31B at {:,} tokens to {:.1f}, {:.2f} of the E2B to {:.2f}.",
         lambda: (kept("31B"), LONG, kept("31B") / 2, kept("E2B"), kept("E2B") / 2),
+    ),
+    Claim(_CACHES, "and {:.0f} % of their numbers differ in bf16", lambda: (100 * once.differing(),)),
+    Claim(
+        _CACHES,
+        "a token of the 12B moves {:.0f} GiB more, of the 26B-A4B {:.0f}, and of the 31B {:.0f}.",
+        lambda: tuple(map(once.price, once.shapes())),
+    ),
+    Claim(
+        _CACHES,
+        "The memory of an RTX 3060 is {:.0f} times as fast as its bus, that of an RTX 3090 {:.0f} times.",
+        lambda: tuple(1e9 * card.gb_s / card.bus for card in map(speed.CARDS.__getitem__, ("RTX 3060", "RTX 3090"))),
+    ),
+    *(
+        Claim(_CACHES, words, lambda where=where: (where[1], *reversed(once.longest(*where))))
+        for words, where in (
+            ("In {} GiB a 31B in 4 bits would have {:,} tokens instead of {:,}", ("31B", 23)),
+            ("in {} GiB a 12B {:,} instead of {:,}", ("12B", 11)),
+        )
     ),
     Claim(_CACHES, "saves more ({:.0f} GiB)", lambda: (copied_heads("31B", LONG),)),
     Claim(

@@ -7,17 +7,18 @@
 namespace expert_slots {
 enum { WARP = 32, WORDS = 4 };  // words of a thread on their way at once; those of a warp are in one piece
 
-template <typename Word>
+// STEP: threads of a warp, or of a smaller block.
+template <typename Word, int STEP>
 __device__ __forceinline__ void copied(const unsigned char* from, unsigned char* to, unsigned long long bytes) {
   const unsigned int words = (unsigned int)(bytes / sizeof(Word)), i = blockIdx.x * blockDim.x + threadIdx.x;
-  for (unsigned int at = i / WARP * (WARP * WORDS) + i % WARP; at < words; at += WORDS * gridDim.x * blockDim.x) {
+  for (unsigned int at = i / STEP * (STEP * WORDS) + i % STEP; at < words; at += WORDS * gridDim.x * blockDim.x) {
     Word held[WORDS];
     #pragma unroll
     for (int k = 0; k < WORDS; ++k)
-      if (at + k * WARP < words) held[k] = ((const Word*)from)[at + k * WARP];
+      if (at + k * STEP < words) held[k] = ((const Word*)from)[at + k * STEP];
     #pragma unroll
     for (int k = 0; k < WORDS; ++k)
-      if (at + k * WARP < words) ((Word*)to)[at + k * WARP] = held[k];
+      if (at + k * STEP < words) ((Word*)to)[at + k * STEP] = held[k];
   }
 }
 
@@ -72,17 +73,18 @@ template <int THREADS>
 __global__ void __launch_bounds__(THREADS) filled(const unsigned char* __restrict__ memory,
     const long long* __restrict__ layout, const long long* __restrict__ chosen, const long long* __restrict__ into,
     const int* __restrict__ missing, unsigned char* slots, unsigned int n0) {
+  enum { STEP = THREADS < WARP ? THREADS : (int)WARP };
   if (!missing[blockIdx.y]) return;
   for (unsigned int k = 0; k < n0; ++k, layout += 3) {
     const unsigned long long bytes = layout[2];
     const unsigned char* from = memory + layout[0] + chosen[blockIdx.y] * bytes;
     unsigned char* to = slots + layout[1] + into[blockIdx.y] * bytes;
     if (bytes % 16 == 0)
-      copied<Word16>(from, to, bytes);
+      copied<Word16, STEP>(from, to, bytes);
     else if (bytes % 4 == 0)
-      copied<unsigned int>(from, to, bytes);
+      copied<unsigned int, STEP>(from, to, bytes);
     else
-      copied<unsigned char>(from, to, bytes);
+      copied<unsigned char, STEP>(from, to, bytes);
   }
 }
 

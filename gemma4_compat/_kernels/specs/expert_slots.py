@@ -15,7 +15,7 @@ from gemma4_compat._kernels.programs import BLOCK, Kernel, instance
 #: Experts of a layer at most.
 MOST = 1024
 _FILE = "expert_slots.cuh"
-_BLOCKS = 64  # for each expert: enough loads on their way to keep a bus busy
+_BLOCKS, _THREADS = 64, BLOCK  # that copy an expert: enough loads on their way to keep a bus busy
 
 
 def state_size(experts: int, slots: int) -> int:
@@ -49,8 +49,8 @@ def kernels(
         *(4, (len(chosen), *sizes), BLOCK, (1, 1)),
     )
     copying = Kernel(
-        instance(_FILE, "expert_slots::filled", BLOCK),
+        instance(_FILE, "expert_slots::filled", _THREADS),
         (memory, layout, chosen, into, missing, slots),
-        *(1, (len(layout),), BLOCK, (_BLOCKS, len(chosen))),
+        *(1, (len(layout),), _THREADS, (_BLOCKS, len(chosen))),
     )
     return (deciding, copying), into

@@ -19,11 +19,13 @@ import transformers
 from packaging.version import Version
 
 import gemma4_compat
+from benchmarks.experts import kept as benchmark
 from gemma4_compat._gemma4 import host
 from gemma4_compat._generation import call, expert_slots
 from gemma4_compat._generation.prompts import prompts
 from gemma4_compat._graphs import decoder, deferred_stop, fused_steps
 from gemma4_compat._kernels.match import custom
+from gemma4_compat._kernels.specs import expert_slots as copying
 from gemma4_compat._lab import tiny_models
 from gemma4_compat._memory import use
 from tests.unit.generation import calls
@@ -370,6 +372,31 @@ def test_memory_that_pytorch_cannot_give_back(made: Make, monkeypatch: pytest.Mo
     assert decoder.of(model).experts is None
 
 
+def test_more_slots_where_steps_are_captured_anyway(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that needs a longer cache has the graphs of the last one dropped; slots cost none then."""
+    model, longer = made(6), 4 * NEW
+    expected, expected_longer = said(model), said(made(None), new=longer)
+    one, spare = sizes(model)
+    decoder.of(model).clear()
+    monkeypatch.setattr(expert_slots, "number", NUMBER)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0, raising=False)
+    parts = 20 * one
+    monkeypatch.setattr(host, "free_memory", lambda _device, kept=0: spare + 5 * one + max(parts - kept, 0))
+    monkeypatch.setattr(HostMemory, "size", 6 * one)
+    calls.assert_equal(said(model), expected)
+    assert decoder.of(model).experts.number == 5
+    monkeypatch.setattr(HostMemory, "size", 26 * one)  # the parts are one again
+    captured = gemma4_compat.statistics(model).decoding.captured
+    calls.assert_equal(said(model), expected)
+    assert decoder.of(model).experts.number == 5  # the graph stays
+    assert gemma4_compat.statistics(model).decoding.captured == captured
+    calls.assert_equal(said(model, new=longer), expected_longer)
+    assert decoder.of(model).experts.number == 25
+    captured = gemma4_compat.statistics(model).decoding.captured
+    calls.assert_equal(said(model, new=longer), expected_longer)
+    assert gemma4_compat.statistics(model).decoding.captured == captured
+
+
 @pytest.mark.parametrize(("given_back", "slots"), [(13, 12), (6, 5)], ids=["given back", "kept"])
 def test_memory_that_pytorch_has_cached_meanwhile(
     made: Make, monkeypatch: pytest.MonkeyPatch, given_back: int, slots: int
@@ -451,3 +478,47 @@ def test_two_threads(made: Make) -> None:
     raised = threads.run_together([functools.partial(work, seed) for seed in range(2)], limit=100)
     assert (raised, wrong) == ([None, None], [])
     assert gemma4_compat.statistics(model).decoding.reasons == ()
+
+
+def test_a_throttled_bus(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``benchmarks/experts/kept.py --bus``: fewer threads bring experts, the answers are the same."""
+    model, kernels, launched = made(6), copying.kernels, list[Any]()
+
+    def noted(*args: Any) -> Any:
+        found = kernels(*args)
+        launched.append(found[0][1])
+        return found
+
+    expected = said(model)
+    monkeypatch.setattr(copying, "kernels", noted)
+    monkeypatch.setattr(benchmark, "_BLOCKS", range(1, 4))
+    monkeypatch.setattr(benchmark, "fastest", lambda *_: 2)
+    tokens = benchmark.trace(0.5, 1, 32, 2, 6)[0][:5]
+    monkeypatch.setattr(expert_slots, "number", lambda *_, **__: 9)
+    with benchmark.throttled(model, 1.5, tokens) as bus:
+        assert (bus["blocks"], len(bus["gib_s_by_blocks"])) == (2, 3)
+        assert bus["bus_gib_s"] == bus["gib_s_by_blocks"][1] > 0
+        launched.clear()
+        calls.assert_equal(said(model), expected)
+        assert {(one.block, one.blocks[0]) for one in launched} == {(8, 2)}
+        assert decoder.of(model).experts.number == 6
+    with benchmark.throttled(model, None, tokens) as bus:
+        assert bus == {}
+
+
+def test_the_fastest_copy_that_is_slow_enough() -> None:
+    speeds = {1: 3.0, 2: 6.1, 3: 12.0, 4: 11.9, 5: 14.0}
+    assert [benchmark.fastest(speeds, most) for most in (12, 11.95, 3, 100)] == [3, 4, 1, 5]
+    with pytest.raises(SystemExit, match=r"--bus 2: experts come at 3.00 GiB/s at least"):
+        benchmark.fastest(speeds, 2)
+
+
+def test_a_trace_is_what_slots_find() -> None:
+    """As many experts of its tokens are in slots as the rate says, and a token names none twice."""
+    slots, tokens = 31, benchmark.trace(0.67, 1, 128, 8, 31)[0]
+    recent, found = list[int](), 0
+    for token in tokens:
+        assert len(set(token)) == 8
+        found += len({*token} & {*recent[-slots:]})
+        recent = [one for one in recent if one not in token] + token
+    assert found / (8 * len(tokens)) == pytest.approx(0.67, abs=0.05)
