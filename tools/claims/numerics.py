@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import statistics
@@ -198,13 +199,27 @@ def kept_experts() -> tuple[Any, ...]:
     return f"{gib:.0f}", found["slots"], found["experts"], *(value for values in shown for value in values)
 
 
-def heads_on_host() -> tuple[str, ...]:
+def heads_on_host(shape: str) -> tuple[str, ...]:
     """Milliseconds of a greedy token with the head in host memory, on the card, and copied; tokens of a text."""
-    found = result("*-h200/heads_on_host-E2B.json")
+    found = result(f"*-h200/heads_on_host-{shape}.json")
     greedy = found["host"]["greedy"]
     assert found["host"]["as_on_the_card"] == greedy["texts"] + found["host"]["sampled"]["texts"]
     ms = greedy["in place"]["ms"], found["greedy"]["two stages"]["ms"]
     return *(f"{one:.1f}" for one in ms), f"{greedy['copied']['ms']:.0f}", str(greedy["tokens"])
+
+
+def large_head_on_host() -> tuple[Any, ...]:
+    """The same times of a 12B, and GiB of the card of the three."""
+    peaks = result("*-h200/heads_on_host-12B.json")["host"]["peak_gib"]
+    return *heads_on_host("12B")[:3], *(peaks[way] for way in ("in place", "two stages", "copied"))
+
+
+def many_rows() -> tuple[Any, ...]:
+    """The most rows of a run, their tokens a second with a head in two stages, and in the run before."""
+    files = sorted((ROOT / "benchmarks" / "results").glob("*-h200/rows-E2B.json"))
+    before, after = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    rows = max(after["options"]["rows"])
+    return rows, *(found["tokens_s"][f"{rows} rows"] for found in (after, before))
 
 
 def streamed(kind: str) -> tuple[str, ...]:
@@ -350,7 +365,15 @@ CLAIMS = (
         _PAGE,
         "a greedy token of an E2B takes {} ms this way, {} with the head on the card, and {} with a copy (raw; texts "
         "of {} tokens",
-        heads_on_host,
+        lambda: heads_on_host("E2B"),
+    ),
+    Claim(_PAGE, "heads in bfloat16 and float16, up to {} rows)", lambda: (own_products.MAX_ROWS,)),
+    Claim(_PAGE, "the head, more than {} rows, and with", lambda: (own_products.MAX_ROWS,)),
+    Claim(_PAGE, "of a 12B {}, {} and {}, with {:.1f} GiB of the card at most, {:.1f} and {:.1f}", large_head_on_host),
+    Claim(
+        _PAGE,
+        "An E2B with {} rows then decodes {:,.0f} tokens a second on an H200, where it decoded {:,.0f} with the whole head",
+        many_rows,
     ),
     Claim(_PAGE, "took {} ms without a streamer, {} with transformers'", lambda: streamed("greedy")[:2]),
     Claim(_PAGE, "and {} with one of your own, which", lambda: streamed("greedy")[2:]),

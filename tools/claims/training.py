@@ -53,10 +53,29 @@ def reproducible() -> tuple[str, ...]:
     return tuple(f"{one:.2f}" for one in (*short, *long))
 
 
-def fused() -> tuple[str, ...]:
-    """Milliseconds of a step of 2,048 tokens with fused layers, and without."""
-    found = (seconds(way, "2048 fused", "reproducible-E2B-fused.json") for way in ("fused", "unfused"))
-    return tuple(f"{1000 * one:.0f}" for one in found)
+_FUSED = "reproducible-E2B-fused.json"
+
+
+def fused(tokens: int, *ways: str) -> tuple[str, ...]:
+    """Milliseconds of a step of so many tokens with these kernels."""
+    return tuple(f"{1000 * seconds(way, f'{tokens} fused', _FUSED):.0f}" for way in ways)
+
+
+def reserved_by_fused() -> float:
+    """GiB that fused layers reserve more in a step of 8,192 tokens."""
+    cells = result(f"{_ON_H200}/{_FUSED}")["cells"]
+    found = (cells[f"8192 fused, {way}, 1"]["memory"]["peak_reserved_gib"] for way in ("fused", "unfused"))
+    return next(found) - next(found)
+
+
+def beside_unsloth() -> tuple[float, ...]:
+    """Tokens a step and a second of ours and of unsloth's; seconds of its first step; GiB reserved by it and by ours."""
+    ours, theirs = result("*-h200-trainers/trainers-fast-E2B.json")["runs"]
+    assert (ours["way"], theirs["way"], ours["sequence"]) == ("fast", "unsloth-compiled", theirs["sequence"])
+    speeds = (one["sequence"] / statistics.median(one["seconds"]) for one in (ours, theirs))
+    reserved = (one["memory"]["peak_reserved_gib"] for one in (theirs, ours))
+    fast, slow = speeds
+    return fast, ours["sequence"], slow, theirs["settling_s"][0], *reserved
 
 
 def of_windows() -> tuple[str, ...]:
@@ -128,7 +147,27 @@ def step(way: str, tokens: str = "2,048") -> float:
 
 
 CLAIMS = (
-    Claim(_TRAINING, "a step of an E2B with 2,048 tokens takes {} ms, and {} ms without them", fused),
+    Claim(
+        _TRAINING,
+        "a step of an E2B with 8,192 tokens takes {} ms, and {} ms without them, with the same losses and the same "
+        "adapter, and {:.2f} GiB more; with 2,048 tokens {} and {} ms",
+        lambda: (
+            *fused(8192, "fused", "unfused"),
+            reserved_by_fused(),
+            *fused(2048, "fused", "unfused"),
+        ),
+    ),
+    Claim(
+        _TRAINING,
+        "steps of 8,192 and 2,048 tokens take {} and {} ms",
+        lambda: (*fused(8192, "pytorch"), *fused(2048, "pytorch")),
+    ),
+    Claim(
+        _TRAINING,
+        "an E2B trains {:,.0f} tokens a second with {:,} tokens a step, and unsloth, compiled and under TRL, {:,.0f}. "
+        "Its first step took {:.0f} s; it reserved {:.1f} GiB, and ours {:.1f}",
+        beside_unsloth,
+    ),
     Claim(
         _TRAINING,
         "less than 1/{} of the bytes, and 1/{} of the kernels",
