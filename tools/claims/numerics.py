@@ -372,7 +372,8 @@ CLAIMS = (
     Claim(_PAGE, "of a 12B {}, {} and {}, with {:.1f} GiB of the card at most, {:.1f} and {:.1f}", large_head_on_host),
     Claim(
         _PAGE,
-        "An E2B with {} rows then decodes {:,.0f} tokens a second on an H200, where it decoded {:,.0f} with the whole head",
+        "An E2B with {} rows then decodes {:,.0f} tokens a second on an H200, where it decoded {:,.0f} with the whole "
+        "head",
         many_rows,
     ),
     Claim(_PAGE, "took {} ms without a streamer, {} with transformers'", lambda: streamed("greedy")[:2]),

@@ -306,7 +306,7 @@ class _Block:
         return buffer[: math.prod(self.shape)].view(self.shape)
 
     def outputs(self, values: Any) -> Any:
-        """Of what the windows see of values, in the form of :meth:`split`."""
+        """The piece's outputs, from all values, in the form of :meth:`split`."""
         return self._seeing(self.by_head(torch.bmm(self.shares()[0], self.seen(values))))
 
     def shares(self) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ from gemma4_compat._kernels.programs import Kernel, kinds
 from gemma4_compat._kernels.specs import shares as spec
 
 SCHEMA = "Tensor scores, Tensor? shown, int[] sizes, bool by_query, int start, float scale, "
-#: Of what is tried, heads of the keys, windows, heads that share one, and queries; keys; how far 16 bits may be off.
+#: What is tried: heads of the keys, windows, heads that share one, and queries; keys; how far 16 bits may be off.
 _TRIED, _KEYS, _NEAR = (2, 2, 2, 24), (70, 1028), {"BFloat16": 2**-7, "Float16": 2**-10}
 
 
