@@ -11,6 +11,10 @@ for each number after `--parallel`, start at the same time, are warm then, and g
 `generate` of the same model in a process of its own, without a server: milliseconds a token. At the end, memory of
 each of our servers' processes, and of the GPU in all, after a tenth of `--requests`, and after all of them.
 
+`--starts` measures the starts of a server in place of loads: the first without kernels on disk, then one that finds
+them, then one that is asked as soon as it answers, before it is warm. Of each, seconds until it answers and until it is
+warm, and those of the first texts of `--answer` tokens that one client gets.
+
 `--llama-cpp TREE` is llama.cpp as depth.py takes it, with `llama-server`: Q4_0 of other random weights, flash
 attention, as many slots as our servers' answers, and the same numbers of tokens. Each of its servers takes turns with
 ours, once choosing tokens as it does by default, and once the likeliest, on the GPU. One that fails is left out.
@@ -88,12 +92,12 @@ class Serving:
         threading.Thread(target=self._listen, daemon=True).start()
 
     @classmethod
-    def ours(cls, checkpoint: Path, adapter: Path, given: list[str]) -> Serving:
-        """Of the shim."""
+    def ours(cls, checkpoint: Path, adapter: Path, given: list[str], **more: str) -> Serving:
+        """Of the shim; ``more`` of an environment."""
         words = [sys.executable, "-m", "gemma4_compat", "serve", str(checkpoint), "--adapter", f"adapted={adapter}"]
         path = os.pathsep.join([str(common.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         lines = {"started": "running on http", "warm": "warmed up"}
-        return cls([*words, "--port", "0", *given], lines, PYTHONPATH=path)
+        return cls([*words, "--port", "0", *given], lines, PYTHONPATH=path, **more)
 
     def _listen(self) -> None:
         for line in self.process.stderr or ():
@@ -105,11 +109,13 @@ class Serving:
                 self._warm.set()
         self._warm.set()
 
-    def address(self) -> str:
-        """Its address, once it is warm."""
-        self._warm.wait(600)
+    def address(self, once: str = "warm") -> str:
+        """Its address, once it is warm, or answers: ``started``."""
+        ends = time.monotonic() + 600
+        while once not in self.seconds and self.process.poll() is None and time.monotonic() < ends:
+            self._warm.wait(0.05)
         found = re.search(r"(?:running|listening) on (http://\S+)", "".join(self._said))
-        if found is None or "warm" not in self.seconds:
+        if found is None or once not in self.seconds:
             raise SystemExit(f"the server did not start, or is not warm: {self.said()}")
         return f"{found[1]}/v1"
 
@@ -155,6 +161,29 @@ def load(client: Any, names: list[str], clients: int, each: int, most: int, *, i
     found = {"clients": clients, "requests": len(answers), "tokens": tokens, "tokens_s": tokens / seconds}
     found["prompt_tokens"] = sum(answer["read"] for answer in answers)
     return found | {"first_ms": common.spread(firsts), "ms_token": 1000 * seconds / max(tokens, 1)}
+
+
+def starts(checkpoint: Path, adapter: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Of three starts after each other, what the first texts take."""
+    import openai
+
+    found = []
+    words = ["--context", str(options.context), "--parallel", str(options.parallel[0])]
+    with common.temporary("kernels-", None) as kernels:
+        for kind, once in (("no kernels on disk", "warm"), ("kernels on disk", "warm"), ("at once", "started")):
+            server = Serving.ours(checkpoint, adapter, words, GEMMA4_COMPAT_CACHE=str(kernels))
+            try:
+                client = openai.OpenAI(base_url=server.address(once), api_key="none", max_retries=0, timeout=120)
+                name = client.models.list().data[0].id
+                texts = [asked(client, name, 3, options.answer, is_ours=True) for _ in range(4)]
+                server.address()
+            finally:
+                server.end()
+            found.append({"start": kind, "seconds": server.seconds, "texts": texts})
+            shown = ", ".join(f"{text['all']:.2f}" for text in texts)
+            when = " and ".join(f"{name} after {seconds:.0f} s" for name, seconds in server.seconds.items())
+            print(f"{kind}: {when}; {texts[0]['tokens']} tokens in {shown} s", flush=True)
+    return found
 
 
 def memory(process: int) -> dict[str, float | None]:
@@ -275,6 +304,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--llama-cpp", type=Path, help="llama.cpp's tree, built, with heads of this shape's files")
     made.add_argument("--requests", type=int, default=500, help="after which memory is read (default: 500)")
+    made.add_argument("--starts", action="store_true", help="measure starts in place of loads")
     made.add_argument("--no-bare", action="store_true", help="servers only")
     made.add_argument("--bare", nargs=2, type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     made.add_argument("--out", type=Path, help="a file for the results, in JSON")
@@ -309,6 +339,10 @@ def main() -> int:
                 result |= {"machine": built.pop("machine"), "built": built}
                 checkpoint, adapter = folder / "checkpoint", folder / "adapter"
                 write_tokenizer(checkpoint)
+            if options.starts:
+                result["starts"] = starts(checkpoint, adapter, options)
+                save()
+                return common.ended(result)
             if not options.no_bare:
                 result["bare"] = beside(checkpoint, adapter, options)
                 print(json.dumps(result["bare"]), flush=True)

@@ -69,7 +69,7 @@ def reserved_by_fused() -> float:
 
 
 def beside_unsloth() -> tuple[float, ...]:
-    """Tokens a second of ours and a step, and of unsloth's; seconds of its first step; GiB reserved by it and by us."""
+    """Tokens a second of ours and a step; unsloth's; seconds of its first step; GiB reserved by it and by ours."""
     ours, theirs = result("*-h200-trainers/trainers-fast-E2B.json")["runs"]
     assert (ours["way"], theirs["way"], ours["sequence"]) == ("fast", "unsloth-compiled", theirs["sequence"])
     speeds = (one["sequence"] / statistics.median(one["seconds"]) for one in (ours, theirs))
