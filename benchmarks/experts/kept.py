@@ -39,6 +39,7 @@ from benchmarks.common import Data
 from benchmarks.decoding import rounds
 from benchmarks.experts import models
 from benchmarks.small_card import device
+from gemma4_compat._gemma4 import host
 from gemma4_compat._generation import expert_slots
 from gemma4_compat._graphs import decoder
 from gemma4_compat._kernels.specs import expert_slots as copying
@@ -197,9 +198,14 @@ def throttled(model: Any, most: float | None, tokens: list[list[int]]) -> Iterat
         speeds = {blocks: gib_s(kept, tokens, blocks) for blocks in _BLOCKS}
         blocks = fastest(speeds, most)
         decoding.drop_experts()
-        # As many slots as the trace was made for: dropped graphs leave room for more.
-        same_number = mock.patch.object(expert_slots, "number", return_value=kept.number)
-        with mock.patch.object(copying, "_BLOCKS", blocks), same_number:
+        host.give_back_unused(model.device)  # the graphs' memory
+        room = expert_slots.number
+
+        def number(*args: Any, **options: Any) -> int:
+            """No more slots than the trace was made for: dropped graphs leave room for more."""
+            return min(kept.number, room(*args, **options))
+
+        with mock.patch.object(copying, "_BLOCKS", blocks), mock.patch.object(expert_slots, "number", number):
             yield {"bus_gib_s": speeds[blocks], "blocks": blocks, "gib_s_by_blocks": list(speeds.values())}
 
 

@@ -12,8 +12,8 @@ for each number after `--parallel`, start at the same time, are warm then, and g
 each of our servers' processes, and of the GPU in all, after a tenth of `--requests`, and after all of them.
 
 `--starts` measures the starts of a server in place of loads: the first without kernels on disk, then one that finds
-them, then one that is asked as soon as it answers, before it is warm. Of each, seconds until it answers and until it is
-warm, and those of the first texts of `--answer` tokens that one client gets.
+them, then one that is asked as soon as it answers, before it is warm. For each, seconds until it answers and until it
+is warm, and those of the first texts of `--answer` tokens that one client gets.
 
 `--llama-cpp TREE` is llama.cpp as depth.py takes it, with `llama-server`: Q4_0 of other random weights, flash
 attention, as many slots as our servers' answers, and the same numbers of tokens. Each of its servers takes turns with
@@ -33,6 +33,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -163,11 +164,10 @@ def load(client: Any, names: list[str], clients: int, each: int, most: int, *, i
     return found | {"first_ms": common.spread(firsts), "ms_token": 1000 * seconds / max(tokens, 1)}
 
 
-def starts(checkpoint: Path, adapter: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Of three starts after each other, what the first texts take."""
+def starts(checkpoint: Path, adapter: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What the first texts of three starts after each other take."""
     import openai
 
-    found = []
     words = ["--context", str(options.context), "--parallel", str(options.parallel[0])]
     with common.temporary("kernels-", None) as kernels:
         for kind, once in (("no kernels on disk", "warm"), ("kernels on disk", "warm"), ("at once", "started")):
@@ -179,11 +179,10 @@ def starts(checkpoint: Path, adapter: Path, options: argparse.Namespace) -> list
                 server.address()
             finally:
                 server.end()
-            found.append({"start": kind, "seconds": server.seconds, "texts": texts})
+            yield {"start": kind, "seconds": server.seconds, "texts": texts}
             shown = ", ".join(f"{text['all']:.2f}" for text in texts)
             when = " and ".join(f"{name} after {seconds:.0f} s" for name, seconds in server.seconds.items())
             print(f"{kind}: {when}; {texts[0]['tokens']} tokens in {shown} s", flush=True)
-    return found
 
 
 def memory(process: int) -> dict[str, float | None]:
@@ -340,8 +339,10 @@ def main() -> int:
                 checkpoint, adapter = folder / "checkpoint", folder / "adapter"
                 write_tokenizer(checkpoint)
             if options.starts:
-                result["starts"] = starts(checkpoint, adapter, options)
-                save()
+                result["starts"] = []
+                for start in starts(checkpoint, adapter, options):
+                    result["starts"].append(start)
+                    save()
                 return common.ended(result)
             if not options.no_bare:
                 result["bare"] = beside(checkpoint, adapter, options)

@@ -89,3 +89,15 @@ def test_llama_cpp_answers_in_turns_with_ours(tmp_path: Path) -> None:
     servers = json.loads(out.read_text(encoding="utf-8"))["servers"]
     assert [one.get("sampling") for one in servers] == [None, None, *llama_server.SAMPLINGS, *llama_server.SAMPLINGS]
     assert all(load["tokens_s"] > 0 for one in servers for load in one["loads"])
+
+
+@pytest.mark.full
+def test_texts_of_three_starts(tmp_path: Path) -> None:
+    out = tmp_path / "starts.json"
+    few = ["--starts", "--answer", "8", "--context", "256"]
+    done = child(str(ROOT / "benchmarks" / "serving" / "serving.py"), *few, "--out", str(out), timeout=300)
+    assert done.code == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text(encoding="utf-8"))["starts"]
+    assert [one["start"] for one in found] == ["no kernels on disk", "kernels on disk", "at once"]
+    assert all({"started", "warm"} <= one["seconds"].keys() for one in found)
+    assert {text["tokens"] > 0 for one in found for text in one["texts"]} == {True}
