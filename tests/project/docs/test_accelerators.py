@@ -36,7 +36,9 @@ ASKS_FOR_KERNELS = {
     "_kernels/match/custom.py": "adapters and experts",
     "_kernels/match/dequantizing.py": "dequantize 4-bit weights",
     "_kernels/match/reading.py": "prompts' attention",
+    "_kernels/match/shares.py": "of training's attention and loss",
     "_kernels/match/top_tokens.py": "top-k",
+    "_training/chunks.py": "of training's attention and loss",
 }
 
 
