@@ -19,7 +19,7 @@ from gemma4_compat._training.captured import layers
 MARGIN = 1 << 29
 #: Bytes of a token in the layer that goes backward, in 16 bits: for each unit of its MLP, of its hidden states, and of
 #: the per-layer inputs of all layers. Fitted to steps that plans ran (tests/unit/training/test_parts.py).
-_OF_MLP, _OF_HIDDEN, _OF_PER_LAYER = 14, 52, 7
+_OF_MLP, _OF_HIDDEN, _OF_PER_LAYER = 14, 50, 7
 _AUTO, _ALWAYS = "auto", "always"
 _IDS = {"loss": loss.ID, "mlp": mlp.ID, "windows": windows.ID, "products": windows.ID}
 _SAID = {
