@@ -53,7 +53,7 @@ def test_only_some_ways_are_deterministic(way: str) -> None:
     with reproducible.determinism(way):
         assert torch.are_deterministic_algorithms_enabled() == (way not in ("whole", "free", *reproducible.PACKED))
         filled_now = torch.utils.deterministic.fill_uninitialized_memory
-        assert filled_now == (way not in ("unfilled", *reproducible.COMPARED))
+        assert filled_now == (way not in ("unfilled", *reproducible.STREAMED, *reproducible.FUSED))
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory == filled
 
@@ -114,6 +114,6 @@ def test_fused_layers(tmp_path: Path) -> None:
     given = GIVEN.replace("--steps 1", "--steps 1 --turns 1")
     assert reproducible.main([*given.split(), "--parts", "fused", "--kernels", "--out", str(file)]) == 1
     result = json.loads(file.read_text(encoding="utf-8"))
-    assert [cell["apart"] for cell in result["cells"].values()] == [None, 0]
+    assert [cell["apart"] for cell in result["cells"].values()] == [None, None, 0]  # pytorch, unfused, fused
     assert result["problems"] == ["32 fused, fused, 1: ('there are no kernels for cpu',)"]  # it has to say so
-    assert {name: one["moved"] for name, one in result["kernels"].items()} == {"32 unfused": [], "32 fused": []}
+    assert {name: one["moved"] for name, one in result["kernels"].items()} == {"32 pytorch": [], "32 fused": []}
