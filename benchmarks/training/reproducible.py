@@ -21,7 +21,7 @@ streamed        one text a step, unfilled; for `--where half` or `streamed`, and
   replayed        with graphs
 fused           one text a step, unfilled; only where it is named
   pytorch         graphs of PyTorch's kernels; it computes the softmax of attention, and the loss
-  unfused         graphs of PyTorch's kernels, but for those two
+  unfused         graphs of PyTorch's kernels, except for those two
   fused           graphs with fused kernels, once they are compiled
                   `--kernels`: of a step of the first and the last, the kernels that take longest; of each fused
                   kernel, GB a second

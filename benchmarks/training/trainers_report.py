@@ -31,6 +31,7 @@ def table(result: Data) -> str:
     with_plan = any("planned_gib" in run for run in result["runs"])
     rows = []
     for way, what in _tried(result).items():
+        what += _release(way, result)
         for sequence in sequences:
             runs = [run for run in result["runs"] if (run["way"], run["sequence"]) == (way, sequence)]
             name = f"{way}, {sequence} tokens"
@@ -61,6 +62,12 @@ def table(result: Data) -> str:
     if with_plan:
         titles.insert(4, "planned")
     return "\n\n".join(filter(None, [_lines(titles, rows), _fits(result)]))
+
+
+def _release(way: str, result: Data) -> str:
+    """The release of transformers of a way that has a process and libraries of its own, if it is another."""
+    own = result.get("loads", {}).get(f"upstream, {way}", {}).get("versions", {}).get("transformers")
+    return "" if own is None or own == result["machine"]["versions"]["transformers"] else f", transformers {own}"
 
 
 def _fits(result: Data) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: Bytes of the logits that a head computes at once.
 LOGITS_BYTES = 96 * 2**20
-#: Bytes of a block of them in float32. The loss briefly needs about four times as much.
+#: Bytes of a block of them in float32. PyTorch's operations for the loss briefly need about four times as much.
 BLOCK_BYTES = 2**24
 #: A head of more than one linear layer, such as an adapted one, briefly holds this many copies of its output.
 _COPIES = 3
